@@ -1,0 +1,36 @@
+# make demo: a failing training, found and explained.   make test: lint, types and tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO ?= siamese
+
+.PHONY: demo test lint types unit install clean
+
+demo: install
+	@$(BIN)/firstnan demo $(DEMO); code=$$?; \
+	if [ $$code -ne 3 ]; then echo "make demo: exit code $$code where 3 (found) was expected" >&2; exit 1; fi; \
+	echo "make demo: exit code 3, a non-finite value was found as expected. More demos: $(BIN)/firstnan demo"
+
+test: lint types unit
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/python -m pytest -n 2 --timeout=180
+
+install: $(STAMP)
+
+# The stamp is newer than what it was made from, so a second call installs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	$(BIN)/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

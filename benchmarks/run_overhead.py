@@ -1,0 +1,141 @@
+"""Measures what firstnan costs, as ratios to the bare program measured side by side.
+
+    python benchmarks/run_overhead.py [--steps N] [--rounds R] [--json FILE] [--only whole|step] [PROGRAM...]
+
+whole: `python program` against `firstnan run program`, in turn, a process each (the gate on a healthy run).
+step:  one process, step by step in turn: bare, under `detect_anomaly`, under the tracer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+HERE = Path(__file__).parent
+WARM_UP = 5
+Seconds = dict[str, list[float]]
+
+
+def run_program(program: Path, steps: int, prefix: list[str]) -> list[float]:
+    """Seconds of each step after the warm-up, of one run in a process of its own."""
+    environment = {**os.environ, "BENCH_TIMES": "1", "BENCH_STEPS": str(steps + WARM_UP)}
+    command = [sys.executable, *prefix, str(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])["seconds"]
+    return seconds[WARM_UP:]
+
+
+def measure_whole(program: Path, steps: int, rounds: int) -> Seconds:
+    """Both ways of running, in turn; the order changes every round, so that a drift hits both."""
+    ways = {"bare": [], "firstnan run": ["-m", "firstnan", "run"]}
+    seconds: Seconds = {way: [] for way in ways}
+    for turn in range(rounds):
+        for way in sorted(ways, reverse=turn % 2 == 1):
+            # A round counts once, by its median: steps of one process are not independent.
+            seconds[way].append(statistics.median(run_program(program, steps, ways[way])))
+    return seconds
+
+
+def tracing() -> AbstractContextManager[object]:
+    """The tracer for one step; the one place here that knows its name."""
+    from firstnan.tracer import Tracer
+
+    return Tracer()
+
+
+def detecting_anomaly() -> AbstractContextManager[object]:
+    import torch
+
+    context: AbstractContextManager[object] = torch.autograd.detect_anomaly(check_nan=True)
+    return context
+
+
+def load_step(program: Path) -> Callable[[], None]:
+    spec = importlib.util.spec_from_file_location(program.stem, program)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"cannot load {program}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    step: Callable[[], None] = module.make_step()
+    return step
+
+
+def measure_step(program: Path, steps: int) -> Seconds:
+    """Step by step in turn in this process; entering and leaving the context is part of the cost."""
+    import warnings
+
+    warnings.filterwarnings("ignore", message="Anomaly Detection")
+    step = load_step(program)
+    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "bare": nullcontext,
+        "detect_anomaly": detecting_anomaly,
+        "tracer": tracing,
+    }
+    seconds: Seconds = {way: [] for way in ways}
+    for turn in range(steps + WARM_UP):
+        for way, context in ways.items():
+            start = time.perf_counter()
+            with context():
+                step()
+            if turn >= WARM_UP:
+                seconds[way].append(time.perf_counter() - start)
+    return seconds
+
+
+def summary(seconds: Seconds) -> dict[str, dict[str, float]]:
+    """Per way: the median, and the median of the ratios to the bare neighbour of the same turn with their spread."""
+    rows = {}
+    for way, values in seconds.items():
+        ratios = [value / bare for value, bare in zip(values, seconds["bare"], strict=True)]
+        low, high = (min(ratios), max(ratios)) if len(ratios) < 4 else statistics.quantiles(ratios, n=4)[::2]
+        rows[way] = {
+            "milliseconds": 1000 * statistics.median(values),
+            "ratio": statistics.median(ratios),
+            "ratio_low": low,
+            "ratio_high": high,
+        }
+    return rows
+
+
+def show(title: str, rows: dict[str, dict[str, float]]) -> None:
+    print(f"\n{title}\n  {'way':<16}{'ms a step':>10}{'ratio':>8}   middle half")
+    for way, row in rows.items():
+        spread = f"{row['ratio_low']:.3f} .. {row['ratio_high']:.3f}"
+        print(f"  {way:<16}{row['milliseconds']:>10.2f}{row['ratio']:>8.3f}   {spread}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", default=["gpt", "cnn"], help="names in benchmarks/programs")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps of a run, after the warm-up")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each whole program")
+    parser.add_argument("--only", choices=["whole", "step"], help="one of the two measurements")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    options = parser.parse_args()
+    results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for name in options.programs:
+        program = HERE / "programs" / f"{name}.py"
+        found = results.setdefault(name, {})
+        if options.only != "step":
+            found["whole"] = summary(measure_whole(program, options.steps, options.rounds))
+            show(f"{name}: whole program, {options.rounds} rounds of {options.steps} steps", found["whole"])
+        if options.only != "whole":
+            found["step"] = summary(measure_step(program, options.steps))
+            show(f"{name}: step by step in one process, {options.steps} steps each", found["step"])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""`python -m firstnan` is the command `firstnan`."""
+
+import sys
+
+from firstnan.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Trace -> where the causal value was born and how it travelled; pure, knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from firstnan.records import OpEvent, Operand, Origin, PathStep, Phase, TensorStat, Trace
+
+# Operators that pass an infinity on element by element or row by row: a mask is still a mask behind them.
+_MASK_KEEPING = {
+    "masked_fill", "where", "add", "sub", "rsub", "mul", "div", "neg", "clone", "copy", "to", "triu", "tril", "cat",
+    "stack", "log_softmax", "tensor", "full", "fill", "index_put", "expand", "repeat", "logsumexp", "roll", "minimum",
+    "maximum", "max", "min", "clamp", "select_scatter", "slice_scatter", "scatter", "index_fill", "index_copy",
+    "constant_pad_nd", "full_like", "new_full", "log",
+}  # fmt: skip
+_SELECTING = {"where", "masked_fill", "index_put", "copy", "fill"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One place where the walk ended: an event, or something from outside that an event read."""
+
+    event: OpEvent
+    operand: Operand | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        # What came from outside was there before any event.
+        return (0 if self.operand is not None else 1, self.event.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    origin: Origin | None
+    path: tuple[PathStep, ...] = ()
+    innocent: bool = False
+    """Every infinity on the way was put there on purpose and none became a NaN."""
+
+
+def blame(trace: Trace, noticed: Iterable[int], *, loss_is_finite: bool = False) -> Verdict:
+    """Walks back from the events that wrote what was noticed to the first causal one."""
+    walk = _Walk(trace)
+    for index in noticed:
+        walk.visit(index)
+    source, innocent = walk.choose()
+    if source is None:
+        return Verdict(None, innocent=innocent)
+    chain = walk.chain(source.event.index)
+    origin = _describe(trace, source, chain, loss_is_finite)
+    return Verdict(origin, tuple(_path_step(e) for e in chain[1:]), innocent)
+
+
+class _Walk:
+    """Everything reachable from what was noticed through operands whose bad elements were handed on."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.consumer: dict[int, int | None] = {}
+
+    def visit(self, start: int) -> None:
+        stack: list[tuple[int, int | None]] = [(start, None)]
+        while stack:
+            index, consumer = stack.pop()
+            if index in self.consumer:
+                continue
+            self.consumer[index] = consumer
+            for operand in self.trace.events[index].inputs:
+                if operand.guilty and operand.producer is not None:
+                    stack.append((operand.producer, index))
+
+    def chain(self, index: int) -> list[OpEvent]:
+        """From the origin to what was noticed."""
+        chain: list[OpEvent] = []
+        at: int | None = index
+        while at is not None:
+            chain.append(self.trace.events[at])
+            at = self.consumer.get(at)
+        return chain
+
+    def choose(self) -> tuple[Source | None, bool]:
+        """The causal source among all that were reached, and whether all of them are innocent."""
+        accidents: list[Source] = []
+        nan_makers: list[Source] = []
+        on_purpose: list[Source] = []
+        for index in sorted(self.consumer):
+            event = self.trace.events[index]
+            if event.on_purpose:
+                on_purpose.append(Source(event))
+            elif event.born or event.raised:
+                accidents.append(Source(event))
+            elif event.uninitialized:
+                accidents.append(Source(event))
+            for operand in event.inputs:
+                if operand.guilty and operand.producer is None:
+                    (on_purpose if _meant(operand) else accidents).append(Source(event, operand))
+            if event.nan_from_inf:
+                nan_makers.append(Source(event))
+        if accidents:
+            return min(accidents, key=lambda s: s.order), False
+        if nan_makers:
+            return nan_makers[0], False
+        if not on_purpose:
+            return None, False
+        return self._unmasked(on_purpose)
+
+    def _unmasked(self, on_purpose: list[Source]) -> tuple[Source | None, bool]:
+        """Only constants were found: a NaN constant, or an infinity that a label or a sum brought into the loss."""
+        for source in on_purpose:
+            made_nan = any(o.nan for o in source.event.outputs)
+            if made_nan:
+                chain = self.chain(source.event.index)
+                # A constant alone does nothing; the operator that took it into the data is what to show.
+                user = next((e for e in chain if e.op not in ("tensor", "scalar_tensor", "full", "to")), chain[0])
+                return Source(user), False
+        for source in on_purpose:
+            for event in self.chain(source.event.index):
+                if event.op not in _MASK_KEEPING:
+                    return Source(event), True
+        return Source(on_purpose[0].event), True
+
+
+def _meant(operand: Operand) -> bool:
+    """An infinity from outside that is there on purpose: a mask, a table, never a weight and never a NaN."""
+    stat = operand.stat
+    if stat is None or stat.nan or operand.role == "parameter":
+        return False
+    if operand.role == "buffer":
+        return True
+    one_sign = stat.posinf == 0 or stat.neginf == 0
+    return one_sign and (stat.min is None or stat.min == stat.max or stat.binary)
+
+
+def _describe(trace: Trace, source: Source, chain: list[OpEvent], loss_is_finite: bool) -> Origin:
+    event, operand = source.event, source.operand
+    if operand is not None:
+        return _outside(event, operand)
+    if event.raised and event.op == "linalg_check_errors":
+        event = next((p for p in trace.producers(event)), event)
+    phase = _phase(event, chain)
+    resurrected = _resurrected(event, chain) if loss_is_finite else None
+    if resurrected is not None:
+        return _from_backward(trace, resurrected, event)
+    if event.phase == "backward":
+        return _from_backward(trace, event, None)
+    return Origin(
+        phase=phase,
+        op=event.op,
+        aten=event.aten,
+        event=event,
+        site=event.site,
+        module=event.module,
+        module_type=event.module_type,
+        inputs=tuple(i.stat for i in event.inputs if i.stat is not None),
+        produced=_produced(event),
+        role=event.role,
+        label=event.label,
+        step=event.step,
+    )
+
+
+def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
+    """Bad data and bad weights keep their name wherever the operator ran that made them."""
+    if event.phase == "optimizer":
+        return "optimizer"
+    if event.region == "data":
+        return "input"
+    for e in chain:
+        if e.phase == "optimizer" and e.region == "step":
+            return "optimizer"
+        if e.role == "parameter" and not e.grad:
+            return "parameter"
+        if e.role == "input" and not e.grad:
+            return "input"
+        for i in e.inputs:
+            if i.guilty and i.role in ("parameter", "input"):
+                return "parameter" if i.role == "parameter" else "input"
+    return "input" if event.region == "setup" else "forward"
+
+
+def _outside(event: OpEvent, operand: Operand) -> Origin:
+    """The value was bad before the trace began; the place is where it enters."""
+    weight = operand.role == "parameter"
+    return Origin(
+        phase="parameter" if weight else "input",
+        op="" if operand.role else event.op,
+        aten="" if operand.role else event.aten,
+        event=event,
+        site=event.site,
+        module=event.module,
+        module_type=event.module_type,
+        inputs=(operand.stat,) if operand.stat else (),
+        produced=operand.stat,
+        role=operand.role or "unknown",
+        label=operand.label,
+        step=event.step,
+    )
+
+
+def _resurrected(event: OpEvent, chain: list[OpEvent]) -> OpEvent | None:
+    """A forward value that never reached the loss comes back in backward (0 * inf): the backward operator."""
+    if event.phase != "forward" or event.region != "step":
+        return None
+    after = next((e for e in chain if e.phase == "backward"), None)
+    return after if after is not None and (after.nan_from_inf or after.bad) else None
+
+
+def _from_backward(trace: Trace, event: OpEvent, forward: OpEvent | None) -> Origin:
+    forward = forward or _forward_of(trace, event)
+    own = event.in_python_backward and event.site is not None
+    place = event if own or forward is None else forward
+    named = event if own or forward is None else forward
+    return Origin(
+        phase="backward",
+        op=named.op,
+        aten=named.aten,
+        event=event,
+        forward_event=forward,
+        site=place.site,
+        module=(forward or event).module,
+        module_type=(forward or event).module_type,
+        inputs=tuple(i.stat for i in event.inputs if i.stat is not None),
+        produced=_produced(event),
+        step=event.step,
+    )
+
+
+def _forward_of(trace: Trace, event: OpEvent) -> OpEvent | None:
+    """The forward operator behind a backward one, also through a derivative of a derivative."""
+    seen = 0
+    at = event
+    while at.forward is not None and seen < 8:
+        at, seen = trace.events[at.forward], seen + 1
+        if at.phase != "backward":
+            return at
+    return at if at is not event else None
+
+
+def _produced(event: OpEvent) -> TensorStat | None:
+    bad = [o for o in event.outputs if o.bad]
+    return replace(bad[0], name="result") if bad else None
+
+
+def _path_step(event: OpEvent) -> PathStep:
+    site = event.site
+    library = event.library_site
+    return PathStep(
+        op=event.op,
+        line=site.line if site else None,
+        file=site.file if site else "",
+        code=site.code if site else "",
+        module=event.module,
+        phase=event.phase,
+        library=f"{library.file}:{library.line}" if library else "",
+    )

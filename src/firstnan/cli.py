@@ -1,0 +1,226 @@
+"""The command `firstnan`: parses arguments and hands over to the rooms that do the work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from firstnan import __version__, runner
+
+# Nothing heavy up here: `run` starts before the user's program has imported torch, and `show` never needs it.
+
+COMMANDS = ("run", "show", "demo")
+
+
+class UsageError(Exception):
+    """The command line cannot be followed; the text is one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code; errors in the command line are one line on stderr and a 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _command(words)
+    except (UsageError, runner.ProgramError) as error:
+        print(f"firstnan: {error}", file=sys.stderr)
+        return 2
+    if code == runner.INTERRUPTED:
+        runner.leave(code)
+    return code
+
+
+def _command(words: list[str]) -> int:
+    if not words:
+        raise UsageError(f"no command given: {', '.join(COMMANDS)} (see firstnan --help)")
+    name, rest = words[0], words[1:]
+    if name == "run":
+        return _run(rest)
+    if name == "show":
+        return _show(_show_parser().parse_args(rest))
+    if name == "demo":
+        return _demo(_demo_parser().parse_args(rest))
+    if name.startswith("-"):
+        _main_parser().parse_args(words)  # prints the help or the version and exits, or complains
+    hint = f"; to run a program: firstnan run {name}" if os.path.exists(name) else " (see firstnan --help)"
+    raise UsageError(f"no command {name!r}{hint}")
+
+
+# --- the commands -------------------------------------------------------------------------------------------------
+
+
+def _run(words: list[str]) -> int:
+    options, program = _split(words)
+    parsed = _run_parser().parse_args(options)
+    if not program:
+        what = "module" if parsed.module else "script"
+        raise UsageError(f"no {what} given: firstnan run [options] {'-m ' * parsed.module}{what} [arguments]")
+    return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
+
+
+def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
+    # The program may change its working directory, so the paths are made absolute here.
+    json, output = _writable(parsed.json), _writable(_known_format(parsed.output))
+    from firstnan.investigate import Investigation, Options
+
+    options = Options(json=json, output=output, trace=parsed.trace, replay=parsed.replay, program=program)
+    return runner.run(program, Investigation(options))
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    output = _writable(_known_format(parsed.output))
+    from firstnan.report import ReportError, load, print_text, write
+
+    try:
+        report = load(parsed.report)
+    except ReportError as error:
+        raise UsageError(str(error)) from None
+    if output is not None:
+        try:
+            write(report, output)
+        except OSError as error:
+            raise UsageError(f"can't write {parsed.output!r}: {error.strerror}") from None
+        return 0
+    with _pager_may_leave():
+        print_text(report, sys.stdout)
+    return 0
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    from firstnan.demos import demos, find
+
+    if parsed.name is None:
+        known = demos()
+        width = max((len(demo.name) for demo in known), default=0)
+        lines = [f"{demo.name:<{width}}  {demo.title}" for demo in known]
+        with _pager_may_leave():
+            print(*lines, "", "firstnan demo NAME runs one.", sep="\n", flush=True)
+        return 0
+    demo = find(parsed.name)
+    if demo is None:
+        import difflib
+
+        close = difflib.get_close_matches(parsed.name, [d.name for d in demos()], n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else " (firstnan demo lists them)"
+        raise UsageError(f"no demo {parsed.name!r}{hint}")
+    return _investigate(_run_parser().parse_args([]), runner.Program(str(demo.path), ()))
+
+
+@contextmanager
+def _pager_may_leave() -> Iterator[None]:
+    """Prints in peace: a reader of stdout that has seen enough (`head`, a pager) is no error."""
+    try:
+        yield
+    except BrokenPipeError:
+        # What could not be written must not be tried again when python closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line where argparse prints its whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace("unrecognized arguments: ", "unknown option or argument: ")
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _main_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan",
+        usage="firstnan [-h] [--version] {run,show,demo} ...",
+        description="Finds the first NaN or Inf of a PyTorch training run and says why it was born.",
+        epilog="commands:\n"
+        "  run    run a training program, unchanged, and report the first NaN or Inf\n"
+        "  show   print a saved report\n"
+        "  demo   list small programs that fail, or run one\n"
+        "\nfirstnan COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"firstnan {__version__}")
+    return parser
+
+
+def _run_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan run",
+        usage="firstnan run [options] script.py [arguments]\n       firstnan run [options] -m module [arguments]",
+        description="Runs a program as python would and reports its first NaN or Inf on stderr.",
+        epilog="Exit code: 3 when something was found, else the program's own; 2 when it could not be started. "
+        "Everything after the script or module belongs to the program.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, also when nothing was found")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the report, in the format of the extension")
+    parser.add_argument("--trace", action="store_true", help="record every operator from the first step on (slower)")
+    parser.add_argument(
+        "--replay", choices=("auto", "never"), default="auto", help="run a failing step once more to see its operators"
+    )
+    return parser
+
+
+def _show_parser() -> _Parser:
+    parser = _Parser(prog="firstnan show", description="Prints a saved report, or converts it.", allow_abbrev=False)
+    parser.add_argument("report", type=Path, metavar="report.json", help="a file that firstnan run --json wrote")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write it, in the format of the extension")
+    return parser
+
+
+def _demo_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan demo", description="Lists small programs that fail, or runs one.", allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the program to run")
+    return parser
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """`words` cut in two: the options of `firstnan run`, then the program with everything that belongs to it.
+
+    argparse cannot do this: it takes a `--` away from the program's arguments.
+    """
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "--":
+            return words[:at], words[at + 1 :]
+        at += 2 if words[at] in ("--json", "-o", "--output", "--replay") else 1
+    return words[:at], words[at:]
+
+
+def _known_format(name: str | None) -> str | None:
+    if name is not None:
+        from firstnan.report import FORMATS
+
+        if Path(name).suffix.lower() not in FORMATS:
+            raise UsageError(f"can't write {name!r}: the extension must be {' or '.join(FORMATS)}")
+    return name
+
+
+def _writable(name: str | None) -> Path | None:
+    """The absolute path of a file that can be written, found out by opening it; leaves everything as it was."""
+    if name is None:
+        return None
+    try:
+        path = Path(os.path.abspath(name))
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            path.open("xb").close()
+            path.unlink()
+            return path
+        # Opening a pipe would wait for its reader.
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            path.open("ab").close()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"can't write {name!r}: {reason}") from None
+    return path

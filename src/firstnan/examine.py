@@ -1,0 +1,182 @@
+"""Looks closely at one operator that wrote something non-finite: what was born here, what was only handed on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.finite import readable, stat, unravel
+from firstnan.ops import OpInfo
+from firstnan.records import TensorStat
+
+_MAX_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    inputs: tuple[TensorStat | None, ...]
+    guilty: tuple[bool, ...]
+    outputs: tuple[TensorStat, ...]
+    born: int = 0
+    nan_from_inf: int = 0
+    on_purpose: bool = False
+    witness: tuple[tuple[str, float], ...] = ()
+    bad_rows: tuple[int, ...] = ()
+
+
+def examine(
+    op: OpInfo,
+    tensors: list[tuple[str, Tensor]],
+    results: list[Tensor],
+    scalars: tuple[tuple[str, Any], ...],
+    before: dict[int, Tensor] | None,
+) -> Detail:
+    """The full evidence of one call; `before` holds what mutated arguments were."""
+    before = before or {}
+    overwritten = {id(t) for t in results}
+    inputs = [(name, before.get(id(t), None if id(t) in overwritten else t)) for name, t in tensors]
+    stats = tuple(stat(name, t) if t is not None else None for name, t in inputs)
+    outputs = tuple(stat("result", t) for t in results if readable(t) is not None)
+    bad_result = next((t for t in results if (p := readable(t)) is not None and not _all_finite(p)), None)
+    purpose = _on_purpose(op, scalars, stats, outputs)
+    plain: Detail
+    if bad_result is None:
+        return Detail(stats, tuple(bool(s and s.bad) for s in stats), outputs)
+    result = readable(bad_result)
+    assert result is not None
+    values = [readable(t) if t is not None else None for _, t in inputs]
+    if op.name == "where" and len(values) == 3:
+        plain = _pointwise(_selected(inputs), result)
+    elif op.name == "masked_fill" and values[0] is not None:
+        plain = _pointwise(_unmasked(inputs), result)
+    elif op.pointwise or op.name in ("copy", "to", "clone"):
+        plain = _pointwise([v for v in values], result)
+    else:
+        plain = _whole(stats, outputs)
+    first, rows = plain.outputs, plain.bad_rows
+    del first
+    witness = _witness(inputs, bad_result, plain) if op.pointwise else ()
+    if not rows and result.dim() and bad_result.dim():
+        rows = _rows(~torch.isfinite(result), bad_result)
+    return Detail(stats, plain.guilty, outputs, plain.born, plain.nan_from_inf, purpose, witness, rows)
+
+
+def _all_finite(t: Tensor) -> bool:
+    return bool(torch.isfinite(t).all())
+
+
+def _whole(stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]) -> Detail:
+    """An operator that mixes its elements: judged by whole tensors."""
+    guilty = tuple(bool(s and s.bad) for s in stats)
+    bad, nan = sum(o.bad for o in outputs), sum(o.nan for o in outputs)
+    if not any(guilty):
+        return Detail((), guilty, (), born=bad)
+    from_inf = nan if not any(s and s.nan for s in stats) else 0
+    return Detail((), guilty, (), nan_from_inf=from_inf)
+
+
+def _pointwise(values: list[Tensor | None], result: Tensor) -> Detail:
+    """An operator whose elements line up: judged element by element."""
+    bad = ~torch.isfinite(result)
+    known_nan = torch.zeros_like(bad)
+    known_inf = torch.zeros_like(bad)
+    guilty = []
+    for v in values:
+        if v is None or _all_finite(v):
+            guilty.append(False)
+            continue
+        try:
+            nan, inf = torch.isnan(v).expand(bad.shape), torch.isinf(v).expand(bad.shape)
+        except RuntimeError:  # Shapes that do not broadcast: a real view of a complex tensor.
+            nan, inf = torch.isnan(v).any(), torch.isinf(v).any()
+        known_nan |= nan
+        known_inf |= inf
+        guilty.append(bool((bad & (nan | inf)).any()))
+    born = bad & ~known_nan & ~known_inf
+    from_inf = torch.isnan(result) & ~known_nan & known_inf
+    where = born if bool(born.any()) else from_inf if bool(from_inf.any()) else bad
+    return Detail((), tuple(guilty), (), int(born.sum()), int(from_inf.sum()), bad_rows=_rows(where, result))
+
+
+def _selected(inputs: list[tuple[str, Tensor | None]]) -> list[Tensor | None]:
+    """What `where` took from each side; the other elements count as zero."""
+    condition, one, other = (t for _, t in inputs)
+    a, b = readable(one), readable(other)
+    if condition is None or a is None or b is None:
+        return [None, a, b]
+    zero = torch.zeros((), dtype=a.dtype, device=a.device)
+    return [None, torch.where(condition, a, zero), torch.where(condition, zero.to(b.dtype), b)]
+
+
+def _unmasked(inputs: list[tuple[str, Tensor | None]]) -> list[Tensor | None]:
+    first, mask = inputs[0][1], inputs[1][1]
+    a = readable(first)
+    if a is None or mask is None:
+        return [a, None]
+    value = readable(inputs[2][1]) if len(inputs) > 2 else None
+    return [a.masked_fill(mask, 0), None, value]
+
+
+def _rows(where: Tensor, result: Tensor) -> tuple[int, ...]:
+    if result.dim() == 0 or where.dim() == 0:
+        return ()
+    rows = where.reshape(where.shape[0], -1).any(1).nonzero().flatten()
+    return tuple(rows[:_MAX_ROWS].tolist())
+
+
+def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, plain: Detail) -> tuple[tuple[str, float], ...]:
+    """The values read and written at the first element that went wrong here."""
+    r = readable(result)
+    if r is None or r.shape != result.shape:
+        return ()
+    bad = ~torch.isfinite(r)
+    if plain.born or plain.nan_from_inf:
+        known = torch.zeros_like(bad)
+        for _, t in inputs:
+            v = readable(t)
+            if v is not None and v.dim() <= bad.dim():
+                known |= (~torch.isfinite(v) if plain.born else torch.isnan(v)).expand(bad.shape)
+        bad &= ~known
+    if not bool(bad.any()):
+        return ()
+    index = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(bad.shape))
+    pairs = []
+    for name, t in inputs:
+        if t is None or t.dim() > len(index) or t.layout is not torch.strided or t.dtype.is_complex:
+            continue
+        try:
+            pairs.append((name, float(t.detach().expand(result.shape)[index])))
+        except RuntimeError:
+            continue
+    return (*pairs, ("result", float(r[index])))
+
+
+def _on_purpose(
+    op: OpInfo, scalars: tuple[tuple[str, Any], ...], stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]
+) -> bool:
+    """Whether the program asked for the infinity (or NaN): a constant, a mask, the logarithm of a mask."""
+    if any(isinstance(v, float) and not math.isfinite(v) for _, v in scalars):
+        return True
+    if op.name == "tensor":
+        return all(o.numel == 1 or o.bad == o.numel or (not o.nan and mask_like(o)) for o in outputs)
+    return op.name == "log" and all(s is None or s.binary for s in stats)
+
+
+def mask_like(s: TensorStat) -> bool:
+    """Infinities of one sign among elements that are all alike: an additive mask, a table of distances."""
+    return s.nan == 0 and (s.posinf == 0 or s.neginf == 0) and (s.min is None or s.min == s.max)
+
+
+def numbers_in(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The arguments that are no tensors, by name."""
+    found: list[tuple[str, Any]] = []
+    for name, value in [*zip(op.arguments, args, strict=False), *kwargs.items()]:
+        if isinstance(value, bool | int | float | str):
+            found.append((name, value))
+        elif isinstance(value, list | tuple) and value and all(isinstance(v, int | float) for v in value):
+            found.append((name, list(value)))
+    return tuple(found)

@@ -1,0 +1,179 @@
+"""Tensor -> finite or not, tensor -> TensorStat, at memory speed; the only room that reads tensor values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.records import TensorStat
+
+# Below this many elements a copy costs less than the call that makes it.
+SMALL = 1 << 20
+_NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8") or n.startswith("float4"))
+_SHORT = {"float32": "float32", "float64": "float64"}
+
+
+def readable(t: Any) -> Tensor | None:
+    """The plain floating tensor whose values stand for `t`, or None where there is none to read.
+
+    Sharded tensors give their local part, sparse ones their values, complex ones their real view.
+    """
+    if not isinstance(t, Tensor):
+        return None
+    if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
+        local = getattr(t, "_local_tensor", None)
+        if isinstance(local, Tensor):
+            return readable(local)
+        if torch._is_functional_tensor(t) or type(t).__name__ == "FakeTensor":
+            return None
+        if type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not isinstance(
+            t, torch.nn.Parameter | torch.nn.Buffer
+        ):
+            return None
+    dtype = t.dtype
+    if not (dtype.is_floating_point or dtype.is_complex) or t.device.type == "meta":
+        return None
+    t = t.detach()
+    if t.layout is torch.sparse_coo:
+        t = t._values()
+    elif t.layout is not torch.strided:
+        values = getattr(t, "values", None)
+        if values is None or t.is_nested or t.layout is torch._mkldnn:  # type: ignore[attr-defined]
+            return None
+        t = values()
+    if dtype.is_complex:
+        t = torch.view_as_real(t.resolve_conj())
+    if dtype in _NARROW:
+        t = t.float()
+    return t
+
+
+def extremes(t: Tensor) -> tuple[float, float] | None:
+    """Least and greatest value of a readable tensor; a NaN anywhere makes both NaN; None if it is empty."""
+    if t.numel() == 0:
+        return None
+    if t.numel() == 1:
+        value = t.item()
+        return value, value
+    low, high = torch.aminmax(t)
+    return low.item(), high.item()
+
+
+def is_finite(t: Any) -> bool:
+    """Whether every element is finite; what cannot be read counts as finite."""
+    plain = readable(t)
+    if plain is None:
+        return True
+    ends = extremes(plain)
+    return ends is None or (math.isfinite(ends[0]) and math.isfinite(ends[1]))
+
+
+def dtype_name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def stat(name: str, t: Tensor) -> TensorStat:
+    """The full statistics of one tensor (several passes over it: not for the hot path)."""
+    plain = readable(t)
+    shape, dtype = tuple(t.shape), dtype_name(t)
+    if plain is None or plain.numel() == 0:
+        if plain is None and t.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
+            return _integer_stat(name, t, shape, dtype)
+        return TensorStat(name, shape, dtype)
+    ends = extremes(plain)
+    assert ends is not None
+    nan = posinf = neginf = 0
+    first = None
+    values = plain
+    if not (math.isfinite(ends[0]) and math.isfinite(ends[1])):
+        nan = int(torch.isnan(plain).sum())
+        posinf = int((plain == math.inf).sum())
+        neginf = int((plain == -math.inf).sum())
+        bad = ~torch.isfinite(plain)
+        first = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(plain.shape))[: len(shape)]
+        values = plain[~bad]
+    low, high = extremes(values) or (None, None)
+    return TensorStat(
+        name,
+        shape,
+        dtype,
+        min=low,
+        max=high,
+        smallest=values.abs().min().item() if values.numel() else None,
+        zeros=int((values == 0).sum()),
+        negative=int((values < 0).sum()),
+        nan=nan,
+        posinf=posinf,
+        neginf=neginf,
+        first_index=first,
+        binary=bool(values.numel()) and low in (0.0, 1.0) and bool(((values == 0) | (values == 1)).all()),
+    )
+
+
+def _integer_stat(name: str, t: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStat:
+    if t.numel() == 0 or t.device.type == "meta" or t.layout is not torch.strided:
+        return TensorStat(name, shape, dtype)
+    t = t.detach()
+    low, high = (int(v) for v in torch.aminmax(t.to(torch.int64) if t.dtype is torch.bool else t))
+    return TensorStat(
+        name,
+        shape,
+        dtype,
+        min=low,
+        max=high,
+        zeros=int((t == 0).sum()),
+        negative=0 if t.dtype in (torch.bool, torch.uint8) else int((t < 0).sum()),
+        binary=low in (0, 1) and high in (0, 1),
+    )
+
+
+def unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of element `flat` of a contiguous tensor of this shape."""
+    index = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.append(at)
+    return tuple(reversed(index))
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The 2-norms of many readable tensors, on the device of the first, in as few kernels as possible."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault((t.device, t.dtype), []).append(t)
+    parts: list[Tensor] = []
+    for (_, dtype), group in groups.items():
+        # A 2-norm in half precision overflows on finite gradients.
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        parts += torch._foreach_norm(group, 2, wide)
+    if len(groups) > 1:
+        home = tensors[0].device
+        parts = [p.to(home, torch.float32) for p in parts]
+    return torch.stack(parts)
+
+
+def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor inside tuples, lists, dicts, dataclasses and objects like them, with its readable place."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth <= 0 or value is None or isinstance(value, str | bytes | int | float):
+        return
+    elif isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys")):
+        for key, item in list(value.items()):
+            yield from tensors_in(item, f"{path}[{key!r}]", depth - 1)
+    elif isinstance(value, list | tuple):
+        names: Iterable[str] | None = getattr(value, "_fields", None)
+        for i, item in enumerate(value):
+            yield from tensors_in(item, f"{path}[{i}]" if names is None else f"{path}.{list(names)[i]}", depth - 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            yield from tensors_in(getattr(value, f.name, None), f"{path}.{f.name}", depth - 1)
+    elif type(value).__module__.partition(".")[0] not in ("builtins", "torch", "numpy") and hasattr(value, "__dict__"):
+        # Graph-style batches (PyG's Data and the like) keep their tensors as attributes.
+        for key, item in list(vars(value).items()):
+            yield from tensors_in(item, f"{path}.{key.lstrip('_')}", depth - 2)

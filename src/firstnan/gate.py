@@ -1,0 +1,311 @@
+"""The once-a-step check: are the loss, the gradients and the updated parameters and buffers finite?"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from firstnan.finite import extremes, is_finite, norms, readable
+from firstnan.records import History, Noticed, StepRecord
+
+_HISTORY = 64
+_SETTINGS = ("lr", "eps", "betas", "momentum", "weight_decay", "alpha", "rho", "max_iter", "amsgrad", "nesterov", "maximize")
+
+
+class Listener(Protocol):
+    """What the gate tells of the program; a trip may end the program by raising out of these."""
+
+    def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None: ...
+    def step_begins(self, optimizer: Any) -> None: ...
+    def step_ended(self) -> None: ...
+    def suppresses(self, optimizer: Any) -> bool: ...
+
+
+class Steps:
+    """Counts training steps: those of the optimizer whose turn it is, or backward calls where there is none."""
+
+    def __init__(self) -> None:
+        self.done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.follows: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self.last: weakref.ref[Any] | None = None
+        self.total = 0
+        self.manual = -1
+
+    def add(self, optimizer: Any) -> None:
+        self.done[optimizer] = self.done.get(optimizer, 0) + 1
+        before = self.last() if self.last else None
+        if before is not None:
+            self.follows[before] = weakref.ref(optimizer)
+        self.last = weakref.ref(optimizer)
+        self.total += 1
+
+    def of(self, optimizer: Any) -> int:
+        return self.done.get(optimizer, 0)
+
+    @property
+    def current(self) -> int:
+        """The step that is under way: that of the optimizer which followed the last one the time before."""
+        if self.total == 0:
+            return max(self.manual, 0)
+        last = self.last() if self.last else None
+        following = self.follows.get(last) if last is not None else None
+        optimizer = following() if following is not None else None
+        if optimizer is not None:
+            return self.of(optimizer)
+        if last is None:
+            return self.total
+        return self._turn_of_a_newcomer(self.of(last))
+
+    def _turn_of_a_newcomer(self, count: int) -> int:
+        # After the very first step another optimizer may be about to make its own first one.
+        return 0 if count == 1 and any(n == 0 for n in self.done.values()) else count
+
+
+class Gate:
+    """Looks at each step once, keeps the last steps' numbers, and says when something is not finite."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.steps = Steps()
+        self.history: deque[StepRecord] = deque(maxlen=_HISTORY)
+        self.optimizers = 0
+        self.trained = False
+        self.in_step: Any = None
+        self.described: tuple[str, tuple[tuple[str, Any], ...]] = ("", ())
+        self.buffers: list[tuple[str, Any, int]] = []
+        self._loss: float | None = None
+        self._norm: float | None = None
+        self._deferred: list[tuple[Noticed, list[Tensor], Tensor]] = []
+        self._leaves: list[weakref.ref[Tensor]] = []
+        self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
+
+    # Backward.
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        self.optimizers += 1
+        self.steps.done.setdefault(optimizer, 0)
+
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """The loss is known: a non-finite one trips before anything is computed from it."""
+        self.trained = True
+        if self.optimizers == 0 and not self._accumulating():
+            self.steps.manual += 1
+            self._remember()
+        for root in self._unscaled(roots):
+            plain = readable(root)
+            if plain is None or not plain.numel():
+                continue
+            if plain.device.type != "cpu":
+                self._deferred.append((Noticed("loss"), [root], plain.abs().sum()))
+                continue
+            ends = extremes(plain)
+            assert ends is not None
+            if plain.numel() == 1:
+                self._loss = ends[0]
+            if not (math.isfinite(ends[0]) and math.isfinite(ends[1])):
+                self.listener.trip(Noticed("loss"), [root], before_update=True)
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        if self.in_step is not None:
+            # The step called its closure (LBFGS): these gradients are used at once.
+            self._check_gradients(_parameters(self.in_step), before_update=False)
+        elif self.optimizers == 0:
+            self._check_gradients(self._leaves_of(roots), before_update=False)
+
+    def gradients_returned(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+        """`torch.autograd.grad` in a program without an optimizer object is its step."""
+        self.trained = True
+        if self.optimizers:
+            return
+        self.steps.manual += 1
+        self._remember()
+        bad = [t for t in outputs if not is_finite(t)]
+        if bad:
+            self.listener.trip(Noticed("loss"), bad, before_update=False)
+        bad = [t for t in gradients if not is_finite(t)]
+        if bad:
+            self.listener.trip(Noticed("gradient"), bad, before_update=False)
+
+    def loss_scaled(self, given: Any, result: Any) -> None:
+        """A gradient scaler may drive a finite loss to infinity on purpose: the unscaled one decides."""
+        if isinstance(given, Tensor) and isinstance(result, Tensor):
+            self._scaled = (weakref.ref(result), given.detach())
+
+    def _unscaled(self, roots: list[Tensor]) -> list[Tensor]:
+        if self._scaled is None:
+            return roots
+        scaled, given = self._scaled
+        self._scaled = None
+        return [given if scaled() is r else r for r in roots]
+
+    # The optimizer's step.
+
+    def before_update(self, optimizer: Any, closure: bool) -> None:
+        if self.listener.suppresses(optimizer):
+            drop_gradients(optimizer)
+            return
+        self.trained = True
+        self._check_gradients(_parameters(optimizer), before_update=not closure)
+        self.in_step = optimizer
+        self.described = describe(optimizer)
+        self.listener.step_begins(optimizer)
+
+    def after_update(self, optimizer: Any) -> None:
+        if self.in_step is not optimizer:
+            return
+        self.in_step = None
+        parameters = [p for p in _parameters(optimizer) if p.grad is not None]
+        step = self.steps.of(optimizer)
+        self.steps.add(optimizer)
+        size = self._size(parameters, Noticed("parameter"))
+        self.history.append(StepRecord(step, self._loss, self._norm, _rate(optimizer), size))
+        self._loss = None
+        try:
+            if size is not None and not math.isfinite(size):
+                bad = [p for p in parameters if not is_finite(p)]
+                if bad:
+                    self.listener.trip(Noticed("parameter"), bad, before_update=False)
+            self._check_buffers()
+        finally:
+            self.listener.step_ended()
+
+    def step_skipped(self, optimizer: Any, scale: float) -> None:
+        """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
+        if scale < 1.0:
+            bad = [p.grad for p in _parameters(optimizer) if p.grad is not None and not is_finite(p.grad)]
+            if bad:
+                self.listener.trip(Noticed("gradient"), bad, before_update=True)
+        self.steps.add(optimizer)
+        self._loss = None
+        self.listener.step_ended()
+
+    def _check_gradients(self, parameters: Iterable[Tensor], *, before_update: bool) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._norm = self._size(gradients, Noticed("gradient"))
+        if self._norm is not None and not math.isfinite(self._norm):
+            # A norm overflows on large finite numbers: only the elements decide.
+            bad = [g for g in gradients if not is_finite(g)]
+            if bad:
+                self.listener.trip(Noticed("gradient"), bad, before_update=before_update)
+
+    def _size(self, tensors: list[Tensor], noticed: Noticed) -> float | None:
+        """The 2-norm of all of them, read at once on the CPU; elsewhere together with the next read."""
+        plain = [t.detach() if _is_plain(t) else readable(t) for t in tensors]
+        values = [t for t in plain if t is not None and t.numel()]
+        if not values:
+            return None
+        with torch.no_grad():
+            size = torch.linalg.vector_norm(norms(values))
+        if size.device.type == "cpu":
+            return size.item()
+        self._deferred.append((noticed, tensors, size))
+        return self._read() if noticed.what == "gradient" else None
+
+    def _read(self) -> float | None:
+        """One read for everything that waits: losses, the last update, these gradients."""
+        waiting, self._deferred = self._deferred, []
+        home = waiting[-1][2].device
+        sizes = torch.stack([size.to(home, torch.float32) for *_, size in waiting]).tolist()
+        for (noticed, tensors, _), size in zip(waiting[:-1], sizes[:-1], strict=True):
+            if noticed.what == "loss":
+                self._loss = size
+            bad = [] if math.isfinite(size) else [t for t in tensors if not is_finite(t)]
+            if bad:
+                self.listener.trip(noticed, bad, before_update=noticed.what == "loss")
+        return float(sizes[-1])
+
+    def _check_buffers(self) -> None:
+        """Only those that were written since the last look, by their version."""
+        for i, (name, reference, version) in enumerate(self.buffers):
+            buffer = reference()
+            if buffer is None or buffer._version == version:
+                continue
+            self.buffers[i] = (name, reference, buffer._version)
+            if is_finite(buffer) or version < 0:
+                continue
+            stat = readable(buffer)
+            if stat is not None and bool(torch.isnan(stat).any()):
+                self.listener.trip(Noticed("buffer", name), [buffer], before_update=False)
+
+    # Programs without an optimizer object.
+
+    def _leaves_of(self, roots: list[Tensor]) -> list[Tensor]:
+        """The tensors that backward wrote gradients to; the graph is walked again only when they are replaced."""
+        alive = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        if alive and len(alive) == len(self._leaves) and all(leaf.grad is not None for leaf in alive):
+            return alive
+        leaves = graph_leaves(roots)
+        self._leaves = [weakref.ref(leaf) for leaf in leaves]
+        return leaves
+
+    def _accumulating(self) -> bool:
+        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None and leaf.grad is not None]
+        if not leaves:
+            return False
+        smallest = min((leaf.grad for leaf in leaves if leaf.grad is not None), key=Tensor.numel)
+        return bool(smallest.any())
+
+    def _remember(self) -> None:
+        if self._loss is not None:
+            self.history.append(StepRecord(max(self.steps.manual - 1, 0), self._loss, self._norm))
+
+    def past(self) -> History:
+        """The last steps, the failing one included as far as it is known."""
+        steps = list(self.history)
+        if self._loss is not None:
+            steps.append(StepRecord(self.steps.current, self._loss, self._norm))
+        return History(tuple(steps), *self.described)
+
+
+def drop_gradients(optimizer: Any) -> None:
+    """Makes the coming update of this optimizer a no-op."""
+    for parameter in _parameters(optimizer):
+        parameter.grad = None
+
+
+def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    settings = []
+    for name in _SETTINGS:
+        value = group.get(name)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if value is not None:
+            settings.append((name, list(value) if isinstance(value, tuple) else value))
+    return type(optimizer).__name__, tuple(settings)
+
+
+def graph_leaves(roots: list[Tensor]) -> list[Tensor]:
+    """Every leaf tensor below these roots that wants a gradient and has one."""
+    seen: set[Any] = set()
+    stack = [r.grad_fn for r in roots if r.grad_fn is not None]
+    leaves = []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf.grad is not None:
+            leaves.append(leaf)
+        stack += [n for n, _ in node.next_functions]
+    return leaves
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _rate(optimizer: Any) -> float | None:
+    value = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    return float(value) if value is not None else None
+
+
+def _is_plain(t: Tensor) -> bool:
+    return (type(t) is Tensor or type(t) is torch.nn.Parameter) and t.layout is torch.strided and t.dtype is torch.float32

@@ -1,0 +1,219 @@
+"""Where torch is touched: every patched function and global hook, put on and taken off together."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.utils.data
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from firstnan.gate import Gate
+
+
+class Audience(Protocol):
+    """Who hears of what the program does, beyond the gate."""
+
+    def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any: ...
+    def value_read(self, tensor: Tensor, caller: Any) -> None: ...
+    def module_returned(self, module: Any, output: Any) -> None: ...
+    def backward_begins(self) -> None: ...
+    def internal_error(self, error: Exception) -> None: ...
+
+
+class Stop(SystemExit):
+    """Ends the watched program after a finding; its own `finally` blocks and exit handlers still run."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+class Hooks:
+    """All that is installed in torch while a program is watched."""
+
+    def __init__(self, gate: Gate, audience: Audience) -> None:
+        self.gate, self.audience = gate, audience
+        self._patched: list[tuple[Any, str, Any, bool]] = []
+        self._handles: list[Any] = []
+        self._module_handles: list[Any] = []
+        self._process = os.getpid()
+        self._depth = threading.local()
+
+    def install(self) -> None:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+        self._module_handles = [
+            register_module_forward_pre_hook(self._module_called),
+            register_module_forward_hook(self._module_returned, always_call=True),
+        ]
+        self._patch(torch.autograd, "backward", self._backward)
+        self._patch(torch.autograd, "grad", self._grad)
+        self._patch(Optimizer, "__init__", self._optimizer_init)
+        self._patch(torch.amp.GradScaler, "scale", self._scale)
+        self._patch(torch.amp.GradScaler, "step", self._scaler_step)
+        self._patch(_BaseDataLoaderIter, "__next__", self._next)
+        self._patch(Tensor, "item", self._item)
+        self._patch(Tensor, "__float__", self._item)
+        self._patch(Tensor, "__bool__", self._bool)
+
+    def remove(self) -> None:
+        """Leaves torch as it was."""
+        for handle in self._handles + self._module_handles:
+            handle.remove()
+        for owner, name, original, own in reversed(self._patched):
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+        self._handles, self._module_handles, self._patched = [], [], []
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        own = name in vars(owner)
+        original = getattr(owner, name)
+        self._patched.append((owner, name, vars(owner).get(name), own))
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+    @property
+    def _elsewhere(self) -> bool:
+        """A forked worker inherits all this and must not act on it."""
+        return os.getpid() != self._process
+
+    def _guard(self, act: Callable[..., None], *args: Any) -> None:
+        """An error of ours is said once and never reaches the program."""
+        try:
+            act(*args)
+        except Exception as error:
+            self.audience.internal_error(error)
+
+    # Optimizers.
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
+        self._guard(self.gate.before_update, optimizer, closure)
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._guard(self.gate.after_update, optimizer)
+
+    def _optimizer_init(self, original: Any) -> Any:
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._guard(self.gate.optimizer_made, optimizer)
+
+        return __init__
+
+    # Backward.
+
+    def _backward(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._elsewhere or torch._C._current_autograd_node() is not None:
+                return original(tensors, *args, **kwargs)
+            roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else list(tensors)) if isinstance(t, Tensor)]
+            self._guard(self._begin_backward, roots)
+            result = original(tensors, *args, **kwargs)
+            self._guard(self.gate.backward_ended, roots)
+            return result
+
+        return backward
+
+    def _begin_backward(self, roots: list[Tensor]) -> None:
+        self._stop_following_modules()
+        self.audience.backward_begins()
+        self.gate.backward_begins(roots)
+
+    def _grad(self, original: Any) -> Any:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(outputs, inputs, *args, **kwargs)
+            if not torch.compiler.is_compiling() and not self._elsewhere:
+                create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+                self._guard(self._grad_returned, outputs, inputs, result, create_graph)
+            return result
+
+        return grad
+
+    def _grad_returned(self, outputs: Any, inputs: Any, result: Any, create_graph: bool) -> None:
+        targets = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        if create_graph or not all(isinstance(t, Tensor) for t in targets):
+            return
+        losses = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if isinstance(t, Tensor)]
+        self._stop_following_modules()
+        self.gate.gradients_returned(losses, [g for g in result if isinstance(g, Tensor)])
+
+    def _scale(self, original: Any) -> Any:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            result = original(scaler, outputs)
+            self._guard(self.gate.loss_scaled, outputs, result)
+            return result
+
+        return scale
+
+    def _scaler_step(self, original: Any) -> Any:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self.gate.steps.total
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self.gate.steps.total == before and scaler.is_enabled():
+                self._guard(lambda: self.gate.step_skipped(optimizer, scaler.get_scale()))
+            return result
+
+        return step
+
+    # Data.
+
+    def _next(self, original: Any) -> Any:
+        def __next__(iterator: Any) -> Any:
+            if self._elsewhere:
+                return original(iterator)
+            return self.audience.next_batch(iterator, original)
+
+        return __next__
+
+    # Values that the program reads.
+
+    def _item(self, original: Any) -> Any:
+        def item(tensor: Tensor) -> Any:
+            value = original(tensor)
+            if type(value) is float and not math.isfinite(value):
+                self._guard(self.audience.value_read, tensor, None)
+            return value
+
+        return item
+
+    def _bool(self, original: Any) -> Any:
+        def __bool__(tensor: Tensor) -> Any:
+            value = original(tensor)
+            if tensor.dtype is torch.bool and not torch.compiler.is_compiling():
+                self._guard(self.audience.value_read, tensor, sys._getframe(1))
+            return value
+
+        return __bool__
+
+    # Outermost module calls, until the program is known to train.
+
+    def _module_called(self, module: Any, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._depth.value = getattr(self._depth, "value", 0) + 1
+
+    def _module_returned(self, module: Any, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        depth = self._depth.value = max(getattr(self._depth, "value", 1) - 1, 0)
+        if depth == 0 and not self.gate.trained and output is not None and not self._elsewhere:
+            self._guard(self.audience.module_returned, module, output)
+
+    def _stop_following_modules(self) -> None:
+        # Compiled code is guarded on these hooks: taking them off would compile it again.
+        if self._module_handles and "torch._dynamo" not in sys.modules:
+            for handle in self._module_handles:
+                handle.remove()
+            self._module_handles = []

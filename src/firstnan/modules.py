@@ -1,0 +1,74 @@
+"""Which layer is running: a stack of module calls with readable paths."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+# Wrappers that put a prefix before every name.
+_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class ModuleStack:
+    """Follows module calls by global hooks, each thread for itself; all hooks go at `detach`."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._paths: dict[int, tuple[Module, dict[int, list[str]]]] = {}
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._local = threading.local()
+        self._paths.clear()
+
+    def here(self) -> tuple[str, str]:
+        """Path below the outermost module of this call, and the innermost module's type."""
+        stack = getattr(self._local, "stack", None)
+        return stack[-1][1:] if stack else ("", "")
+
+    def _enter(self, module: Module, args: Any) -> None:
+        stack = self._local.__dict__.setdefault("stack", [])
+        if not stack:
+            path = ""
+        else:
+            path = self._path(stack[0][0], stack[-1][1], module)
+        stack.append((module, path, type(module).__name__))
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        stack = getattr(self._local, "stack", None)
+        while stack:
+            if stack.pop()[0] is module:
+                break
+
+    def _path(self, root: Module, parent: str, module: Module) -> str:
+        known = self._paths.get(id(root))
+        if known is None or known[0] is not root:
+            names: dict[int, list[str]] = {}
+            for name, child in root.named_modules(remove_duplicate=False):
+                names.setdefault(id(child), []).append(readable_path(name))
+            known = self._paths[id(root)] = (root, names)
+        paths = known[1].get(id(module))
+        if not paths:
+            return f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
+        below = [p for p in paths if not parent or p.startswith(parent + ".")]
+        return min(below or paths, key=len)
+
+
+def readable_path(name: str) -> str:
+    """`_orig_mod.module.encoder.0` -> `encoder.0`: without what compile and parallel wrappers put before it."""
+    parts = name.split(".")
+    while parts and parts[0] in _WRAPPERS:
+        parts = parts[1:]
+    return ".".join(p for p in parts if p not in _WRAPPERS[2:] and p != "_orig_mod")

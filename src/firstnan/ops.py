@@ -1,0 +1,92 @@
+"""What is known of each aten operator before it runs: its name for people, what it mutates, what it aliases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+_NAMES = {
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss2d",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "native_batch_norm_legit": "batch_norm",
+    "native_batch_norm_legit_no_training": "batch_norm",
+    "cudnn_batch_norm": "batch_norm",
+    "miopen_batch_norm": "batch_norm",
+    "batch_norm_with_update": "batch_norm",
+    "native_dropout": "dropout",
+    "to_copy": "to",
+    "linalg_vector_norm": "norm",
+    "cdist_forward": "cdist",
+    "linalg_cholesky_ex": "cholesky",
+    "linalg_svd": "svd",
+    "linalg_eigh": "eigh",
+    "linalg_slogdet": "slogdet",
+    "linalg_det": "det",
+    "linalg_inv_ex": "inv",
+    "linalg_solve_ex": "solve",
+    "thnn_fused_lstm_cell": "lstm_cell",
+    "thnn_fused_gru_cell": "gru_cell",
+    "embedding_bag_forward_only": "embedding_bag",
+    "lift_fresh": "tensor",
+    "lift_fresh_copy": "tensor",
+    "index_put_impl": "index_put",
+    "fused_adam": "adam",
+    "fused_adamw": "adamw",
+    "fused_sgd": "sgd",
+    "fused_rms_norm": "rms_norm",
+}
+_EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}
+_CREATES = {"tensor", "full", "full_like", "new_full", "scalar_tensor", "fill"}
+_COPIES = {"clone", "copy", "to", "contiguous", "detach", "stack", "cat", "alias", "select_scatter", "slice_scatter"}
+
+
+def plain_name(name: str) -> str:
+    """aten's name in the words people use: `aten::_log_softmax` -> `log_softmax`."""
+    name = name.split("::")[-1].split(".")[0].removeprefix("_foreach_").strip("_")
+    if name.startswith("scaled_dot_product") or name.startswith("flash_attention"):
+        return "scaled_dot_product_attention"
+    return _NAMES.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """The facts of one overload that never change."""
+
+    name: str
+    aten: str
+    arguments: tuple[str, ...]
+    mutated: frozenset[str]
+    view: bool
+    pointwise: bool
+    empty: bool
+    creates: bool
+    copies: bool
+    inert: bool
+    """Neither computes nor writes: not worth an event."""
+
+
+@cache
+def info(func: Any) -> OpInfo:
+    schema = func._schema
+    name = plain_name(schema.name)
+    mutated = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    tags = func.tags if hasattr(func, "tags") else ()
+    return OpInfo(
+        name=name,
+        aten=str(func),
+        arguments=tuple(a.name for a in schema.arguments),
+        mutated=mutated,
+        view=view and name != "tensor",
+        pointwise=torch.Tag.pointwise in tags,
+        empty=name in _EMPTY,
+        creates=name in _CREATES,
+        copies=name in _COPIES,
+        inert=name in ("detach", "alias") or name.startswith("sym_") or (name == "is_pinned"),
+    )

@@ -1,0 +1,311 @@
+"""Report -> JSON values and back; what is read is checked field by field, so a loaded report can be trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast, get_args
+
+from firstnan.records import (
+    FORMAT,
+    VERSION,
+    Batch,
+    Cause,
+    History,
+    Noticed,
+    OpEvent,
+    Origin,
+    PathStep,
+    Phase,
+    Remedy,
+    Report,
+    Role,
+    Site,
+    StepRecord,
+    TensorStat,
+    dumps,
+    plain,
+)
+from firstnan.report.fields import Fields, ReportError, json_value, names_and_values
+
+REPRODUCED = ("deterministic", "transient", "not_replayed")
+
+
+def render(report: Report) -> str:
+    """The report as the text of a JSON file."""
+    return dumps(to_dict(report)) + "\n"
+
+
+def parse(text: str | bytes) -> Report:
+    """The report in the text of a JSON file; ReportError says what is wrong with it."""
+    try:
+        data = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ReportError("not a firstnan report: nested too deeply") from None
+    except ValueError as error:  # bad JSON, bad UTF-8, or a number with thousands of digits
+        raise ReportError(f"not JSON: {str(error).splitlines()[0]}") from None
+    return from_dict(data)
+
+
+def _no_constant(name: str) -> Any:
+    raise ReportError(f'not a firstnan report: {name} stands where the string "{name.lower()}" is expected')
+
+
+# --- writing ---------------------------------------------------------------------------------------------------
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """The report as plain JSON values, in the documented form."""
+    origin, cause, batch, noticed = report.origin, report.cause, report.batch, report.noticed
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "verdict": report.verdict,
+        "step": report.step,
+        "batch": batch and {"index": batch.index, "size": batch.size, "bad_samples": batch.bad_samples},
+        "origin": origin and _origin_dict(origin),
+        "cause": cause and _cause_dict(cause),
+        "other_causes": [_cause_dict(c) for c in report.other_causes],
+        "remedies": report.remedies,
+        "path": report.path,
+        "noticed": noticed,
+        "reproduced": report.reproduced,
+        "replay": report.replay,
+        "events": report.events,
+        "history": {
+            "optimizer": report.history.optimizer,
+            "settings": dict(report.history.settings),
+            "steps": report.history.steps,
+        },
+        "rank": report.rank,
+        "world_size": report.world_size,
+        "environment": report.environment,
+        "notes": report.notes,
+    }
+    return cast(dict[str, Any], plain(data))
+
+
+def _origin_dict(origin: Origin) -> dict[str, Any]:
+    site, event = origin.site, origin.event
+    where = _site_dict(site) if site else dict.fromkeys(("file", "line", "column", "end_column", "function", "code"))
+    return {
+        "phase": origin.phase,
+        "op": origin.op,
+        "aten": origin.aten,
+        "backward_node": event and event.node,
+        **where,
+        "module": origin.module,
+        "module_type": origin.module_type,
+        "produced": origin.produced and {**_stat_dict(origin.produced), "of": origin.produced.numel},
+        "inputs": [_stat_dict(s) for s in origin.inputs],
+        "role": origin.role,
+        "label": origin.label,
+        "step": origin.step,
+        # Of the event only what a reader needs; the whole trace stays with the process that made it.
+        "witness": [{"name": n, "value": v} for n, v in event.witness] if event else [],
+        "scalars": [{"name": n, "value": v} for n, v in event.scalars] if event else [],
+        "library": _site_dict(event.library_site) if event and event.library_site else None,
+        "raised": event and event.raised,
+        "in_python_backward": bool(event and event.in_python_backward),
+    }
+
+
+def _site_dict(site: Site) -> dict[str, Any]:
+    return {
+        "file": site.file,
+        "line": site.line,
+        "column": site.column,
+        "end_line": site.end_line,
+        "end_column": site.end_column,
+        "function": site.function,
+        "code": site.code,
+        "source": site.source,
+        "source_line": site.source_line,
+    }
+
+
+def _stat_dict(stat: TensorStat) -> dict[str, Any]:
+    return {
+        "name": stat.name,
+        "shape": stat.shape,
+        "dtype": stat.dtype,
+        "min": stat.min,
+        "max": stat.max,
+        "smallest": stat.smallest,
+        "zeros": stat.zeros,
+        "negative": stat.negative,
+        "nan": stat.nan,
+        "inf": stat.inf,
+        "posinf": stat.posinf,
+        "neginf": stat.neginf,
+        "first_index": stat.first_index,
+        "binary": stat.binary,
+    }
+
+
+def _cause_dict(cause: Cause) -> dict[str, Any]:
+    return {
+        "slug": cause.slug,
+        "title": cause.title,
+        "why": cause.why,
+        "evidence": cause.evidence,
+        "confidence": cause.confidence,
+    }
+
+
+# --- reading ---------------------------------------------------------------------------------------------------
+
+
+def from_dict(data: Mapping[str, Any]) -> Report:
+    """The report that `to_dict` wrote; ReportError where the data is anything else."""
+    top = Fields(data, "")
+    if data.get("format") != FORMAT:
+        raise ReportError(f'not a firstnan report: its "format" is not "{FORMAT}"')
+    version = top.integer("version")
+    if version is None or version < 1:
+        raise ReportError("not a firstnan report: version is missing or below 1")
+    if version > VERSION:
+        raise ReportError(
+            f"written by a newer firstnan (version {version}, this one reads {VERSION}): upgrade firstnan"
+        )
+    return Report(
+        verdict=cast(Any, top.choice("verdict", ("nonfinite", "clean"))),
+        step=top.integer("step"),
+        batch=top.made("batch", lambda f: Batch(f.integer("index"), f.integer("size"), f.indices("bad_samples"))),
+        origin=top.made("origin", _origin),
+        cause=top.made("cause", _cause),
+        other_causes=tuple(_cause(c) for c in top.children("other_causes")),
+        remedies=tuple(_remedy(r) for r in top.children("remedies")),
+        path=tuple(_path_step(p) for p in top.children("path")),
+        noticed=top.made("noticed", lambda f: Noticed(f.text("what"), f.text("name"))),
+        reproduced=cast(Any, top.choice("reproduced", REPRODUCED, "not_replayed")),
+        replay=top.text("replay"),
+        events=tuple(json_value(v, w) for v, w in top.items("events")),
+        history=top.made("history", _history) or History(),
+        rank=top.count("rank"),
+        world_size=top.count("world_size", 1),
+        environment=top.mapping("environment"),
+        notes=top.texts("notes"),
+    )
+
+
+def _origin(f: Fields) -> Origin:
+    phase = cast(Phase, f.choice("phase", get_args(Phase)))
+    op, aten, step = f.text("op", required=True), f.text("aten"), f.count("step")
+    role = f.choice("role", get_args(Role), "") or None
+    return Origin(
+        phase=phase,
+        op=op,
+        aten=aten,
+        event=_event(f, op, aten, phase, step),
+        site=_site(f),
+        module=f.text("module"),
+        module_type=f.text("module_type"),
+        inputs=tuple(_stat(s) for s in f.children("inputs")),
+        produced=f.made("produced", _stat),
+        role=cast("Role | None", role),
+        label=f.text("label"),
+        step=step,
+    )
+
+
+def _event(f: Fields, op: str, aten: str, phase: Phase, step: int) -> OpEvent | None:
+    """As much of the origin's event as the report keeps; None where it keeps nothing of it."""
+    event = OpEvent(
+        index=0,
+        op=op,
+        aten=aten,
+        phase=cast(Any, phase if phase in ("backward", "optimizer") else "forward"),
+        step=step,
+        scalars=tuple((n, json_value(v, w)) for n, v, w in names_and_values(f, "scalars")),
+        library_site=f.made("library", _site),
+        node=f.text("backward_node") or None,
+        witness=tuple((n, Fields({"value": v}, w).number("value")) for n, v, w in names_and_values(f, "witness")),
+        raised=f.text("raised") or None,
+        in_python_backward=f.flag("in_python_backward") or False,
+    )
+    nothing = OpEvent(0, op, aten, event.phase, step)
+    return None if event == nothing else event
+
+
+def _site(f: Fields) -> Site | None:
+    file, line = f.text("file"), f.integer("line")
+    if not file or line is None:
+        return None
+    return Site(
+        file=file,
+        line=line,
+        column=f.integer("column"),
+        end_line=f.integer("end_line"),
+        end_column=f.integer("end_column"),
+        function=f.text("function"),
+        code=f.text("code"),
+        source=f.texts("source"),
+        source_line=f.integer("source_line"),
+    )
+
+
+def _stat(f: Fields) -> TensorStat:
+    shape = f.indices("shape")
+    if shape is None:  # the short form names only how many elements there are
+        shape = (f.count("of"),)
+    nan, posinf, neginf = f.count("nan"), f.count("posinf"), f.count("neginf")
+    return TensorStat(
+        name=f.text("name"),
+        shape=shape,
+        dtype=f.text("dtype"),
+        min=f.real("min"),
+        max=f.real("max"),
+        smallest=f.real("smallest"),
+        zeros=f.count("zeros"),
+        negative=f.count("negative"),
+        nan=nan,
+        posinf=posinf or max(0, f.count("inf") - neginf),
+        neginf=neginf,
+        first_index=f.indices("first_index"),
+        binary=f.flag("binary") or False,
+    )
+
+
+def _cause(f: Fields) -> Cause:
+    confidence = f.real("confidence")
+    return Cause(
+        slug=f.text("slug", required=True),
+        title=f.text("title"),
+        why=f.text("why"),
+        evidence=f.texts("evidence"),
+        confidence=0.5 if confidence is None else confidence,
+    )
+
+
+def _remedy(f: Fields) -> Remedy:
+    return Remedy(
+        title=f.text("title"),
+        diff=f.text("diff"),
+        tried=f.flag("tried") or False,
+        failing_step_finite=f.flag("failing_step_finite"),
+        steps_finite_after=f.integer("steps_finite_after"),
+    )
+
+
+def _path_step(f: Fields) -> PathStep:
+    return PathStep(
+        op=f.text("op", required=True),
+        line=f.integer("line"),
+        file=f.text("file"),
+        code=f.text("code"),
+        module=f.text("module"),
+        phase=f.text("phase") or "forward",
+        library=f.text("library"),
+    )
+
+
+def _history(f: Fields) -> History:
+    return History(
+        steps=tuple(
+            StepRecord(s.count("step"), s.real("loss"), s.real("grad_norm"), s.real("lr"), s.real("param_norm"))
+            for s in f.children("steps")
+        ),
+        optimizer=f.text("optimizer"),
+        settings=tuple(f.mapping("settings").items()),
+    )

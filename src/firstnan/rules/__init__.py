@@ -1,0 +1,75 @@
+"""From an origin to its causes: each rule is a small pure function, the best fit comes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from firstnan.records import Cause, History, Origin, Trace
+from firstnan.rules import (  # imported for the rules they register
+    data as data,
+)
+from firstnan.rules import (
+    derivatives as derivatives,
+)
+from firstnan.rules import (
+    division as division,
+)
+from firstnan.rules import (
+    domain as domain,
+)
+from firstnan.rules import (
+    linalg as linalg,
+)
+from firstnan.rules import (
+    optimizer as optimizer,
+)
+from firstnan.rules import (
+    overflow as overflow,
+)
+from firstnan.rules import (
+    reductions as reductions,
+)
+from firstnan.rules import (
+    softmax as softmax,
+)
+from firstnan.rules.base import RULES
+from firstnan.rules.scene import Scene
+
+__all__ = ["explain"]
+
+SECOND = 0.6
+
+
+def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
+    """The causes that fit, best first, each slug once; never empty, the last resort is `unexplained`."""
+    scene = Scene(origin, trace, history)
+    causes = _all(scene)
+    forward = origin.forward_event
+    if origin.phase == "backward" and forward is not None and forward.bad:
+        # The forward value was non-finite too (and hidden from the loss, or meant): its own cause comes second.
+        before = replace(origin, phase="forward", event=forward, forward_event=None, produced=None, inputs=())
+        causes += [replace(c, confidence=SECOND * c.confidence) for c in _all(Scene(before, trace, history))]
+    best: dict[str, Cause] = {}
+    for cause in sorted(causes, key=lambda c: -c.confidence):
+        best.setdefault(cause.slug, cause)
+    return list(best.values()) or [_unexplained(scene)]
+
+
+def _all(scene: Scene) -> list[Cause]:
+    return [cause for cause in (rule.apply(scene) for rule in RULES) if cause is not None]
+
+
+def _unexplained(scene: Scene) -> Cause:
+    """What can be said when no rule fits: where it is and what was read."""
+    try:
+        evidence = scene.input_lines() + scene.witness_lines()
+        counts = f"{scene.nan} NaN and {scene.inf} infinite element(s)"
+        code = scene.code
+    except Exception:  # as in a rule: an odd record must not cost the user the report
+        evidence, counts, code = (), "a non-finite value", _origin_name(scene)
+    why = f"`{code}` produced {counts}, and no known cause fits. The numbers it read are listed below."
+    return Cause("unexplained", "No known cause fits", why, evidence, 0.1)
+
+
+def _origin_name(scene: Scene) -> str:
+    return scene.origin.op or scene.origin.aten or "the operator"

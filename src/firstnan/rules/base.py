@@ -1,0 +1,65 @@
+"""The list of rules, and what a rule hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from firstnan.records import Cause, Phase
+from firstnan.rules.scene import Scene
+
+ANY: frozenset[Phase] = frozenset({"forward", "backward", "optimizer", "input", "parameter"})
+VALUES: frozenset[Phase] = frozenset({"forward", "input", "parameter"})
+"""Where an operator is called for its value, by the program itself (a Dataset and an in-place write count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """That a rule fits: two sentences about this run, the numbers, and how sure it is."""
+
+    why: str
+    confidence: float
+    evidence: tuple[str, ...] = ()
+    title: str = ""
+    """Replaces the rule's own title where a more exact one is known."""
+
+
+Look = Callable[[Scene], Finding | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    slug: str
+    title: str
+    look: Look
+    phases: frozenset[Phase]
+    elsewhere: float
+    """Confidence outside `phases` is multiplied by this; 0 means the rule is not asked there."""
+
+    def apply(self, scene: Scene) -> Cause | None:
+        """The cause if the rule fits, None if it does not or if it fails over an odd record."""
+        weight = 1.0 if scene.phase in self.phases else self.elsewhere
+        if not weight:
+            return None
+        try:
+            finding = self.look(scene)
+        except Exception:  # a rule that stumbles over an odd record must never cost the user the whole report
+            return None
+        if finding is None:
+            return None
+        evidence = tuple(dict.fromkeys((*finding.evidence, *scene.witness_lines())))
+        confidence = min(1.0, max(0.0, finding.confidence * weight))
+        return Cause(self.slug, finding.title or self.title, finding.why, evidence, confidence)
+
+
+RULES: list[Rule] = []
+
+
+def rule(slug: str, title: str, phases: frozenset[Phase] = VALUES, elsewhere: float = 0.0) -> Callable[[Look], Look]:
+    """Registers the function below it as a rule; one slug may have several rules."""
+
+    def register(look: Look) -> Look:
+        RULES.append(Rule(slug, title, look, phases, elsewhere))
+        return look
+
+    return register

@@ -1,0 +1,139 @@
+"""Values that were non-finite before any operator touched them: data, labels, weights, constants."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from firstnan.records import OpEvent, Phase, TensorStat
+from firstnan.rules.base import ANY, Finding, rule
+from firstnan.rules.scene import Scene, describe, words
+
+INPUT: frozenset[Phase] = frozenset({"input"})
+PARAMETER: frozenset[Phase] = frozenset({"parameter"})
+LOSSES = words(
+    "mse_loss l1_loss smooth_l1_loss huber_loss nll_loss nll_loss2d binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div sub rsub cross_entropy soft_margin_loss mul eq ne isnan "
+    "ctc_loss poisson_nll_loss xlogy"
+)
+LABEL_WORDS = re.compile(r"(^|[^a-z])(labels?|targets?|y|ys|gt|truth|answers?)([^a-z]|$)", re.IGNORECASE)
+
+
+def _what(stat: TensorStat | None) -> str:
+    """The non-finite contents of a tensor in words."""
+    if stat is None:
+        return "non-finite values"
+    parts = [f"{n} {word}" for n, word in ((stat.nan, "NaN"), (stat.inf, "infinite")) if n]
+    where = f", the first at {list(stat.first_index)}" if stat.first_index else ""
+    return f"{' and '.join(parts) or 'non-finite'} value(s) out of {stat.numel}{where}"
+
+
+def _in_model(event: OpEvent) -> bool:
+    return bool(event.module or event.module_type) and not event.module_type.endswith("Loss")
+
+
+def _enters_model(scene: Scene, label: str) -> bool | None:
+    """Whether a tensor from outside goes into a layer before it meets the model's output; None if nobody read it."""
+    carriers: set[int] = set()
+    derived: set[int] = set()
+    met = False
+    for event in scene.trace.events:
+        if event.phase != "forward":
+            continue
+        reads = any(i.label == label or i.producer in carriers for i in event.inputs)
+        if reads and _in_model(event):
+            return True
+        if _in_model(event) or any(i.producer in derived for i in event.inputs):
+            derived.add(event.index)
+            met = met or reads
+        elif reads:
+            carriers.add(event.index)
+    return False if met else None
+
+
+def _is_label(scene: Scene) -> bool:
+    """The tensor is a target: it meets what the model has computed, not the model; or its name says so."""
+    label = scene.origin.label
+    enters = _enters_model(scene, label) if label else None
+    if enters is not None:
+        return not enters
+    if LABEL_WORDS.search(label):
+        return True
+    readers = [e for e in scene.trace.events if e.phase == "forward" and any(i.label == label for i in e.inputs)]
+    return label.endswith("[1]") and bool(readers) and all(e.op in LOSSES for e in readers)
+
+
+@rule("nan_label", title="Non-finite value in the targets", phases=INPUT)
+def nan_label(scene: Scene) -> Finding | None:
+    if not _is_label(scene):
+        return None
+    stat = scene.origin.produced or scene.made
+    why = (
+        f"The targets ({scene.origin.label}) of this batch hold {_what(stat)}, before any computation. The "
+        "loss compares with them, so it and every gradient become non-finite."
+    )
+    return Finding(why, 0.85 if scene.event is None else 0.5, (describe(stat, scene.origin.label),) if stat else ())
+
+
+@rule("nan_input", title="Non-finite value in the input data", phases=INPUT)
+def nan_input(scene: Scene) -> Finding | None:
+    stat = scene.origin.produced or scene.made
+    name = scene.origin.label or "the batch"
+    why = (
+        f"The input {name} of this batch holds {_what(stat)}, before the model touches it. The model only "
+        "passes it on; the data, or the code that reads it, has to be cleaned."
+    )
+    return Finding(why, 0.6 if scene.event is None else 0.4, (describe(stat, name),) if stat else ())
+
+
+@rule("uninitialized_memory", title="Memory that was never initialised", phases=ANY)
+def uninitialized_memory(scene: Scene) -> Finding | None:
+    empty = scene.op.startswith(("empty", "new_empty")) or scene.origin.op.startswith(("empty", "new_empty"))
+    if not (empty and scene.phase == "parameter") and not _from_empty(scene):
+        return None
+    stat = scene.origin.produced or scene.made
+    name = scene.origin.label or f"`{scene.code}`"
+    why = (
+        f"The memory of {name} comes from `torch.empty` and nothing ever wrote to it: it holds {_what(stat)}. "
+        "What stands in it differs from run to run."
+    )
+    return Finding(why, 0.96, (describe(stat, name),) if stat else ())
+
+
+def _from_empty(scene: Scene) -> bool:
+    """The operator made, or read, memory that nobody has written."""
+    return scene.event is not None and any(e.uninitialized for e in (scene.event, *scene.trace.producers(scene.event)))
+
+
+@rule("nan_parameter", title="Non-finite value already in the weights", phases=PARAMETER)
+def nan_parameter(scene: Scene) -> Finding | None:
+    stat = scene.origin.produced or scene.made
+    name = scene.origin.label or "a parameter"
+    why = (
+        f"The parameter {name} holds {_what(stat)} before step {scene.origin.step} computes anything. No "
+        "operator of the step made it: it came with the weights, for example from a checkpoint."
+    )
+    return Finding(why, 0.6 if scene.event is None else 0.35, (describe(stat, name),) if stat else ())
+
+
+@rule("nan_constant", title="A constant NaN in the code", phases=ANY)
+def nan_constant(scene: Scene) -> Finding | None:
+    event = scene.event
+    if event is None or scene.phase == "optimizer" or not scene.nan:
+        return None
+    constants = [v for _, v in event.scalars if isinstance(v, float) and math.isnan(v)]
+    infinite = any(v in (math.inf, -math.inf) for _, v in event.scalars)
+    literal = bool(constants) or (event.on_purpose and not infinite)
+    for operand in event.inputs:
+        if operand.stat is not None and operand.stat.nan and operand.role == "constant":
+            literal = True
+        if operand.producer is not None:
+            maker = scene.trace.events[operand.producer]
+            literal = literal or (maker.on_purpose and any(o.nan for o in maker.outputs))
+    if not literal:
+        return None
+    why = (
+        f"`{scene.code}` computes with, or selects, a NaN that stands in the code as a constant. It reaches "
+        f"{scene.nan} element(s) of the result."
+    )
+    return Finding(why, 0.9, scene.input_lines())

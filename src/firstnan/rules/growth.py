@@ -1,0 +1,72 @@
+"""Did the loss, the gradients or the weights grow over the steps before the failure?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from dataclasses import dataclass
+
+from firstnan.records import History
+
+WINDOW = 40
+TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A sustained rise that lasts to the end of the history."""
+
+    what: str
+    first_step: int
+    first: float
+    last_step: int
+    last: float
+
+    @property
+    def factor(self) -> float:
+        return self.last / max(self.first, TINY)
+
+    @property
+    def steps(self) -> int:
+        return self.last_step - self.first_step
+
+    def sentence(self) -> str:
+        return (
+            f"the {self.what} rose from {self.first:.4g} (step {self.first_step}) to {self.last:.4g} "
+            f"(step {self.last_step}), {self.factor:.3g} times"
+        )
+
+
+def growth(history: History) -> Growth | None:
+    """The clearest sustained rise among loss, gradient norm and parameter norm, None if none rose."""
+    series = {
+        "loss": [(s.step, s.loss) for s in history.steps],
+        "gradient norm": [(s.step, s.grad_norm) for s in history.steps],
+        "parameter norm": [(s.step, s.param_norm) for s in history.steps],
+    }
+    found = []
+    for what, points in series.items():
+        finite = [(step, abs(v)) for step, v in points if v is not None and math.isfinite(v)]
+        rise = _rise(what, finite[-WINDOW:])
+        if rise is not None:
+            found.append(rise)
+    return max(found, key=lambda g: g.factor, default=None)
+
+
+def _rise(what: str, points: list[tuple[int, float]]) -> Growth | None:
+    """The rise from the lowest point to the end: long and 10-fold, or abrupt in a run that has just begun."""
+    if len(points) < 2:
+        return None
+    values = [v for _, v in points]
+    low = min(range(len(points)), key=lambda i: (values[i], -i))
+    tail = values[low:]
+    rises = sum(b > a for a, b in itertools.pairwise(tail))
+    # One outlier batch is no growth: the end must be near the top, and most steps on the way must go up.
+    if len(tail) < 2 or values[-1] < 0.3 * max(values) or rises < 0.6 * (len(tail) - 1):
+        return None
+    rise = Growth(what, points[low][0], values[low], points[-1][0], values[-1])
+    long = len(tail) >= 4 and rise.factor >= 10
+    steep = len(tail) >= 3 and values[-1] > 1e6 * max(statistics.median(values), TINY)
+    abrupt = len(points) <= 4 and rise.factor >= 1e4
+    return rise if long or steep or abrupt else None

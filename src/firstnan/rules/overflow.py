@@ -1,0 +1,200 @@
+"""Numbers beyond the range of their type, and why they became so large."""
+
+from __future__ import annotations
+
+import math
+
+from firstnan.records import OpEvent, TensorStat
+from firstnan.rules.base import ANY, Finding, rule
+from firstnan.rules.division import DIVISIONS
+from firstnan.rules.scene import Scene, describe, largest, number, words
+
+EXPONENTIALS = ("exp", "expm1", "exp2", "sinh", "cosh", "softplus", "logaddexp")
+ARITHMETIC = words(
+    "mm addmm bmm baddbmm mv addmv dot vdot linear matmul einsum convolution mul add sub rsub sum mean "
+    "cumsum prod cumprod square pow addcmul addcdiv div reciprocal norm var std var_mean mse_loss l1_loss "
+    "huber_loss smooth_l1_loss lerp to cdist euclidean_dist layer_norm batch_norm group_norm "
+    "scaled_dot_product_attention kl_div nansum index_add scatter_add scatter_reduce index_put ldexp "
+    "trace cross outer addr addbmm copy"
+)
+ORDINARY_WEIGHT = 50.0
+"""Default initialisers stay near 1; a weight beyond this in the first steps was put there."""
+ABSURD_WEIGHT = 1e6
+
+
+def _overflowed(scene: Scene) -> bool:
+    """Finite numbers went in and something beyond the range came out, with no zero denominator to blame."""
+    if not (scene.nan or scene.inf) or scene.fed_by_nonfinite:
+        return False
+    if scene.event is not None and any(v in (math.inf, -math.inf) for _, v in scene.event.scalars):
+        return False
+    if scene.op in EXPONENTIALS:
+        return scene.inf > 0
+    if scene.op in DIVISIONS and scene.zero_at(DIVISIONS[scene.op][1]):
+        return False
+    if scene.op == "pow":
+        exponent = scene.at("exponent")
+        zero_base = scene.zero_at("self") and exponent is not None and exponent < 0
+        return scene.inf > 0 and not zero_base
+    return scene.op in ARITHMETIC and (scene.inf > 0 or _could_overflow(scene))
+
+
+def _could_overflow(scene: Scene) -> bool:
+    """NaN out of finite numbers is overflow only where the operator adds up: inf - inf inside one matmul."""
+    reach = scene.reach
+    return reach is not None and reach > math.sqrt(scene.limit) / 1e3
+
+
+def _operator(scene: Scene) -> str:
+    return f"`{scene.code}`" + (f" in {scene.origin.module}" if scene.origin.module else "")
+
+
+def _sizes(scene: Scene) -> str:
+    return f"It read magnitudes up to {number(scene.reach)}; {scene.dtype} ends at {number(scene.limit)}."
+
+
+@rule("exp_overflow", title="Exponential too large for its type")
+def exp_overflow(scene: Scene) -> Finding | None:
+    if scene.op not in EXPONENTIALS or not scene.inf or scene.fed_by_nonfinite:
+        return None
+    largest_in = max((s.max for s in scene.stats("self") if s.max is not None), default=scene.at("self"))
+    edge = math.log2(scene.limit) if scene.op == "exp2" else math.log(scene.limit)
+    why = (
+        f"`{scene.code}` takes {scene.op} of {number(largest_in)}. In {scene.dtype or 'this type'} anything "
+        f"above {number(edge)} overflows, so {scene.inf} element(s) became infinite."
+    )
+    wide_enough = scene.narrow and largest_in is not None and largest_in < 88.7
+    return Finding(why, 0.6 if wide_enough else 0.92, scene.input_lines("self"))
+
+
+@rule("low_precision_overflow", title="Beyond the range of a 16-bit (or narrower) type", phases=ANY)
+def low_precision_overflow(scene: Scene) -> Finding | None:
+    if not scene.narrow or not _overflowed(scene):
+        return None
+    if scene.op in EXPONENTIALS:
+        top = max((s.max for s in scene.stats("self") if s.max is not None), default=0.0)
+        if top >= 88.7:
+            return None
+    why = (
+        f"{_operator(scene)} computes in {scene.dtype}, whose largest number is {number(scene.limit)}, and "
+        f"the result is larger: {scene.inf + scene.nan} element(s) overflowed. The numbers it read reach "
+        f"{number(scene.reach)}; float32 or bfloat16 would hold the result."
+    )
+    confidence = 0.5 if scene.phase == "optimizer" else 0.9
+    return Finding(why, confidence, scene.input_lines() + _mask_line(scene))
+
+
+def _mask_line(scene: Scene) -> tuple[str, ...]:
+    """The known trap of adding to `finfo.min`, or of adding two such masks."""
+    lowest = min((t.min for t in scene.tensors if t.min is not None), default=0.0)
+    if scene.op in ("add", "sub") and lowest <= -0.9 * scene.limit:
+        return (
+            f"one operand holds {number(lowest)}, the least number of {scene.dtype}: a mask that overflows when added",
+        )
+    return ()
+
+
+@rule("divergence_lr", title="Training diverged: the step size is too large", phases=ANY)
+def divergence_lr(scene: Scene) -> Finding | None:
+    growth = scene.growth
+    if growth is None or not _overflowed(scene) or scene.phase == "input":
+        return None
+    # An exponential overflows near 88, which a healthy run with an outlier can reach: ask for much clearer growth.
+    if scene.op in EXPONENTIALS and (growth.factor < 1e3 or growth.steps < 4):
+        return None
+    lr = scene.lr()
+    rate = f" The learning rate is {number(lr)}." if lr is not None else ""
+    why = (
+        f"Before {_operator(scene)} overflowed in step {scene.origin.step}, {growth.sentence()}: every step "
+        f"made it worse.{rate} The operator is only where the numbers ran out of range."
+    )
+    confidence = 0.6 if scene.narrow or (scene.phase == "optimizer" and scene.op in STATE_OPS) else 0.93
+    return Finding(why, confidence, (growth.sentence(), *scene.input_lines()))
+
+
+STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
+"""What an optimizer uses to update its own state."""
+
+
+@rule("bad_init", title="Absurdly large initial weights", phases=frozenset({"forward", "backward"}))
+def bad_init(scene: Scene) -> Finding | None:
+    if not _overflowed(scene) or scene.origin.step > 1 or scene.growth is not None or scene.event is None:
+        return None
+    start = [scene.event] if scene.phase == "forward" else [e for e in (scene.event, scene.origin.forward_event) if e]
+    weights = [w for e in start for w in _weights(scene, e)]
+    if not weights:
+        return None
+    name, stat = max(weights, key=lambda w: largest(w[1]) or 0.0)
+    size = largest(stat) or 0.0
+    if size < ORDINARY_WEIGHT:
+        return None
+    why = (
+        f"In step {scene.origin.step}, before any training could have grown it, the parameter {name} holds "
+        f"magnitudes up to {number(size)}. Products with it leave the range of {scene.dtype} at "
+        f"{_operator(scene)}."
+    )
+    confident = 0.88 if size >= ABSURD_WEIGHT else 0.7
+    if scene.narrow or scene.op in EXPONENTIALS or scene.phase == "backward":
+        confident *= 0.7
+    return Finding(why, confident, (describe(stat, name),))
+
+
+def _weights(scene: Scene, start: OpEvent) -> list[tuple[str, TensorStat]]:
+    """The parameters that fed an event, by name; a view's own output speaks for a parameter without statistics."""
+    found = []
+    for event in (start, *scene.trace.feeding(start, 200)):
+        for operand in event.inputs:
+            if operand.role != "parameter":
+                continue
+            stat = operand.stat
+            if stat is None and event.op in (
+                "t",
+                "transpose",
+                "view",
+                "permute",
+                "expand",
+                "detach",
+                "to",
+                "unsqueeze",
+            ):
+                stat = event.outputs[0] if event.outputs else None
+            if stat is not None:
+                found.append((operand.label or operand.name, stat))
+    return found
+
+
+@rule("exploding_gradient", title="The gradient overflowed on its way back", phases=frozenset({"backward"}))
+def exploding_gradient(scene: Scene) -> Finding | None:
+    if scene.event is None or scene.event.in_python_backward or not _overflowed(scene):
+        return None
+    why = (
+        f"The forward pass stayed finite, but the gradient of {_operator(scene)} left the range of "
+        f"{scene.dtype} in backward. {_sizes(scene)}"
+    )
+    steps = [s for s in scene.history.steps if s.grad_norm is not None and math.isfinite(s.grad_norm)]
+    known = (f"last finite gradient norm: {number(steps[-1].grad_norm)} in step {steps[-1].step}",) if steps else ()
+    return Finding(why, 0.8, scene.input_lines() + known)
+
+
+@rule("overflow", title="A result beyond the range of its type")
+def overflow(scene: Scene) -> Finding | None:
+    if not _overflowed(scene) or scene.op in EXPONENTIALS:
+        return None
+    why = (
+        f"{_operator(scene)} made {scene.inf + scene.nan} element(s) too large for {scene.dtype} out of "
+        f"finite numbers. {_sizes(scene)} No growth over the steps before explains it."
+    )
+    return Finding(why, 0.6, scene.input_lines() + _mask_line(scene))
+
+
+@rule("overflow", title="A result beyond the range of its type", phases=ANY)
+def overflow_elsewhere(scene: Scene) -> Finding | None:
+    if not scene.inf or scene.nan or scene.fed_by_nonfinite or scene.event is None or not scene.event.born:
+        return None
+    if scene.event.on_purpose or scene.event.uninitialized or _overflowed(scene):
+        return None
+    why = (
+        f"{_operator(scene)} produced {scene.inf} infinite element(s) although everything it read was finite. "
+        f"{_sizes(scene)}"
+    )
+    return Finding(why, 0.25, scene.input_lines())

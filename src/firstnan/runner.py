@@ -1,0 +1,340 @@
+"""Runs a program exactly as `python train.py` or `python -m pkg.train` would, with a watcher at its side.
+
+What python does around a program is spread over its C sources (Modules/main.c, Python/pythonrun.c and
+Python/pylifecycle.c of CPython 3.11 to 3.13); the functions below follow them and name the function they follow.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any, NoReturn, Protocol, TextIO
+
+INTERRUPTED = -int(signal.SIGINT)
+"""What `run` returns for a program that a KeyboardInterrupt ended: python dies by the signal, without an exit code."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run: a script, a directory or a zip file with a `__main__.py`, or (`module`) a module's name."""
+
+    target: str
+    args: tuple[str, ...]
+    module: bool = False
+
+
+class Watcher(Protocol):
+    """What stands beside the program; its errors never reach the program."""
+
+    def begin(self) -> None:
+        """Runs right before the program's first line, when `sys.argv`, `sys.path` and `__main__` are the program's."""
+
+    def failed(self, error: BaseException) -> None:
+        """Runs when the program ended by `error` (SystemExit and KeyboardInterrupt too), before it is printed."""
+
+    def end(self) -> int | None:
+        """Runs after the program's threads and exit handlers; a number replaces the exit code.
+
+        Thread pools can no longer be used here, nor can workers that `multiprocessing` cleans up.
+        """
+
+
+class ProgramError(Exception):
+    """The program cannot be started; the text is one line."""
+
+    code = 2
+
+
+def run(program: Program, watcher: Watcher) -> int:
+    """Runs `program` to its end, prints what python would print, and returns the exit code; see also `leave`."""
+    process = os.getpid()
+    launch = _prepare(program)
+    _guarded(watcher.begin)
+    error = _execute(launch)
+    if error is not None:
+        error.__traceback__ = _without_our_frames(error.__traceback__)
+        _raise_if_never_started(program, error)
+    # A child made by a bare os.fork() comes by here too: it ends as it likes, the report is its parent's.
+    watched = os.getpid() == process
+    if error is not None and watched:
+        _guarded(watcher.failed, error)
+    code = 0 if error is None else _report_error(error)
+    del error  # python has let go of it too by the time threads and exit handlers run
+    _wait_for_threads()
+    atexit._run_exitfuncs()
+    _flush(sys.stdout)
+    if watched:
+        replaced = _guarded(watcher.end)
+        return code if replaced is None else replaced
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with what `run` returned; called from the main thread, outside any `try`."""
+    if code == INTERRUPTED:
+        # Python itself ends by SIGINT after an uncaught KeyboardInterrupt, but only once everything is torn down and
+        # open files are flushed. So it gets one, and nothing to print: that was done already.
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt
+    sys.exit(code)
+
+
+# --- before the program -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A program made ready: `source` for a script file, otherwise runpy finds `name`."""
+
+    main: ModuleType
+    name: str
+    source: bytes | None = None
+    is_module: bool = False
+
+
+def _prepare(program: Program) -> _Launch:
+    """Makes `sys.argv`, `sys.path` and `__main__` the program's, or raises ProgramError with nothing changed."""
+    if program.module:
+        launch = _Launch(_new_main(), program.target, is_module=True)
+        # "-m" stays in place while runpy imports the parent packages, then becomes the module's path.
+        _become("-m", program.args, launch.main, _directory_of_module(), always=False)
+        return launch
+    path = _absolute(program.target)
+    if _is_importable(path):
+        launch = _Launch(_new_main(), "__main__")
+        _become(program.target, program.args, launch.main, path, always=True)
+        return launch
+    try:
+        with open(program.target, "rb") as file:
+            source = file.read()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = f"[Errno {error.errno}] {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise ProgramError(f"can't open file {program.target!r}: {reason}") from None
+    launch = _Launch(_new_main(path), path, source)
+    _become(program.target, program.args, launch.main, _directory_of_script(program.target), always=False)
+    return launch
+
+
+def _become(argv0: str, args: tuple[str, ...], main: ModuleType, path0: str | None, *, always: bool) -> None:
+    """Puts the program's `sys.argv`, `__main__` and first entry of `sys.path` in place (pymain_run_python).
+
+    `always`: python adds a directory or zip file that it runs even in safe mode (-P, -I, PYTHONSAFEPATH).
+    """
+    sys.argv = [argv0, *args]
+    sys.modules["__main__"] = main
+    if not sys.flags.safe_path and sys.path:
+        del sys.path[0]  # firstnan's own: the directory of its script, or of `python -m firstnan`
+    if path0 is not None and (always or not sys.flags.safe_path):
+        sys.path.insert(0, path0)
+
+
+def _new_main(path: str | None = None) -> ModuleType:
+    """A `__main__` as the interpreter makes it (add_main_module, and pymain_run_file where there is a `path`)."""
+    main = ModuleType("__main__")
+    names = vars(main)
+    model = vars(sys.modules["__main__"])  # which of these names exist depends on the version of python
+    if "__annotations__" in model:
+        names["__annotations__"] = {}
+    names["__builtins__"] = sys.modules["builtins"]
+    if path is None:
+        return main
+    loader = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+    names["__loader__"] = loader("__main__", path)
+    names["__file__"] = path
+    if "__cached__" in model:
+        names["__cached__"] = None
+    return main
+
+
+def _absolute(target: str) -> str:
+    """`target` behind the working directory and otherwise as typed (config_run_filename_abspath)."""
+    try:
+        return os.path.join(os.getcwd(), target)
+    except OSError:  # the working directory was deleted
+        return target
+
+
+def _directory_of_script(target: str) -> str:
+    """Where the script really is, behind any links (_PyPathConfig_ComputeSysPath0)."""
+    try:
+        return os.path.dirname(os.path.realpath(target))
+    except OSError:
+        return os.path.dirname(target)
+
+
+def _directory_of_module() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _is_importable(path: str) -> bool:
+    """Whether `path` is a directory or a zip file, so that it is its `__main__` that runs (pymain_get_importer)."""
+    for hook in sys.path_hooks:
+        try:
+            hook(path)
+        except (ImportError, ValueError):
+            continue
+        return True
+    return False
+
+
+# --- the program --------------------------------------------------------------------------------------------------
+
+
+def _execute(launch: _Launch) -> BaseException | None:
+    """Runs the program's code and returns the exception that ended it."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + _depth())  # so that recursion goes exactly as deep as without us
+    try:
+        if launch.source is None:
+            import runpy  # python's own -m is this module; its frames are part of python's own tracebacks
+
+            runpy._run_module_as_main(launch.name, launch.is_module)  # type: ignore[attr-defined] # private, stable
+        else:
+            exec(_compiled(launch.source, launch.name), vars(launch.main))
+    except BaseException as error:
+        return error
+    return None
+
+
+def _depth() -> int:
+    """How many levels of recursion are in use below the program's first frame."""
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        depth += 1
+        frame = frame.f_back
+    return depth + (sys.version_info < (3, 12))  # until then `exec` itself counted as well
+
+
+def _compiled(source: bytes, path: str) -> CodeType:
+    if path.endswith(".pyc"):
+        code = SourcelessFileLoader("__main__", path).get_code("__main__")
+        assert code is not None
+        return code
+    # From bytes, so that python finds the encoding (a cookie, a byte order mark) by itself.
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == run.__code__.co_filename:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _raise_if_never_started(program: Program, error: BaseException) -> None:
+    """Raises ProgramError where runpy found nothing to run; it says so by SystemExit from its own `_Error`."""
+    reason = error.__context__
+    if isinstance(error, SystemExit) and type(reason).__module__ == "runpy" and type(reason).__name__ == "_Error":
+        text = str(reason) if program.module else f"can't find '__main__' module in {program.target!r}"
+        raise ProgramError(text) from None
+
+
+# --- after the program --------------------------------------------------------------------------------------------
+
+
+def _report_error(error: BaseException) -> int:
+    """Prints `error` as python does and returns the exit code (_PyErr_PrintEx)."""
+    if isinstance(error, SystemExit):
+        return _exit_code(error)
+    code = INTERRUPTED if type(error) is KeyboardInterrupt else 1
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    hook = getattr(sys, "excepthook", None)
+    if hook is None:
+        _write_error("sys.excepthook is missing\n")
+        _display(error)
+        return code
+    second = _call_hook(hook, error)
+    if isinstance(second, SystemExit):
+        return _exit_code(second)
+    if second is not None:
+        _write_error("Error in sys.excepthook:\n")
+        _display(second)
+        _write_error("\nOriginal exception was:\n")
+        _display(error)
+    return code
+
+
+def _call_hook(hook: Any, error: BaseException) -> BaseException | None:
+    """Calls the program's own `sys.excepthook` and returns what it raises."""
+    try:
+        hook(type(error), error, error.__traceback__)
+    except BaseException as second:
+        second.__traceback__ = _without_our_frames(second.__traceback__)
+        return second
+    return None
+
+
+def _exit_code(error: SystemExit) -> int:
+    """The code that `sys.exit` asked for; a text is printed and counts as 1 (_Py_HandleSystemExit)."""
+    code: object = error.code
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        # C's int, of which the system keeps the last eight bits; a number too large for C becomes -1.
+        number = int(code) if -sys.maxsize - 1 <= code <= sys.maxsize else -1
+        return number & (0xFF if os.name == "posix" else 0xFFFFFFFF)
+    try:
+        text = str(code)
+    except Exception:  # python prints an empty line then
+        text = ""
+    _write_error(text)
+    _write_error("\n")
+    return 1
+
+
+def _display(error: BaseException) -> None:
+    sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def _wait_for_threads() -> None:
+    """Joins the program's threads and shuts its thread pools down (wait_for_thread_shutdown)."""
+    threading = sys.modules.get("threading")
+    if threading is None:
+        return
+    try:
+        threading._shutdown()
+    except BaseException as error:  # Ctrl-C while waiting: python says so and goes on
+        error.__traceback__ = _without_our_frames(error.__traceback__)
+        _write_error(f"Exception ignored in: {threading!r}\n")
+        _display(error)
+
+
+def _flush(stream: TextIO | None) -> None:
+    """Flushes, so that a report comes after all that the program wrote; python itself complains later if it fails."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except Exception:
+        return
+
+
+def _write_error(text: str) -> None:
+    """Writes to stderr, whatever became of it."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:
+        return
+
+
+def _guarded(method: Any, *args: Any) -> Any:
+    """Calls a method of the watcher; an error in it becomes one line on stderr."""
+    try:
+        return method(*args)
+    except KeyboardInterrupt:
+        _write_error("firstnan: interrupted\n")
+        return INTERRUPTED
+    except BaseException as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        _write_error(f"firstnan: internal error: {text}\n")
+        return None

@@ -1,0 +1,128 @@
+"""(code, lasti) -> file, line, columns, expression; and which frame is the user's own."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import sysconfig
+from functools import lru_cache
+from types import CodeType, FrameType
+
+from firstnan.records import Site
+
+Spot = tuple[CodeType, int]
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_LIBRARY = tuple(
+    {os.path.realpath(p) + os.sep for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")) if p}
+    | {p + os.sep for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")) if p}
+)
+_MAX_SOURCE_LINES = 8
+# What stands between an operator and a dispatch mode, in every stack.
+_PLUMBING = f"torch{os.sep}_dynamo{os.sep}"
+
+
+class Ownership:
+    """Knows which code is the user's: everything outside the standard library and installed packages,
+    and the program itself wherever it lies."""
+
+    def __init__(self, program_dirs: tuple[str, ...] = ()) -> None:
+        self._dirs = tuple(os.path.realpath(d).rstrip(os.sep) + os.sep for d in program_dirs if d)
+        self._known: dict[CodeType, bool] = {}
+
+    def owns(self, code: CodeType) -> bool:
+        known = self._known.get(code)
+        if known is None:
+            known = self._known[code] = self._decide(code.co_filename)
+        return known
+
+    def _decide(self, name: str) -> bool:
+        if name.startswith("<"):
+            # Cells of a notebook and standard input are the user's; "<string>" is generated code.
+            return name.startswith(("<ipython", "<stdin"))
+        path = os.path.realpath(name)
+        for d in self._dirs:
+            if path.startswith(d) and not any(mark in path[len(d) - 1 :] for mark in _INSTALLED):
+                return True
+        if path.startswith(_HERE) or any(mark in path for mark in _INSTALLED):
+            return False
+        return not path.startswith(_LIBRARY)
+
+    def spots(self, frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool]:
+        """The nearest user frame, the innermost frame where that is a library's, and whether the
+        autograd engine was passed on the way (then the user frame is only the one that called backward)."""
+        inner: Spot | None = None
+        engine = False
+        while frame is not None:
+            code = frame.f_code
+            if self.owns(code):
+                return (code, frame.f_lasti), inner, engine
+            if code.co_name == "_engine_run_backward":
+                engine = True
+            elif inner is None and not code.co_filename.startswith(_HERE) and _PLUMBING not in code.co_filename:
+                inner = (code, frame.f_lasti)
+            frame = frame.f_back
+        return None, inner, engine
+
+
+@lru_cache(maxsize=4096)
+def resolve(spot: Spot) -> Site:
+    """The place in source of one instruction, with the expression it belongs to."""
+    code, lasti = spot
+    line, end_line, column, end_column = _positions(code, lasti)
+    name = code.co_filename
+    lines = linecache.getlines(name)
+    if line is None:
+        return Site(name, code.co_firstlineno, function=code.co_name)
+    first, last = _statement(name, line, end_line or line)
+    source = tuple(text.rstrip("\n") for text in lines[first - 1 : last])[:_MAX_SOURCE_LINES]
+    if not lines or column is None or end_column is None or end_line is None or end_line > len(lines):
+        text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        return Site(name, line, function=code.co_name, code=text, source=source, source_line=first)
+    # The compiler counts columns in UTF-8 bytes.
+    column = len(lines[line - 1].encode()[:column].decode(errors="replace"))
+    end_column = len(lines[end_line - 1].encode()[:end_column].decode(errors="replace"))
+    if line == end_line:
+        text = lines[line - 1][column:end_column]
+    else:
+        text = " ".join(
+            s.strip()
+            for s in [lines[line - 1][column:], *lines[line : end_line - 1], lines[end_line - 1][:end_column]]
+        )
+    return Site(name, line, column, end_line, end_column, code.co_name, text, source, first)
+
+
+def _positions(code: CodeType, lasti: int) -> tuple[int | None, int | None, int | None, int | None]:
+    try:
+        return list(code.co_positions())[lasti // 2]
+    except IndexError:
+        return code.co_firstlineno, None, None, None
+
+
+@lru_cache(maxsize=64)
+def _tree(name: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(name)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _statement(name: str, line: int, end_line: int) -> tuple[int, int]:
+    """First and last line of the smallest statement around these lines (its head, for a compound one)."""
+    tree = _tree(name)
+    first, last = 0, 0
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.stmt) and first < node.lineno <= line:
+            body = getattr(node, "body", None)
+            end = max(body[0].lineno - 1, node.lineno) if body else node.end_lineno or node.lineno
+            if end >= end_line:
+                first, last = node.lineno, end
+    return (first, last) if first else (line, end_line)
+
+
+def current(ownership: Ownership, depth: int = 1) -> Spot | None:
+    """The nearest user frame above the caller."""
+    return ownership.spots(sys._getframe(depth))[0]

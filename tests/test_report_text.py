@@ -1,0 +1,335 @@
+"""The report: one screen of text."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from firstnan.records import Noticed, Origin, PathStep, Report, Site, TensorStat
+from firstnan.report import print_text, render_text, words
+from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer
+
+GOLDENS = Path(__file__).parent / "goldens"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+sample = pytest.mark.parametrize("make", SAMPLES.values(), ids=SAMPLES.keys())
+
+
+def plain(report: Report, **options: Any) -> str:
+    return render_text(report, **{"width": 100, **options})
+
+
+def compare(name: str, text: str) -> None:
+    """Compares with tests/goldens/NAME.txt; FIRSTNAN_UPDATE_GOLDENS=1 writes it instead."""
+    golden = GOLDENS / f"{name}.txt"
+    if os.environ.get("FIRSTNAN_UPDATE_GOLDENS"):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+# --- goldens ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_text_is_the_golden(name: str) -> None:
+    compare(name, plain(SAMPLES[name](), saved="nan.json"))
+
+
+def test_ascii_is_the_golden() -> None:
+    text = plain(divergence(), ascii=True)
+    assert text.isascii()
+    compare("divergence_ascii", text)
+
+
+def test_narrow_is_the_golden() -> None:
+    text = plain(forward(), width=60)
+    assert max(map(len, text.splitlines())) <= 60
+    compare("forward_narrow", text)
+
+
+@sample
+def test_one_screen(make: Callable[[], Report]) -> None:
+    lines = plain(make(), saved="nan.json").splitlines()
+    assert len(lines) <= 40
+    assert max(map(cell_len, lines)) <= 100
+    assert all(line == line.rstrip() for line in lines)
+
+
+# --- text ------------------------------------------------------------------------------------------------------
+
+
+@sample
+def test_color_changes_nothing_but_color(make: Callable[[], Report]) -> None:
+    colored = plain(make(), color=True)
+    assert ANSI.search(colored)
+    without = "\n".join(line.rstrip() for line in ANSI.sub("", colored).splitlines()) + "\n"
+    assert without == plain(make())
+
+
+def test_markup_of_the_user_is_shown_as_it_is() -> None:
+    assert "bad data [bold]not markup[/bold]  [nan_input]" in plain(input_())
+    hostile = clean().with_(notes=("[red]x[/red] [/] :smile: [link=file:///etc]y[/link]",))
+    assert "[red]x[/red] [/] :smile: [link=file:///etc]y[/link]" in plain(hostile)
+
+
+def test_environment_does_not_color_or_widen(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain(forward())
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "50", "TERM": "dumb", "JPY_PARENT_PID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert plain(forward()) == expected
+    assert max(map(len, render_text(forward()).splitlines())) <= 50
+    monkeypatch.setenv("COLUMNS", "500")
+    assert render_text(forward()) == expected
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii", "utf-8"])
+def test_print_survives_any_encoding(encoding: str) -> None:
+    raw = io.BytesIO()
+    site = Site("größe.py", 3, 8, 3, 22, "f", "log(größe, 日本)", ("größe = log(größe, 日本)",), 3)
+    report = divergence().with_(origin=Origin("forward", "log", "aten.log.default", site=site))
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors="strict")
+    print_text(report, stream, saved="r.json")
+    text = raw.getvalue().decode(encoding)
+    assert ("│" in text) == ("▁" in text) == (encoding == "utf-8")
+    assert ("größe.py:3" in text) == (encoding != "ascii")
+    assert ("日本" in text) == (encoding == "utf-8")
+    assert "\x1b" not in text
+
+
+def test_print_to_a_terminal_is_colored_and_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 70, 0, 0))
+    with open(theirs, "w", encoding="utf-8") as terminal:
+        print_text(clean().with_(notes=("word " * 40,)), terminal)
+        seen = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert "\x1b[" in seen
+    widths = [len(line.rstrip()) for line in ANSI.sub("", seen).splitlines()]
+    assert 60 < max(widths) <= 70
+
+
+def optional_fields(record: Any) -> Iterator[Any]:
+    """The record with each field that has a default, one at a time, put back to it."""
+    for field in dataclasses.fields(record):
+        if field.default is not dataclasses.MISSING:
+            yield dataclasses.replace(record, **{field.name: field.default})
+
+
+@pytest.mark.parametrize("make", [forward, backward, optimizer, input_, divergence])
+def test_any_field_may_be_missing(make: Callable[[], Report]) -> None:
+    report = make()
+    assert report.origin is not None
+    assert report.origin.site is not None
+    for other in optional_fields(report):
+        assert plain(other).startswith("firstnan: ")
+    for origin in optional_fields(report.origin):
+        assert plain(report.with_(origin=origin)).startswith("firstnan: ")
+    for site in optional_fields(report.origin.site):
+        text = plain(report.with_(origin=dataclasses.replace(report.origin, site=site)))
+        assert f"train.py:{site.line}" in text.splitlines()[0]
+
+
+# --- the source excerpt ----------------------------------------------------------------------------------------
+
+
+def underlined(report: Report, **options: Any) -> list[str]:
+    """What stands above the carets, by screen columns, line by line."""
+    lines = plain(report, **options).splitlines()
+    found = []
+    for above, below in itertools.pairwise(lines):
+        match = re.match(r"^ +[│|] ( *)(\^+)", below)
+        if match:
+            start, end = match.span(2)
+            column, text = 0, ""
+            for char in above:
+                if start <= column < end:
+                    text += char
+                column += cell_len(char)
+            found.append(text)
+    return found
+
+
+def at(site: Site) -> Report:
+    return Report("nonfinite", origin=Origin("forward", "log", "aten.log.default", site=site))
+
+
+def test_underline_under_tabs_and_wide_characters() -> None:
+    line = '\tif x:\ty = f("日本語\\u0301") + log(größe) # é'
+    start = line.index("log(")
+    site = Site("t.py", 7, start, 7, start + 10, "f", "log(größe)", (line,), 7)
+    assert underlined(at(site)) == ["log(größe)"]
+    assert underlined(at(site), ascii=True) == [r"log(gr\xf6\xdfe)"]
+
+
+def test_underline_of_several_lines() -> None:
+    source = ("y = (a", "     + log(", "         x", "     ) + 3)")
+    site = Site("t.py", 8, 7, 10, 6, "f", "log( x )", source, 7)
+    assert underlined(at(site)) == ["log(", "x", ")"]
+
+
+def test_a_long_statement_is_shortened_around_the_expression() -> None:
+    source = ("y = f(", *(f"    argument_{i}=g({i})," for i in range(40)), ")")
+    site = Site("t.py", 130, 16, 130, 21, "f", "g(29)", source, 100)
+    text = plain(at(site))
+    assert underlined(at(site)) == ["g(29)"]
+    assert "100 │ y = f(\n    … │\n  129 │" in text
+    assert "131 │" in text
+    assert len(text.splitlines()) <= 16
+
+
+def test_a_long_expression_is_shortened_in_the_middle() -> None:
+    source = ("y = f(", *(f"    a{i}," for i in range(40)), ")")
+    site = Site("t.py", 100, 4, 141, 1, "f", "", source, 100)
+    assert underlined(at(site)) == ["f(", "a0,", ")"]
+
+
+@pytest.mark.parametrize("lead", [0, 60, 300])
+@pytest.mark.parametrize("options", [{}, {"ascii": True}, {"width": 50}])
+def test_a_wide_line_is_cut_around_the_expression(lead: int, options: dict[str, Any]) -> None:
+    line = "a" * lead + " log(x + 1) " + "b" * 400
+    site = Site("t.py", 1, lead + 1, 1, lead + 11, "f", "log(x + 1)", (line,), 1)
+    assert underlined(at(site), **options) == ["log(x + 1)"]
+    assert max(map(cell_len, plain(at(site), **options).splitlines())) <= options.get("width", 100)
+
+
+def test_an_expression_wider_than_the_screen() -> None:
+    line = "y = " + "log(" * 100 + "x" + ")" * 100
+    site = Site("t.py", 1, 4, 1, len(line), "f", "", (line,), 1)
+    (shown,) = underlined(at(site))
+    assert shown.startswith("log(log(")
+    assert max(map(len, plain(at(site)).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("column", [None, 999, -5])
+def test_columns_that_do_not_fit(column: int | None) -> None:
+    site = Site("t.py", 3, column, 3, 9, "f", "", ("    y = log(x)",), 3)
+    assert underlined(at(site)) in (["y = log(x)"], ["    y = lo"[4:]], ["y = l"])
+
+
+def test_context_comes_from_the_file_while_it_matches(tmp_path: Path) -> None:
+    file = tmp_path / "t.py"
+    file.write_text("import torch\n\n\ndef f(x):\n    # the log\n    return torch.log(x)\n\n\nf(0)\n", encoding="utf-8")
+    site = Site(str(file), 6, 11, 6, 23, "f", "torch.log(x)", ("    return torch.log(x)",), 6)
+    text = plain(at(site))
+    assert "4 │ def f(x):\n  5 │     # the log\n  6 │     return torch.log(x)\n" in text
+    assert underlined(at(site)) == ["torch.log(x)"]
+    file.write_text("import torch\n" * 20, encoding="utf-8")
+    assert "import torch" not in plain(at(site))
+    assert underlined(at(site)) == ["torch.log(x)"]
+
+
+def test_a_line_beyond_what_was_recorded(tmp_path: Path) -> None:
+    """The record of a very long statement may end before the guilty line; the file or the expression stands in."""
+    file = tmp_path / "t.py"
+    file.write_text("y = f(\n" + "    0,\n" * 20 + "    log(x),\n)\n", encoding="utf-8")
+    site = Site(str(file), 22, 4, 22, 10, "f", "log(x)", ("y = f(", *["    0,"] * 7), 1)
+    assert "22 │     log(x),\n" in plain(at(site)) or "22 │ log(x),\n" in plain(at(site))
+    assert underlined(at(site)) == ["log(x)"]
+    file.unlink()
+    assert underlined(at(site)) == ["log(x)"]
+
+
+# --- words -----------------------------------------------------------------------------------------------------
+
+
+def stat(**fields: Any) -> str:
+    return words.tensor_cells(TensorStat(**{"name": "x", "shape": (4, 2), "dtype": "torch.float32", **fields}))[3]
+
+
+def test_one_tensor_one_line() -> None:
+    assert stat(min=-0.4991234, max=12345.0, zeros=2) == "-0.4991 … 12345   zeros 2  negative 0"
+    assert stat(min=0.0, max=0.0, zeros=8) == "all 0"
+    assert stat(min=1e-30, max=1.0, smallest=1e-30) == "1e-30 … 1   smallest 1e-30"
+    assert stat(min=0.0, max=1.0, zeros=3, binary=True) == "0 … 1   zeros 3  negative 0   only 0 and 1"
+    assert stat(shape=(0, 2)) == "no elements"
+    assert stat(nan=8, first_index=(0, 0)) == "NaN, all 8"
+    assert stat(nan=1, neginf=2, min=0.5, max=2.0, first_index=(1, 0)) == (
+        "NaN 1, -Inf 2 of 8, first at [1, 0]   the rest 0.5 … 2"
+    )
+    assert stat(shape=(), posinf=1, first_index=()) == "Inf"
+    names = ["torch.float32", "bfloat16", "float8_e4m3fn", "bool", "complex64", "uint8", "int64", ""]
+    assert [words.dtype(n) for n in names] == ["f32", "bf16", "float8_e4m3fn", "bool", "c64", "u8", "i64", ""]
+
+
+def test_path_is_shortened_in_the_middle() -> None:
+    def path(n: int) -> str:
+        steps = tuple(PathStep(f"op{i}", i, "t.py") for i in range(2, 2 + n))
+        site = Site("t.py", 1)
+        origin = Origin("forward", "log", "aten.log.default", site=site)
+        return words.path_line(Report("nonfinite", origin=origin, path=steps, noticed=Noticed("gradient", "w")))
+
+    assert path(0) == "log (t.py:1) -> the gradient of w"
+    assert path(5).count("->") == 6
+    assert "more" not in path(5)
+    assert path(20) == (
+        "log (t.py:1) -> op2 (t.py:2) -> op3 (t.py:3) -> … 16 more … -> op20 (t.py:20) -> op21 (t.py:21)"
+        " -> the gradient of w"
+    )
+
+
+def test_path_says_where_it_turns_back() -> None:
+    steps = (PathStep("mul", 2, "t.py"), PathStep("where", 3, "t.py", phase="backward"), PathStep("exp", 3, "lib.py"))
+    origin = Origin("forward", "exp", "aten.exp.default", site=Site("t.py", 1))
+    line = words.path_line(Report("nonfinite", origin=origin, path=steps))
+    assert line == "exp (t.py:1) -> mul (t.py:2) -> backward of where (t.py:3) -> exp (lib.py:3)"
+
+
+def test_sparkline() -> None:
+    levels = "01234567"
+    assert words.sparkline([0, 1, 2, 3, 4, 5, 6, 7], levels) == levels
+    assert words.sparkline([1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7], levels) == levels  # by magnitude
+    assert words.sparkline([-1.7e308, 1.7e308, nan, inf], levels) == "07!!"
+    assert words.sparkline([3, 3, 3], levels) == "000"
+    assert words.sparkline([nan], levels) == "!"
+
+
+def test_history_only_where_growth_is_the_story() -> None:
+    report = divergence()
+    assert "history" in plain(report)
+    assert report.cause is not None
+    other = dataclasses.replace(report.cause, slug="log_of_zero")
+    assert "history" not in plain(report.with_(cause=other))
+    short = dataclasses.replace(report.history, steps=report.history.steps[:2])
+    assert "history" not in plain(report.with_(history=short))
+
+
+def test_a_tensor_from_outside_is_shown_once() -> None:
+    bad = TensorStat("weight", (2,), "float32", nan=2, first_index=(0,))
+    origin = Origin("parameter", "", "", inputs=(bad,), produced=bad, role="parameter", label="fc.weight")
+    text = plain(Report("nonfinite", origin=origin, noticed=Noticed("loss")))
+    assert text.count("NaN, all 2") == 1
+    assert "->" in text
+    assert "-> weight" not in text
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = (
+        "import sys, firstnan.report, report_samples\n"
+        "for make in report_samples.SAMPLES.values():\n"
+        "    report = make()\n"
+        "    assert firstnan.report.render_text(report)\n"
+        "    assert firstnan.report.json.from_dict(report.to_dict())\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent / "src"), str(here)])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": paths}, timeout=60)

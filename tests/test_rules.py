@@ -1,0 +1,561 @@
+"""Each cause: one scene where it must be named first, and a near miss where it must not."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from firstnan.records import History, Operand, OpEvent, Origin, Site, StepRecord, TensorStat, Trace
+from firstnan.rules import explain
+from firstnan.rules.base import RULES
+from firstnan.rules.growth import growth
+from firstnan.rules.scene import Scene
+
+NAN, INF = math.nan, math.inf
+Case = tuple[Origin, Trace, History]
+
+
+def stat(
+    name: str = "self", *values: float, dtype: str = "float32", shape: tuple[int, ...] | None = None
+) -> TensorStat:
+    """The statistics of a tensor with these elements."""
+    finite = [v for v in values if math.isfinite(v)]
+    return TensorStat(
+        name,
+        (len(values),) if shape is None else shape,
+        dtype,
+        min=min(finite, default=None),
+        max=max(finite, default=None),
+        smallest=min((abs(v) for v in finite), default=None),
+        zeros=finite.count(0),
+        negative=sum(v < 0 for v in finite),
+        nan=sum(math.isnan(v) for v in values),
+        posinf=values.count(INF),
+        neginf=values.count(-INF),
+        binary=bool(finite) and set(finite) <= {0, 1},
+    )
+
+
+def reads(
+    name: str, *values: float, producer: int | None = None, role: Any = None, label: str = "", **kw: Any
+) -> Operand:
+    return Operand(name, stat(name, *values, **kw), producer, role, label)
+
+
+class Story:
+    """A trace that is told one operator after the other; the last one told is the origin."""
+
+    def __init__(self) -> None:
+        self.events: list[OpEvent] = []
+
+    def op(self, op: str, *inputs: Operand, out: TensorStat | tuple[TensorStat, ...], **kw: Any) -> int:
+        outputs = out if isinstance(out, tuple) else (out,)
+        if "born" not in kw and not any(i.stat and i.stat.bad for i in inputs):
+            kw["born"] = sum(o.bad for o in outputs)
+        kw.setdefault("phase", "forward")
+        site = Site("train.py", 10 + len(self.events), code=f"{op}(x)")
+        event = OpEvent(
+            len(self.events), op, f"aten.{op}.default", step=7, inputs=inputs, outputs=outputs, site=site, **kw
+        )
+        self.events.append(event)
+        return event.index
+
+    def case(self, phase: Any = None, history: History | None = None, step: int = 7, **kw: Any) -> Case:
+        event = self.events[-1]
+        forward = self.events[event.forward] if event.forward is not None else None
+        named = forward or event
+        origin = Origin(
+            phase or event.phase,
+            named.op,
+            named.aten,
+            event=event,
+            forward_event=forward,
+            site=named.site,
+            step=step,
+            **kw,
+        )
+        return origin, Trace(tuple(self.events)), history or History()
+
+
+def one(
+    op: str, *inputs: Operand, out: TensorStat, phase: Any = None, history: History | None = None, **kw: Any
+) -> Case:
+    """A trace of a single operator."""
+    story = Story()
+    at = {k: kw.pop(k) for k in ("step", "label") if k in kw}
+    if phase == "optimizer":
+        kw["phase"] = "optimizer"
+    story.op(op, *inputs, out=out, **kw)
+    return story.case(phase, history, **at)
+
+
+def derivative(forward: Operand, of: str, out: TensorStat, node: str, op: str, *inputs: Operand, **kw: Any) -> Case:
+    """A finite forward operator, what used it (`then`), and the operator inside its derivative."""
+    story = Story()
+    then = kw.pop("then", "mul")
+    at = story.op(of, forward, out=out)
+    story.op(then, reads("self", 1.0, producer=at), out=stat("result", 1.0))
+    kw.setdefault("made", stat("result", NAN, 1.0))
+    story.op(op, *inputs, out=kw.pop("made"), phase="backward", node=node, forward=at, **kw)
+    return story.case()
+
+
+def steps(*losses: float, lr: float | None = 0.1) -> History:
+    return History(tuple(StepRecord(i, loss=v, grad_norm=v, lr=lr) for i, v in enumerate(losses)), "SGD", (("lr", lr),))
+
+
+FLAT = steps(1.0, 0.9, 1.1, 0.8, 0.9)
+RISING = steps(1.0, 1e4, 1e9, 1e14, 1e18)
+DIV = (("self", 0.0), ("other", 0.0), ("result", NAN))
+r = reads
+
+
+def w(*values: float, **kw: Any) -> TensorStat:
+    """What an operator wrote."""
+    return stat("result", *values, **kw)
+
+
+def uninitialized() -> Case:
+    story = Story()
+    story.op("empty", out=stat("result", NAN, NAN), uninitialized=True, born=0)
+    return story.case("parameter", label="bank.weight")
+
+
+def logdet(sign: float) -> Case:
+    story = Story()
+    det = story.op("slogdet", r("A", 1.0, -1.0), out=(stat("sign", sign), stat("logabsdet", 0.5)))
+    const = story.op("scalar_tensor", out=stat("result", NAN, shape=()), on_purpose=True, scalars=(("s", NAN),))
+    story.op(
+        "where", r("condition", 1.0, dtype="bool"), r("self", NAN, producer=const), r("other", 0.5, producer=det),
+        out=stat("result", NAN), born=0,
+    )  # fmt: skip
+    return story.case()
+
+
+def batch(read_by: str, module: str) -> Case:
+    """A batch of two tensors; the model reads batch[0], and `read_by` reads the bad one, batch[1]."""
+    story = Story()
+    pred = story.op("addmm", r("mat1", 1.0, role="input", label="batch[0]"), out=stat("result", 1.0), module="fc")
+    bad = r("target", NAN, 1.0, role="input", label="batch[1]")
+    story.op(read_by, r("self", 1.0, producer=pred), replace(bad, guilty=True), out=stat("result", NAN), module=module)
+    return story.case("input", label="batch[1]", produced=stat("batch[1]", NAN, 1.0), role="input")
+
+
+def minus(maker: str) -> Case:
+    """A row of -inf, minus what `maker` made of it."""
+    story = Story()
+    x = story.op("masked_fill", r("self", 1.0, 2.0), out=w(-INF, -INF), on_purpose=True, born=0)
+    top = story.op(maker, r("self", -INF, -INF, producer=x), out=w(-INF), born=0)
+    row, other = r("self", -INF, -INF, producer=x), r("other", -INF, producer=top)
+    story.op("sub", row, other, out=w(NAN, NAN), nan_from_inf=2)
+    return story.case()
+
+
+SQRT = ("SqrtBackward0", "div")
+POSITIVE: dict[str, list[Callable[[], Case]]] = {
+    "log_of_zero": [
+        lambda: one("log", r("self", 0.0, 2.0), out=w(-INF, 0.7), witness=(("self", 0.0), ("result", -INF))),
+        lambda: one("log1p", r("self", -1.0, 2.0), out=w(-INF, 1.1)),
+        lambda: one("xlogy", r("self", 1.0, 1.0), r("other", 0.0, 2.0), out=w(-INF, 0.7)),
+        lambda: one("slogdet", r("A", 0.0, 1.0), out=w(-INF)),
+    ],
+    "log_of_negative": [
+        lambda: one("log", r("self", -0.5, 2.0), out=w(NAN, 0.7)),
+        lambda: one("log1p", r("self", -1.5, 2.0), out=w(NAN, 1.1)),
+        lambda: logdet(-1.0),
+    ],
+    "sqrt_of_negative": [
+        lambda: one("sqrt", r("self", -1e-7, 2.0), out=w(NAN, 1.4)),
+        lambda: one("rsqrt", r("self", -1.0, 2.0), out=w(NAN, 0.7)),
+    ],
+    "div_by_zero": [
+        lambda: one("div", r("self", 1.0, 1.0), r("other", 0.0, 2.0), out=w(INF, 0.5)),
+        lambda: one("div", r("self", 1.0), out=w(INF), scalars=(("other", 0.0),)),
+        lambda: one("reciprocal", r("self", 0.0, 2.0), out=w(INF, 0.5)),
+        lambda: one("rsqrt", r("self", 0.0, 2.0), out=w(INF, 0.7)),
+    ],
+    "zero_over_zero": [
+        lambda: one("div", r("self", 0.0, 1.0), r("other", 0.0, 2.0), out=w(NAN, 0.5), witness=DIV),
+        lambda: one("layer_norm", r("input", 3.0, 3.0), out=w(NAN, NAN), scalars=(("eps", 0.0),)),
+        lambda: one("div", r("self", 0.0), r("other", 0.0), out=w(NAN), witness=DIV, phase="input"),
+        lambda: one("div", r("self", 0.0), r("other", 0.0), out=w(NAN), witness=DIV, phase="parameter"),
+    ],
+    "zero_times_inf": [
+        lambda: one("mul", r("self", 0.0, 1.0), r("other", -INF, -INF), out=w(NAN, -INF), nan_from_inf=1),
+        lambda: one(
+            "mul", r("self", 0.0, 1.0), out=w(NAN, -INF), scalars=(("other", -INF),), on_purpose=True
+        ),
+    ],
+    "inf_minus_inf": [lambda: one("sub", r("self", INF), r("other", INF), out=w(NAN), nan_from_inf=1)],
+    "exp_overflow": [
+        lambda: one("exp", r("self", 1.0, 120.0), out=w(2.7, INF)),
+        lambda: one("exp", r("self", 120.0, dtype="float16"), out=w(INF, dtype="float16")),
+        lambda: one("exp", r("self", 120.0), out=w(INF), history=steps(6.0, 6.1, 9e3, 6.0, 5.5, 6.0)),
+    ],
+    "fully_masked_softmax": [
+        lambda: one(
+            "softmax", r("self", -INF, -INF, 1.0, 2.0, shape=(2, 2)), out=w(NAN, NAN, 0.3, 0.7, shape=(2, 2)),
+            scalars=(("dim", 1),), nan_from_inf=2,
+        ),
+        lambda: minus("amax"),
+    ],
+    "masked_label": [
+        lambda: one("nll_loss", r("self", -0.1, -INF), r("target", 1.0, dtype="int64"), out=w(INF, shape=())),
+        lambda: one("gather", r("self", -0.1, -INF), out=w(-INF), scalars=(("dim", 1),)),
+    ],
+    "empty_reduction": [
+        lambda: one("mean", r("self"), out=w(NAN, shape=())),
+        lambda: one(
+            "nll_loss", r("self", -0.5, -0.9), r("target", -100.0, -100.0, dtype="int64"),
+            out=w(NAN, shape=()), scalars=(("ignore_index", -100),),
+        ),
+    ],
+    "single_sample_variance": [
+        lambda: one("std", r("self", 3.0), out=w(NAN, shape=())),
+        lambda: one("var", r("self", 3.0, 4.0, shape=(2, 1)), out=w(NAN, NAN), scalars=(("dim", [1]),)),
+    ],
+    "ctc_infeasible": [lambda: one("ctc_loss", r("log_probs", -1.0, -2.0), out=w(INF))],
+    "sqrt_grad_at_zero": [
+        lambda: derivative(
+            r("self", 0.0, 1.0), "sqrt", w(0.0, 1.0), *SQRT, r("self", 0.0, 1.0), r("other", 0.0, 2.0),
+            witness=DIV,
+        ),
+        lambda: derivative(
+            r("self", 0.0, 1.0), "hypot", w(0.0, 1.0), "HypotBackward0", "div", r("self", 0.0, 1.0),
+            r("other", 0.0, 2.0), witness=DIV,
+        ),
+        # The diagonal of a distance matrix meets `gt` and, as a condition only, `where`: nothing is thrown away.
+        lambda: derivative(
+            r("self", 0.0, 1.0), "sqrt", w(0.0, 1.0), *SQRT, r("self", 0.0, 1.0), r("other", 0.0, 2.0),
+            witness=DIV, then="gt",
+        ),
+    ],
+    "pow_grad_at_zero": [
+        lambda: derivative(
+            r("self", 0.0, 1.0), "pow", w(0.0, 1.0), "PowBackward0", "pow", r("self", 0.0, 1.0),
+            made=w(INF, 1.0), scalars=(("exponent", -0.5),),
+        )
+    ],
+    "acos_grad_at_one": [
+        lambda: derivative(
+            r("self", 1.0, 0.0), "acos", w(0.0, 1.57), "AcosBackward0", "rsqrt", r("self", 0.0, 1.0),
+            made=w(INF, 1.0),
+        )
+    ],
+    "xlogy_grad_at_zero": [
+        lambda: derivative(
+            r("self", 0.0, 1.0), "xlogy", w(0.0, 0.0), "XlogyBackward0", "div", r("self", 0.0, 1.0),
+            r("other", 0.0, 1.0), witness=DIV,
+        )
+    ],
+    "logsumexp_grad_all_inf": [
+        lambda: derivative(
+            r("self", -INF, -INF), "logsumexp", w(-INF), "LogsumexpBackward0", "sub", r("self", -INF, -INF),
+            r("other", -INF), made=w(NAN, NAN), nan_from_inf=2,
+        )
+    ],
+    "where_grad_trap": [
+        lambda: derivative(
+            r("self", 0.0, 1.0), "log", w(-INF, 0.0), "LogBackward0", "div", r("self", 0.0, 1.0),
+            r("other", 0.0, 1.0), witness=DIV, then="where",
+        ),
+        lambda: derivative(
+            r("self", 0.0, 1.0), "sqrt", w(0.0, 1.0), *SQRT, r("self", 0.0, 1.0), r("other", 0.0, 2.0),
+            witness=DIV, then="masked_fill",
+        ),
+        lambda: derivative(
+            r("self", 99.0, 1.0), "exp", w(INF, 2.7), "ExpBackward0", "mul", r("self", 0.0, 1.0),
+            r("other", INF, 2.7), witness=(("self", 0.0), ("other", INF), ("result", NAN)), then="where",
+            nan_from_inf=1,
+        ),
+    ],
+    "degenerate_decomposition": [
+        lambda: derivative(
+            r("A", 1.0, 1.0), "svd", w(1.0, 1.0), "LinalgSvdBackward0", "div", r("self", 0.0, 0.0),
+            r("other", 0.0, 1.0), witness=DIV,
+        )
+    ],
+    "custom_backward": [
+        lambda: derivative(
+            r("self", 0.0, 1.0), "cumprod", w(0.0, 1.0), "CumProdBackward", "div", r("self", 0.0, 1.0),
+            r("other", 0.0, 1.0), witness=DIV, in_python_backward=True,
+        )
+    ],
+    "exploding_gradient": [
+        lambda: derivative(
+            r("self", 1e15, 1.0), "mm", w(1e20), "MmBackward0", "mm", r("self", 1e25, 1.0),
+            r("mat2", 1e15, 1.0), made=w(INF, 1.0),
+        )
+    ],
+    "divergence_lr": [
+        lambda: one("pow", r("self", 1e22), out=w(INF), scalars=(("exponent", 2),), history=RISING),
+        lambda: one("addmm", r("mat1", 1e22), r("mat2", 1e20), out=w(INF), history=steps(2.0, 3e9, lr=1e6)),
+        lambda: one("exp", r("self", 120.0), out=w(INF), history=steps(1.0, 40.0, 900.0, 1e4, 1e5, 2e6)),
+    ],
+    "low_precision_overflow": [
+        lambda: one("mm", r("self", 900.0, dtype="float16"), out=w(INF, dtype="float16")),
+        lambda: one("to", r("self", 1e6), out=w(INF, dtype="float16")),
+        lambda: one("exp", r("self", 20.0, dtype="float16"), out=w(INF, dtype="float16")),
+    ],
+    "bad_init": [
+        lambda: one(
+            "addmm", r("mat1", 1e20), r("mat2", 1e25, role="parameter", label="fc.weight"), out=w(INF), step=0
+        )
+    ],
+    "uninitialized_memory": [uninitialized],
+    "nan_parameter": [lambda: (Origin("parameter", "", "", produced=stat("w", NAN), label="w"), Trace(), History())],
+    "nan_input": [
+        lambda: (Origin("input", "", "", produced=stat("batch[0]", NAN), label="batch[0]"), Trace(), History()),
+        lambda: batch("addmm", "fc2"),
+    ],
+    "nan_label": [
+        lambda: batch("mse_loss", ""),
+        lambda: (Origin("input", "", "", produced=stat("y", NAN), label="batch['label']"), Trace(), History()),
+    ],
+    "optimizer_eps": [
+        lambda: one(
+            "addcdiv", r("self", 1.0), r("tensor1", 0.0), r("tensor2", 0.0), out=w(NAN), phase="optimizer",
+            witness=(("tensor1", 0.0), ("tensor2", 0.0), ("result", NAN)),
+        ),
+        lambda: one(
+            "div", r("self", 0.0, role="gradient"), r("other", 0.0, role="state"), out=w(NAN),
+            phase="optimizer", witness=DIV,
+        ),
+    ],
+    "optimizer_overflow": [
+        lambda: one("addcmul", r("self", 0.0), r("tensor1", 1e30), out=w(INF), phase="optimizer")
+    ],
+    "nan_lr": [
+        lambda: one(
+            "add", r("self", 1.0), r("other", 2.0), out=w(NAN), phase="optimizer", scalars=(("alpha", NAN),)
+        ),
+        lambda: one(
+            "addcdiv", r("tensor1", 0.0), r("tensor2", 0.0), out=w(NAN), phase="optimizer",
+            history=steps(1.0, 1.0, lr=NAN),
+        ),
+    ],
+    "pow_of_zero": [lambda: one("pow", r("self", 0.0, 2.0), out=w(INF, 0.5), scalars=(("exponent", -1.5),))],
+    "pow_of_negative": [lambda: one("pow", r("self", -1.0, 2.0), out=w(NAN, 1.2), scalars=(("exponent", 0.3),))],
+    "pole": [
+        lambda: one("lgamma", r("self", 0.0, 2.0), out=w(INF, 0.0), witness=(("self", 0.0), ("result", INF))),
+        lambda: one("atanh", r("self", 1.0, 0.2), out=w(INF, 0.2)),
+    ],
+    "arc_out_of_domain": [lambda: one("acos", r("self", 1.0000001, 0.2), out=w(NAN, 1.3))],
+    "not_positive_definite": [
+        lambda: one("cholesky", r("self", -1.0, 1.0), out=w(1.0), raised="linalg: not positive-definite")
+    ],
+    "singular_matrix": [
+        lambda: one("inv", r("A", 0.0, 1.0), out=w(INF, NAN), raised="linalg.inv: matrix is singular")
+    ],
+    "overflow": [
+        lambda: one("mul", r("self", 1e30), r("other", 1e30), out=w(INF), history=FLAT),
+        lambda: one("mul", r("self", 1e30, dtype="bfloat16"), out=w(INF, dtype="bfloat16")),
+        lambda: one("div", r("self", 1e30), r("other", 1e-30), out=w(INF), history=FLAT),
+    ],
+    "nan_constant": [
+        lambda: one(
+            "where", r("condition", 1.0), r("self", NAN, role="constant"), r("other", 1.0), out=w(NAN), born=0
+        ),
+        lambda: one("full", out=w(NAN), scalars=(("fill_value", NAN),), on_purpose=True, born=0),
+    ],
+    "unexplained": [lambda: one("mystery", r("self", 1.0), out=w(NAN))],
+}  # fmt: skip
+
+# The same operator, told so that another cause is right: (must not be first, must be first, case).
+NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
+    ("log_of_zero", "log_of_negative", POSITIVE["log_of_negative"][0]),
+    ("div_by_zero", "zero_over_zero", POSITIVE["zero_over_zero"][0]),
+    ("zero_over_zero", "overflow", POSITIVE["overflow"][2]),
+    ("exp_overflow", "low_precision_overflow", POSITIVE["low_precision_overflow"][2]),
+    ("low_precision_overflow", "exp_overflow", POSITIVE["exp_overflow"][1]),
+    ("divergence_lr", "exp_overflow", POSITIVE["exp_overflow"][2]),
+    ("low_precision_overflow", "overflow", POSITIVE["overflow"][1]),
+    ("divergence_lr", "overflow", POSITIVE["overflow"][0]),
+    ("masked_label", "empty_reduction", POSITIVE["empty_reduction"][1]),
+    ("nan_label", "nan_input", POSITIVE["nan_input"][1]),
+    ("nan_input", "nan_label", POSITIVE["nan_label"][0]),
+    ("where_grad_trap", "sqrt_grad_at_zero", POSITIVE["sqrt_grad_at_zero"][0]),
+    ("sqrt_grad_at_zero", "where_grad_trap", POSITIVE["where_grad_trap"][1]),
+    ("nan_constant", "log_of_negative", POSITIVE["log_of_negative"][2]),
+    ("optimizer_eps", "nan_lr", POSITIVE["nan_lr"][1]),
+    ("fully_masked_softmax", "inf_minus_inf", lambda: minus("cumsum")),
+    (
+        "bad_init",
+        "overflow",
+        lambda: one(
+            "addmm", r("mat1", 1e30), r("mat2", 1e12, role="parameter"), out=w(INF), step=60, history=FLAT
+        ),
+    ),
+    (
+        "bad_init",
+        "overflow",
+        lambda: one("addmm", r("mat1", 1e38), r("mat2", 9.0, role="parameter"), out=w(INF), step=0),
+    ),
+    (
+        "single_sample_variance",
+        "overflow",
+        lambda: one("var", r("self", 1e30, -1e30), out=w(INF), scalars=(("correction", 1),)),
+    ),
+    (
+        "single_sample_variance",
+        "empty_reduction",
+        lambda: one("std", r("self"), out=w(NAN, shape=())),
+    ),
+    (
+        "pow_of_negative",
+        "overflow",
+        lambda: one("pow", r("self", -1e30, 2.0), out=w(INF, 4.0), scalars=(("exponent", 2),)),
+    ),
+    (
+        "pow_grad_at_zero",
+        "exploding_gradient",
+        lambda: derivative(
+            r("self", 1e20, 1.0), "pow", w(1e30), "PowBackward0", "mul", r("self", 1e20, 1.0),
+            r("other", 1e22, 1.0), made=w(INF, 1.0),
+        ),
+    ),
+    (
+        "exploding_gradient",
+        "low_precision_overflow",
+        lambda: derivative(
+            r("self", 300.0, dtype="float16"), "mm", w(9.0, dtype="float16"), "MmBackward0", "mm",
+            r("self", 300.0, dtype="float16"), r("mat2", 300.0, dtype="float16"), made=w(INF, dtype="float16"),
+        ),
+    ),
+    (
+        "optimizer_eps",
+        "zero_over_zero",
+        lambda: one(
+            "div", r("self", 0.0, role="parameter"), r("other", 0.0), out=w(NAN), phase="optimizer", witness=DIV
+        ),
+    ),
+    (
+        "optimizer_eps",
+        "optimizer_overflow",
+        lambda: one("addcdiv", r("tensor1", 1e30), r("tensor2", 1e-20), out=w(INF), phase="optimizer"),
+    ),
+    (
+        "zero_times_inf",
+        "overflow",
+        lambda: one("mul", r("self", 0.0, 1e30), r("other", 2.0, 1e30), out=w(0.0, INF)),
+    ),
+    (
+        "pole",
+        "arc_out_of_domain",
+        lambda: one("atanh", r("self", 1.5, 0.2), out=w(NAN, 0.2)),
+    ),
+    (
+        "nan_parameter",
+        "zero_over_zero",
+        POSITIVE["zero_over_zero"][3],
+    ),
+]  # fmt: skip
+
+
+def positives() -> list[Any]:
+    return [
+        pytest.param(slug, make, id=f"{slug}-{i}") for slug, makes in POSITIVE.items() for i, make in enumerate(makes)
+    ]
+
+
+@pytest.mark.parametrize(("slug", "make"), positives())
+def test_the_cause_is_named_first(slug: str, make: Callable[[], Case]) -> None:
+    causes = explain(*make())
+    assert causes[0].slug == slug, [(c.slug, c.confidence) for c in causes]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "make"), [pytest.param(*n, id=f"{n[0]}-not-{i}") for i, n in enumerate(NEAR_MISSES)]
+)
+def test_a_near_miss_is_told_apart(wrong: str, right: str, make: Callable[[], Case]) -> None:
+    causes = explain(*make())
+    assert causes[0].slug == right != wrong, [(c.slug, c.confidence) for c in causes]
+
+
+def test_every_rule_is_shown_by_a_case() -> None:
+    fallbacks = {"infinite_derivative", "decomposition_failed"}
+    assert {r.slug for r in RULES} - fallbacks == set(POSITIVE) - {"unexplained"}
+
+
+@pytest.mark.parametrize(("slug", "make"), positives())
+def test_causes_are_complete_ordered_and_unique(slug: str, make: Callable[[], Case]) -> None:
+    causes = explain(*make())
+    assert [c.confidence for c in causes] == sorted((c.confidence for c in causes), reverse=True)
+    assert len({c.slug for c in causes}) == len(causes)
+    for cause in causes:
+        assert cause.title
+        assert cause.why.count(". ") + cause.why.count(": ") >= 1, cause
+        assert 0 < cause.confidence <= 1
+        assert "None" not in cause.why
+        assert "  " not in cause.why
+
+
+def test_the_words_carry_the_numbers_of_this_run() -> None:
+    cause = explain(*POSITIVE["exp_overflow"][0]())[0]
+    assert "120" in cause.why
+    assert "88.7" in cause.why
+    grown = explain(*POSITIVE["divergence_lr"][0]())[0]
+    assert "1e+18" in grown.why
+    assert "learning rate is 0.1" in grown.why
+    log = explain(*POSITIVE["log_of_zero"][0]())[0]
+    assert any("self = 0 -> -inf" in line for line in log.evidence)
+    assert any("1 zero" in line for line in log.evidence)
+
+
+def stripped(case: Case, keep: set[str]) -> Case:
+    """The same case with records missing: statistics, witnesses, sites."""
+    origin, trace, history = case
+
+    def poor(event: OpEvent) -> OpEvent:
+        inputs = event.inputs if "stats" in keep else tuple(replace(i, stat=None) for i in event.inputs)
+        return replace(event, inputs=inputs, witness=event.witness if "witness" in keep else (), site=None, scalars=())
+
+    events = tuple(poor(e) for e in trace.events)
+    event = events[origin.event.index] if origin.event else None
+    forward = events[origin.forward_event.index] if origin.forward_event else None
+    return replace(origin, event=event, forward_event=forward, site=None), Trace(events), history
+
+
+@pytest.mark.parametrize("keep", [set(), {"stats"}, {"witness"}])
+@pytest.mark.parametrize(("slug", "make"), positives())
+def test_no_rule_stumbles_over_missing_records(slug: str, make: Callable[[], Case], keep: set[str]) -> None:
+    for case in (make(), stripped(make(), keep)):
+        scene = Scene(*case)
+        for rule in RULES:
+            rule.look(scene)  # explain() would hide an error; here it must show
+        assert explain(*case)
+    bare = replace(make()[0], event=None, forward_event=None, site=None)
+    assert explain(bare, Trace(), History())
+
+
+def test_a_rule_that_fails_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(scene: Scene) -> None:
+        raise ZeroDivisionError
+
+    broken_rules = [replace(r, look=broken) if r.slug == "log_of_zero" else r for r in RULES]
+    monkeypatch.setattr("firstnan.rules.RULES", broken_rules)
+    assert explain(*POSITIVE["log_of_zero"][0]())[0].slug != "log_of_zero"
+    assert explain(*POSITIVE["exp_overflow"][0]())[0].slug == "exp_overflow"
+
+
+def test_growth_is_a_sustained_rise_to_the_end() -> None:
+    rise = growth(steps(5.0, 1.0, 10.0, 100.0, 1e3, INF))
+    assert rise is not None
+    assert (rise.first_step, rise.last_step) == (1, 4)
+    assert rise.factor == pytest.approx(1e3)
+    assert growth(steps(1.0, 1.0, 9e3, 1.0, 1.1, 0.9)) is None  # one outlier in the middle
+    assert growth(steps(*[1.0] * 20, 9e5)) is None  # one outlier at the end
+    assert growth(steps(3.0, 2.0, 1.5, 1.2)) is None
+    assert growth(steps(1.0)) is None
+    assert growth(History()) is None
+
+
+def test_rules_do_not_import_torch() -> None:
+    code = "import sys, firstnan.rules; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
