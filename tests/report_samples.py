@@ -80,9 +80,11 @@ def backward() -> Report:
         "aten.div.Tensor",
         "backward",
         3,
+        library_site=Site("/usr/lib/engine.py", 54, function="inner"),
         node="SqrtBackward0",
         witness=(("grad", 0.25), ("other", 0.0), ("result", inf)),
     )
+    ahead = OpEvent(5, "sqrt", "aten.sqrt.default", "forward", 3, library_site=Site("/usr/lib/roots.py", 7))
     path = (
         PathStep("sum", 42, F, phase="backward"),
         PathStep("pow", 41, F, phase="backward"),
@@ -92,7 +94,7 @@ def backward() -> Report:
         "nonfinite",
         step=3,
         batch=Batch(3, 4, (2,)),
-        origin=Origin("backward", "sqrt", "aten.sqrt.default", event, None, site, "", "", (grad, result), made),
+        origin=Origin("backward", "sqrt", "aten.sqrt.default", event, ahead, site, "", "", (grad, result), made),
         cause=Cause(
             "sqrt_grad_at_zero", "derivative of sqrt at 0", "The derivative of sqrt is 1 / (2 sqrt(x)).", (), 0.9
         ),

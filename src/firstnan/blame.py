@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from firstnan.records import OpEvent, Operand, Origin, PathStep, Phase, TensorStat, Trace
+from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, TensorStat, Trace
 
 # Operators that pass an infinity on element by element or row by row: a mask is still a mask behind them.
 _MASK_KEEPING = {
@@ -48,7 +48,8 @@ def blame(trace: Trace, noticed: Iterable[int], *, loss_is_finite: bool = False)
         return Verdict(None, innocent=innocent)
     chain = walk.chain(source.event.index)
     origin = _describe(trace, source, chain, loss_is_finite)
-    return Verdict(origin, tuple(_path_step(e) for e in chain[1:]), innocent)
+    carriers = chain if source.operand is not None else chain[1:]
+    return Verdict(origin, tuple(_path_step(e) for e in carriers), innocent)
 
 
 class _Walk:
@@ -65,9 +66,8 @@ class _Walk:
             if index in self.consumer:
                 continue
             self.consumer[index] = consumer
-            for operand in self.trace.events[index].inputs:
-                if operand.guilty and operand.producer is not None:
-                    stack.append((operand.producer, index))
+            operands = self.trace.events[index].inputs
+            stack += [(o.producer, index) for o in operands if o.guilty and o.producer is not None]
 
     def chain(self, index: int) -> list[OpEvent]:
         """From the origin to what was noticed."""
@@ -87,9 +87,7 @@ class _Walk:
             event = self.trace.events[index]
             if event.on_purpose:
                 on_purpose.append(Source(event))
-            elif event.born or event.raised:
-                accidents.append(Source(event))
-            elif event.uninitialized:
+            elif event.born or event.raised or event.uninitialized:
                 accidents.append(Source(event))
             for operand in event.inputs:
                 if operand.guilty and operand.producer is None:
@@ -101,7 +99,8 @@ class _Walk:
         if nan_makers:
             return nan_makers[0], False
         if not on_purpose:
-            return None, False
+            # The trail ends in the middle (memory written by something that was not seen): as far back as it goes.
+            return (Source(self.trace.events[min(self.consumer)]) if self.consumer else None), False
         return self._unmasked(on_purpose)
 
     def _unmasked(self, on_purpose: list[Source]) -> tuple[Source | None, bool]:
@@ -175,7 +174,8 @@ def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
         for i in e.inputs:
             if i.guilty and i.role in ("parameter", "input"):
                 return "parameter" if i.role == "parameter" else "input"
-    return "input" if event.region == "setup" else "forward"
+    # Before the first step only what ran inside a module is a forward pass; the rest prepares data.
+    return "input" if event.region == "setup" and not event.module_type else "forward"
 
 
 def _outside(event: OpEvent, operand: Operand) -> Origin:

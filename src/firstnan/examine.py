@@ -54,7 +54,7 @@ def examine(
     elif op.name == "masked_fill" and values[0] is not None:
         plain = _pointwise(_unmasked(inputs), result)
     elif op.pointwise or op.name in ("copy", "to", "clone"):
-        plain = _pointwise([v for v in values], result)
+        plain = _pointwise(list(values), result)
     else:
         plain = _whole(stats, outputs)
     first, rows = plain.outputs, plain.bad_rows
@@ -156,13 +156,16 @@ def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, plain: Det
 
 
 def _on_purpose(
-    op: OpInfo, scalars: tuple[tuple[str, Any], ...], stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]
+    op: OpInfo,
+    scalars: tuple[tuple[str, Any], ...],
+    stats: tuple[TensorStat | None, ...],
+    outputs: tuple[TensorStat, ...],
 ) -> bool:
     """Whether the program asked for the infinity (or NaN): a constant, a mask, the logarithm of a mask."""
     if any(isinstance(v, float) and not math.isfinite(v) for _, v in scalars):
         return True
     if op.name == "tensor":
-        return all(o.numel == 1 or o.bad == o.numel or (not o.nan and mask_like(o)) for o in outputs)
+        return all(o.numel == 1 or (not o.nan and mask_like(o)) for o in outputs)
     return op.name == "log" and all(s is None or s.binary for s in stats)
 
 

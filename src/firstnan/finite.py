@@ -14,8 +14,7 @@ from firstnan.records import TensorStat
 
 # Below this many elements a copy costs less than the call that makes it.
 SMALL = 1 << 20
-_NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8") or n.startswith("float4"))
-_SHORT = {"float32": "float32", "float64": "float64"}
+_NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8", "float4")))
 
 
 def readable(t: Any) -> Tensor | None:
@@ -38,19 +37,16 @@ def readable(t: Any) -> Tensor | None:
     dtype = t.dtype
     if not (dtype.is_floating_point or dtype.is_complex) or t.device.type == "meta":
         return None
-    t = t.detach()
-    if t.layout is torch.sparse_coo:
-        t = t._values()
-    elif t.layout is not torch.strided:
-        values = getattr(t, "values", None)
-        if values is None or t.is_nested or t.layout is torch._mkldnn:  # type: ignore[attr-defined]
+    plain: Tensor = t.detach()
+    if plain.layout is torch.sparse_coo:
+        plain = plain._values()
+    elif plain.layout is not torch.strided:
+        if plain.is_nested or plain.layout is torch._mkldnn:  # type: ignore[attr-defined]
             return None
-        t = values()
+        plain = plain.values()
     if dtype.is_complex:
-        t = torch.view_as_real(t.resolve_conj())
-    if dtype in _NARROW:
-        t = t.float()
-    return t
+        plain = torch.view_as_real(plain.resolve_conj())
+    return plain.float() if dtype in _NARROW else plain
 
 
 def extremes(t: Tensor) -> tuple[float, float] | None:

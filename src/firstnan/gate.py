@@ -15,7 +15,19 @@ from firstnan.finite import extremes, is_finite, norms, readable
 from firstnan.records import History, Noticed, StepRecord
 
 _HISTORY = 64
-_SETTINGS = ("lr", "eps", "betas", "momentum", "weight_decay", "alpha", "rho", "max_iter", "amsgrad", "nesterov", "maximize")
+_SETTINGS = (
+    "lr",
+    "eps",
+    "betas",
+    "momentum",
+    "weight_decay",
+    "alpha",
+    "rho",
+    "max_iter",
+    "amsgrad",
+    "nesterov",
+    "maximize",
+)
 
 
 class Listener(Protocol):
@@ -89,7 +101,8 @@ class Gate:
 
     def optimizer_made(self, optimizer: Any) -> None:
         self.optimizers += 1
-        self.steps.done.setdefault(optimizer, 0)
+        # One made in the middle of training takes over; those made before it starts take turns.
+        self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
 
     def backward_begins(self, roots: list[Tensor]) -> None:
         """The loss is known: a non-finite one trips before anything is computed from it."""
@@ -203,7 +216,7 @@ class Gate:
         with torch.no_grad():
             size = torch.linalg.vector_norm(norms(values))
         if size.device.type == "cpu":
-            return size.item()
+            return float(size.item())
         self._deferred.append((noticed, tensors, size))
         return self._read() if noticed.what == "gradient" else None
 
@@ -284,7 +297,7 @@ def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
 def graph_leaves(roots: list[Tensor]) -> list[Tensor]:
     """Every leaf tensor below these roots that wants a gradient and has one."""
     seen: set[Any] = set()
-    stack = [r.grad_fn for r in roots if r.grad_fn is not None]
+    stack: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]
     leaves = []
     while stack:
         node = stack.pop()
@@ -308,4 +321,6 @@ def _rate(optimizer: Any) -> float | None:
 
 
 def _is_plain(t: Tensor) -> bool:
-    return (type(t) is Tensor or type(t) is torch.nn.Parameter) and t.layout is torch.strided and t.dtype is torch.float32
+    return (
+        (type(t) is Tensor or type(t) is torch.nn.Parameter) and t.layout is torch.strided and t.dtype is torch.float32
+    )

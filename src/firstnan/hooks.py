@@ -19,10 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from firstnan.gate import Gate
+from firstnan.replay import Replayer
 
 
 class Audience(Protocol):
     """Who hears of what the program does, beyond the gate."""
+
+    replayer: Replayer
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any: ...
     def value_read(self, tensor: Tensor, caller: Any) -> None: ...
@@ -64,6 +67,8 @@ class Hooks:
         self._patch(torch.amp.GradScaler, "scale", self._scale)
         self._patch(torch.amp.GradScaler, "step", self._scaler_step)
         self._patch(_BaseDataLoaderIter, "__next__", self._next)
+        self._patch(_BaseDataLoaderIter, "_next_index", self._next_index)
+        self._patch(_BaseDataLoaderIter, "_reset", self._reset)
         self._patch(Tensor, "item", self._item)
         self._patch(Tensor, "__float__", self._item)
         self._patch(Tensor, "__bool__", self._bool)
@@ -107,11 +112,11 @@ class Hooks:
         self._guard(self.gate.after_update, optimizer)
 
     def _optimizer_init(self, original: Any) -> Any:
-        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._guard(self.gate.optimizer_made, optimizer)
 
-        return __init__
+        return made
 
     # Backward.
 
@@ -171,12 +176,27 @@ class Hooks:
     # Data.
 
     def _next(self, original: Any) -> Any:
-        def __next__(iterator: Any) -> Any:
+        def following(iterator: Any) -> Any:
             if self._elsewhere:
                 return original(iterator)
             return self.audience.next_batch(iterator, original)
 
-        return __next__
+        return following
+
+    def _next_index(self, original: Any) -> Any:
+        def _next_index(iterator: Any) -> Any:
+            indices = original(iterator)
+            self._guard(self.audience.replayer.sampled, iterator, indices)
+            return indices
+
+        return _next_index
+
+    def _reset(self, original: Any) -> Any:
+        def _reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            self._guard(self.audience.replayer.epoch_begins, iterator)
+            return original(iterator, *args, **kwargs)
+
+        return _reset
 
     # Values that the program reads.
 
@@ -190,13 +210,13 @@ class Hooks:
         return item
 
     def _bool(self, original: Any) -> Any:
-        def __bool__(tensor: Tensor) -> Any:
+        def truth(tensor: Tensor) -> Any:
             value = original(tensor)
             if tensor.dtype is torch.bool and not torch.compiler.is_compiling():
                 self._guard(self.audience.value_read, tensor, sys._getframe(1))
             return value
 
-        return __bool__
+        return truth
 
     # Outermost module calls, until the program is known to train.
 
@@ -213,7 +233,12 @@ class Hooks:
 
     def _stop_following_modules(self) -> None:
         # Compiled code is guarded on these hooks: taking them off would compile it again.
-        if self._module_handles and "torch._dynamo" not in sys.modules:
+        if self._module_handles and not _compiled_anything():
             for handle in self._module_handles:
                 handle.remove()
             self._module_handles = []
+
+
+def _compiled_anything() -> bool:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return bool(getattr(utils, "counters", {}).get("frames")) if utils else False

@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from firstnan.child import Order, Start
 from firstnan.importing import when_imported
-from firstnan.records import Batch, Noticed, Report
+from firstnan.records import Report
 from firstnan.report import ReportError, print_text, write
 from firstnan.runner import Program
 from firstnan.site import Ownership
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from firstnan.watch import Watch
 
 FOUND = 3
@@ -36,15 +31,6 @@ class Options:
     trace: bool
     replay: Literal["auto", "never"]
     program: Program
-
-
-class Mode(Enum):
-    WATCHING = auto()
-    WAITING = auto()
-    """Tripped; the loader is about to be asked for the next batch and will give the failing one."""
-    REPLAYING = auto()
-    TRACING = auto()
-    DONE = auto()
 
 
 class Investigation:
@@ -104,7 +90,7 @@ class Investigation:
 
     def _run_again(self, watch: Watch) -> None:
         """Fills in what the program itself could not show, from a child that traces the failing step."""
-        first, output = self.report, watch.only_an_output
+        first, output = self.report, watch.report.verdict == "clean"
         if self.options.replay == "never" or self.order is not None or self.options.trace:
             if output:
                 self.report = Report("clean")
@@ -112,9 +98,11 @@ class Investigation:
         told = first.origin is not None
         if told and time.monotonic() - self.began > _PATIENCE:
             return
-        why = "where the bad value was made" if told else "its operators"
-        step = "" if output or first.step is None else f" in step {first.step}"
-        say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
+        # An infinity that a program returns is mostly meant: nothing is said until that is known.
+        if not output or (watch.bad_output is not None and watch.bad_output.name):
+            why = "where the bad value was made" if told else "its operators"
+            step = "" if output or first.step is None else f" in step {first.step}"
+            say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
         step_number = None if output else first.step
         second = self.start.run_again(self.options.program, step=step_number, what="output" if output else "step")
         if second is not None and second.origin is not None:
@@ -128,7 +116,11 @@ class Investigation:
         elif output:
             self.report = Report("clean")
         elif not told:
-            lost = "the second run did not fail in the same way" if second is not None else "the second run was not finished"
+            lost = (
+                "the second run did not fail in the same way"
+                if second is not None
+                else "the second run was not finished"
+            )
             self.report = replace(
                 first, notes=(*first.notes, lost), reproduced="transient" if second is not None else "not_replayed"
             )

@@ -49,7 +49,7 @@ _COPIES = {"clone", "copy", "to", "contiguous", "detach", "stack", "cat", "alias
 def plain_name(name: str) -> str:
     """aten's name in the words people use: `aten::_log_softmax` -> `log_softmax`."""
     name = name.split("::")[-1].split(".")[0].removeprefix("_foreach_").strip("_")
-    if name.startswith("scaled_dot_product") or name.startswith("flash_attention"):
+    if name.startswith(("scaled_dot_product", "flash_attention")):
         return "scaled_dot_product_attention"
     return _NAMES.get(name, name)
 
@@ -76,6 +76,8 @@ def info(func: Any) -> OpInfo:
     schema = func._schema
     name = plain_name(schema.name)
     mutated = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    if name == "batch_norm":
+        mutated |= {"running_mean", "running_var"}  # written in training, though the schema does not say so
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     tags = func.tags if hasattr(func, "tags") else ()
     return OpInfo(

@@ -154,7 +154,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """Where the non-finite value was seen first: `what` is loss, gradient, parameter, buffer, output, value, exception."""
+    """Where the value was seen first: `what` is loss, gradient, parameter, buffer, output, value or exception."""
 
     what: str
     name: str = ""

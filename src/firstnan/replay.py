@@ -69,7 +69,7 @@ class Source:
     again: Iterator[Handout] | None = None
 
 
-class CannotReplay(Exception):
+class ReplayError(Exception):
     """The program asked for something that the replay does not have."""
 
 
@@ -115,21 +115,13 @@ class Replayer:
             source = self.sources[iterator] = Source()
         return source
 
-    def prepare(self, iterator: Any) -> None:
-        """Learns the sample numbers of the batches to come from the iterator's own sampler."""
-        if iterator in self.sources or not hasattr(iterator, "_next_index"):
-            return
-        source = self._source(iterator)
-        original = iterator._next_index
-        reference = weakref.ref(source.__class__)  # noqa: F841  (keeps the closure free of the iterator)
-        pending = source.pending_indices
+    def epoch_begins(self, iterator: Any) -> None:
+        self._source(iterator).pending_indices.clear()
 
-        def _next_index() -> Any:
-            indices = original()
-            pending.append(indices)
-            return indices
-
-        iterator._next_index = _next_index
+    def sampled(self, iterator: Any, indices: Any) -> None:
+        """The sampler chose these for a batch to come: batches arrive in the order in which they were chosen."""
+        if getattr(iterator, "_in_order", True):
+            self._source(iterator).pending_indices.append(indices)
 
     def _kept(self, batch: Any) -> Any:
         # Where the program writes into its batches, only a copy can be handed out again.
@@ -180,7 +172,7 @@ class Replayer:
         source = self.sources.get(iterator)
         latest = self.latest
         if latest is None or source is None or not source.recent or source.recent[-1].updates != latest.updates:
-            raise CannotReplay
+            raise ReplayError
         first = source.recent[0]
         for s in self.sources.values():
             s.again = iter([h for h in s.recent if h.updates == latest.updates])
@@ -198,7 +190,7 @@ class Replayer:
         source = self.sources.get(iterator)
         handout = next(source.again, None) if source is not None and source.again is not None else None
         if handout is None:
-            raise CannotReplay
+            raise ReplayError
         return handout.batch
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import linecache
 import os
-import sys
 import sysconfig
+from dataclasses import replace
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -21,7 +21,7 @@ _LIBRARY = tuple(
 )
 _MAX_SOURCE_LINES = 8
 # What stands between an operator and a dispatch mode, in every stack.
-_PLUMBING = f"torch{os.sep}_dynamo{os.sep}"
+_PLUMBING = (f"torch{os.sep}_dynamo{os.sep}", f"torch{os.sep}_compile.py")
 
 
 class Ownership:
@@ -61,10 +61,15 @@ class Ownership:
                 return (code, frame.f_lasti), inner, engine
             if code.co_name == "_engine_run_backward":
                 engine = True
-            elif inner is None and not code.co_filename.startswith(_HERE) and _PLUMBING not in code.co_filename:
+            elif inner is None and not _is_plumbing(code.co_filename):
                 inner = (code, frame.f_lasti)
             frame = frame.f_back
         return None, inner, engine
+
+
+@lru_cache(maxsize=1024)
+def _is_plumbing(name: str) -> bool:
+    return name.startswith(_HERE) or any(mark in name for mark in _PLUMBING)
 
 
 @lru_cache(maxsize=4096)
@@ -77,6 +82,10 @@ def resolve(spot: Spot) -> Site:
     if line is None:
         return Site(name, code.co_firstlineno, function=code.co_name)
     first, last = _statement(name, line, end_line or line)
+    if end_line is not None and end_line > last:
+        # A `for` that asks for its next item is marked with its whole body: its head is meant.
+        head = lines[last - 1].rstrip() if last <= len(lines) else ""
+        end_line, end_column = last, len(head.encode())
     source = tuple(text.rstrip("\n") for text in lines[first - 1 : last])[:_MAX_SOURCE_LINES]
     if not lines or column is None or end_column is None or end_line is None or end_line > len(lines):
         text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
@@ -88,8 +97,7 @@ def resolve(spot: Spot) -> Site:
         text = lines[line - 1][column:end_column]
     else:
         text = " ".join(
-            s.strip()
-            for s in [lines[line - 1][column:], *lines[line : end_line - 1], lines[end_line - 1][:end_column]]
+            s.strip() for s in [lines[line - 1][column:], *lines[line : end_line - 1], lines[end_line - 1][:end_column]]
         )
     return Site(name, line, column, end_line, end_column, code.co_name, text, source, first)
 
@@ -111,18 +119,29 @@ def _tree(name: str) -> ast.Module | None:
 
 @lru_cache(maxsize=4096)
 def _statement(name: str, line: int, end_line: int) -> tuple[int, int]:
-    """First and last line of the smallest statement around these lines (its head, for a compound one)."""
+    """First and last line of the smallest statement around these lines, without the body of a compound one."""
     tree = _tree(name)
-    first, last = 0, 0
+    first, last = line, end_line
+    depth = 0
     for node in ast.walk(tree) if tree else ():
-        if isinstance(node, ast.stmt) and first < node.lineno <= line:
+        if isinstance(node, ast.stmt) and depth < node.lineno <= line and (node.end_lineno or 0) >= end_line:
             body = getattr(node, "body", None)
             end = max(body[0].lineno - 1, node.lineno) if body else node.end_lineno or node.lineno
-            if end >= end_line:
-                first, last = node.lineno, end
-    return (first, last) if first else (line, end_line)
+            if line <= end:
+                first, last, depth = node.lineno, end, node.lineno
+    return first, last
 
 
-def current(ownership: Ownership, depth: int = 1) -> Spot | None:
-    """The nearest user frame above the caller."""
-    return ownership.spots(sys._getframe(depth))[0]
+def whole_statement(site: Site) -> Site:
+    """The statement around a place, where no single expression in it is meant."""
+    if not site.source or site.source_line is None:
+        return site
+    first, last = site.source[0], site.source[-1]
+    return replace(
+        site,
+        line=site.source_line,
+        column=len(first) - len(first.lstrip()),
+        end_line=site.source_line + len(site.source) - 1,
+        end_column=len(last.rstrip()),
+        code=" ".join(text.strip() for text in site.source),
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from firstnan.examine import Detail, examine, numbers_in
 from firstnan.finite import SMALL, dtype_name, extremes, readable, stat
 from firstnan.modules import ModuleStack
 from firstnan.ops import OpInfo, info
-from firstnan.records import OpEvent, Operand, Role, TensorStat, Trace
+from firstnan.records import Operand, OpEvent, Role, TensorStat, Trace
 from firstnan.site import Ownership, Spot, resolve
 
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like carry no usable sequence number.
@@ -28,8 +27,8 @@ class Raw:
     """One operator call as it is kept while the program runs: no strings are made, no source is read."""
 
     __slots__ = (
-        "backward", "detail", "engine", "forward", "func", "grad", "inner", "module", "node", "outputs", "python_backward",
-        "raised", "reads", "region", "scalars", "spot", "step", "uninitialized", "writes",
+        "backward", "detail", "engine", "forward", "func", "grad", "inner", "module", "node", "outputs",
+        "python_backward", "raised", "reads", "region", "scalars", "spot", "step", "uninitialized", "writes",
     )  # fmt: skip
     func: OpInfo
     spot: Spot | None
@@ -64,6 +63,8 @@ class Tracer:
         self.raws: list[Raw] = []
         self.writer: dict[int, int] = {}
         self.bad_writers: dict[int, list[int]] = {}
+        self.empty: dict[int, int] = {}
+        """Memory that was allocated and not yet wholly written, and the event that allocated it."""
         self.outside: dict[int, TensorStat | None] = {}
         self.roles: dict[int, tuple[Role, str]] = {}
         self.modules = ModuleStack()
@@ -71,6 +72,7 @@ class Tracer:
         self._alive: dict[int, StorageWeakRef] = {}
         self._sequence: dict[int, int] = {}
         self._mode: _Mode | None = None
+        self._order: dict[int, int] = {}
 
     @property
     def running(self) -> bool:
@@ -80,14 +82,14 @@ class Tracer:
         if self._mode is None:
             self.modules.attach()
             self._mode = _Mode(self)
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def stop(self) -> None:
         if self._mode is not None:
             mode, self._mode = self._mode, None
             mode.on = False
             self.modules.detach()
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
     def __enter__(self) -> Tracer:
         self.start()
@@ -114,7 +116,7 @@ class Tracer:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return None
-        key = storage._cdata
+        key: int = storage._cdata
         if key not in self._alive:
             # A weak reference keeps the address from being given to another storage.
             self._alive[key] = StorageWeakRef(storage)
@@ -138,8 +140,11 @@ class Tracer:
         self._alive = {k: ref for k, ref in self._alive.items() if not ref.expired()}
         self.writer = {k: new[w] for k, w in self.writer.items() if w in new and k in self._alive}
         self.bad_writers = {
-            k: kept for k, ws in self.bad_writers.items() if k in self._alive and (kept := [new[w] for w in ws if w in new])
+            k: kept
+            for k, ws in self.bad_writers.items()
+            if k in self._alive and (kept := [new[w] for w in ws if w in new])
         }
+        self.empty = {k: new[w] for k, w in self.empty.items() if w in new and k in self._alive}
         self.outside = {k: v for k, v in self.outside.items() if k in self._alive}
         self.roles = {k: v for k, v in self.roles.items() if k in self._alive}
         self._sequence.clear()
@@ -153,11 +158,15 @@ class Tracer:
         tensors = _tensors(op, args, kwargs)
         before = None
         if op.mutated and not op.empty:
-            before = {id(t): t.detach().clone() for n, t in tensors if n in op.mutated and t.numel() <= SMALL and t.layout is torch.strided}
+            before = {
+                id(t): t.detach().clone()
+                for n, t in tensors
+                if n in op.mutated and t.numel() <= SMALL and t.layout is torch.strided
+            }
         try:
             out = func(*args, **kwargs)
         except Exception as error:
-            self._note(op, args, kwargs, tensors, (), before, raised=f"{type(error).__name__}: {error}")
+            self._note_safely(op, args, kwargs, tensors, [], before, f"{type(error).__name__}: {error}")
             raise
         if func._schema.returns and isinstance(out, list | tuple):
             results = [o for o in out if isinstance(o, Tensor)]
@@ -165,10 +174,19 @@ class Tracer:
             results = [out] if isinstance(out, Tensor) else []
         if op.mutated:
             results += [t for n, t in tensors if n in op.mutated and all(t is not r for r in results)]
-        self._note(op, args, kwargs, tensors, results, before)
+        self._note_safely(op, args, kwargs, tensors, results, before, None)
         return out
 
-    def _note(self, op: OpInfo, args: Any, kwargs: Any, tensors: Any, results: Any, before: Any, raised: str | None = None) -> None:
+    def _note_safely(self, *call: Any) -> None:
+        """An error of ours is remembered and never reaches the program."""
+        try:
+            self._note(*call)
+        except Exception as error:
+            self.trouble = self.trouble or f"{call[0].aten}: {type(error).__name__}: {error}"
+
+    def _note(
+        self, op: OpInfo, args: Any, kwargs: Any, tensors: Any, results: Any, before: Any, raised: str | None
+    ) -> None:
         raw = Raw()
         raw.func, raw.raised, raw.detail, raw.scalars = op, raised, None, ()
         raw.step, raw.region = self.step, self.region
@@ -187,7 +205,11 @@ class Tracer:
         self.raws.append(raw)
         self._map_sequence(raw, index)
         bad = False
-        if not op.empty and not op.view:
+        if op.name == "set":
+            # Memory that comes from elsewhere, a worker process for one: not written here.
+            for t in results:
+                self._arrived(t)
+        elif not op.empty and not op.view:
             for t in results:
                 bad |= self._wrote(raw, t, index)
         else:
@@ -196,6 +218,7 @@ class Tracer:
                 if op.empty and (key := self.key(t)) is not None:
                     self.writer[key] = index
                     raw.writes.append(key)
+                    self.empty[key] = index
                     self.bad_writers.pop(key, None)
                     self.outside.pop(key, None)
         raw.grad = any(t.requires_grad for _, t in tensors) and torch.is_grad_enabled()
@@ -215,11 +238,23 @@ class Tracer:
         if key is not None:
             self.writer[key] = index
             raw.writes.append(key)
+            if key in self.empty or key in self.bad_writers:
+                self._overwrote(key, t)
             if bad:
                 self.bad_writers.setdefault(key, []).append(index)
-            elif key in self.bad_writers and t.numel() * t.element_size() >= t.untyped_storage().nbytes():
-                del self.bad_writers[key]
         return bad
+
+    def _overwrote(self, key: int, t: Tensor) -> None:
+        if t.layout is torch.strided and t.numel() * t.element_size() >= t.untyped_storage().nbytes():
+            self.empty.pop(key, None)
+            self.bad_writers.pop(key, None)
+
+    def _arrived(self, t: Tensor) -> None:
+        key = self.key(t)
+        if key is not None:
+            self.writer.pop(key, None)
+            self.bad_writers.pop(key, None)
+            self.outside[key] = self._first_sight("data", t)
 
     def _first_sight(self, name: str, t: Tensor) -> TensorStat | None:
         plain = readable(t)
@@ -249,7 +284,7 @@ class Tracer:
 
     def _map_sequence(self, raw: Raw, index: int) -> None:
         if torch.is_grad_enabled():
-            self._sequence.setdefault(torch.autograd._get_sequence_nr() - 1, index)
+            self._sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, index)
 
     # The finished record.
 
@@ -262,7 +297,7 @@ class Tracer:
         role, label = next((self.roles[k] for k in raw.writes if k in self.roles), (None, ""))
         return OpEvent(
             index=index,
-            op=raw.func.name,
+            op=_given_name(raw) if raw.func.name == "tensor" else raw.func.name,
             aten=raw.func.aten,
             phase=raw.backward,  # type: ignore[arg-type]
             step=raw.step,
@@ -303,15 +338,24 @@ class Tracer:
         guilty = raw.detail.guilty[position] if position < len(raw.detail.guilty) else False
         if guilty:
             # What was last written is not always what was bad: views of one memory are written one by one.
-            bad = [w for w in self.bad_writers.get(key, ()) if w < self._index_of(raw)]
+            index = self._index_of(raw)
+            bad = [w for w in self.bad_writers.get(key, ()) if w < index]
             if bad:
                 writer = bad[-1]
+            elif self.empty.get(key, index) < index:
+                writer = self.empty[key]
         return Operand(name, given, writer, role, label, guilty)
 
     def _index_of(self, raw: Raw) -> int:
-        if not hasattr(self, "_order") or len(self._order) != len(self.raws):
+        if len(self._order) != len(self.raws):
             self._order = {id(r): i for i, r in enumerate(self.raws)}
         return self._order[id(raw)]
+
+
+def _given_name(raw: Raw) -> str:
+    """`torch.from_numpy` and the like reach the dispatcher as one operator: the source tells them apart."""
+    code = resolve(raw.spot).code if raw.spot else ""
+    return next((n for n in ("from_numpy", "as_tensor", "asarray", "frombuffer") if f"{n}(" in code), "tensor")
 
 
 def _tensors(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
@@ -346,11 +390,15 @@ class _Mode(TorchDispatchMode):
     """The private half of the tracer: hands each operator over and never lets an error of ours out."""
 
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.tracer = tracer
         self.on = True
         self.process = os.getpid()
-        self.thread = threading.get_ident()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while a trace runs, and the wrapper that this would add costs as much as a small operator.
+        return False
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

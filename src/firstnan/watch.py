@@ -1,27 +1,27 @@
-"""Watches the program that runs in this process: trips, replays, traces, and turns what it saw into a Report."""
+"""Watches the program that runs in this process: trips, replays and traces."""
 
 from __future__ import annotations
 
-import platform
+import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from firstnan.blame import Verdict, blame
-from firstnan.finite import is_finite, stat, tensors_in
+from firstnan.conclude import Evidence, came_from_outside
+from firstnan.finite import is_finite, tensors_in
 from firstnan.gate import Gate, drop_gradients
 from firstnan.hooks import Hooks, Stop
+from firstnan.importing import when_imported
 from firstnan.names import Models
-from firstnan.records import Batch, Noticed, Origin, Report
-from firstnan.replay import CannotReplay, Replayer, batch_size
-from firstnan.rules import explain
-from firstnan.site import Ownership, Spot, resolve
+from firstnan.records import Noticed, Report
+from firstnan.replay import Replayer, ReplayError
+from firstnan.site import Ownership, Spot
 from firstnan.tracer import Tracer
 
 
@@ -53,17 +53,16 @@ class Watch:
         self.report = Report("clean")
         self.unresolved = False
         """The program has to be run again for the whole answer."""
-        self.only_an_output = False
+        self.bad_output: Noticed | None = None
         self.gate = Gate(self)
         self.replayer = Replayer()
         self.hooks = Hooks(self.gate, self)
         self.tracer: Tracer | None = None
         self.models: Models | None = None
-        self.entry: Spot | None = None
-        self._suspect: tuple[Any, int | None] | None = None
+        self._entry: Spot | None = None
+        self._suspect: tuple[Noticed, int | None] | None = None
         self._handles_nan_itself = False
         self._output_event: int | None = None
-        self._bad_output = False
         self._to_suppress = 0
         self._stepped_while_waiting: set[int] = set()
         self._complained = False
@@ -79,21 +78,12 @@ class Watch:
             raise Stop
         if self.mode is not Mode.WATCHING:
             return
-        self.models = Models()
-        noticed = self._named(noticed, tensors)
-        step = self.gate.steps.current if noticed.what != "parameter" else self.gate.steps.current - 1
-        self.report = Report("nonfinite", step, self._batch(), noticed=noticed, history=self.gate.past(), environment=environment())
-        self.unresolved = True
-        self.save(self.report)
-        if self.may_replay and before_update and not self.gate.in_step and self.gate.optimizers and self._can_replay():
+        self._found(noticed, tensors)
+        by_a_loader = before_update and not self.gate.in_step and self.gate.optimizers
+        if self.may_replay and by_a_loader and self.replayer.possible(self.gate.steps.total):
             self.mode = Mode.WAITING
-            self.hooks.gate.trained = True
             return
-        self.mode = Mode.DONE
         raise Stop
-
-    def _can_replay(self) -> bool:
-        return self.replayer.possible(self.gate.steps.total)
 
     def suppresses(self, optimizer: Any) -> bool:
         """No update may be written between a trip and its replay, nor twice by the replay."""
@@ -117,7 +107,7 @@ class Watch:
             self._give_up()
         elif self.tracer is not None:
             self.tracer.in_optimizer = True
-            self._name_tensors(optimizer)
+            self._name_tensors()
 
     def step_ended(self) -> None:
         self._suspect = None
@@ -127,12 +117,11 @@ class Watch:
             return
         tracer.in_optimizer = False
         tracer.region = "between"
-        if self.trace_from is not None:
-            tracer.forget_healthy()
+        tracer.forget_healthy()
         tracer.step = self.gate.steps.current
-        if self.trace_from is not None and tracer.step >= self.trace_from - 1:
+        if self.trace_from is None or tracer.step >= self.trace_from - 1:
             tracer.start()
-        elif self.trace_from is not None:
+        else:
             tracer.stop()
 
     def backward_begins(self) -> None:
@@ -140,7 +129,7 @@ class Watch:
             # It saw a non-finite value and trains on: its own business, as long as nothing bad is written.
             self._handles_nan_itself = True
             self._suspect = None
-        if self.tracer is not None and self.tracer.region != "step":
+        if self.tracer is not None:
             self.tracer.region = "step"
 
     # What the hooks say.
@@ -149,26 +138,14 @@ class Watch:
         if not self._complained:
             self._complained = True
             print(f"firstnan: internal error: {type(error).__name__}: {error} (the program goes on)", file=sys.stderr)
-            if "FIRSTNAN_DEBUG" in __import__("os").environ:
-                __import__("traceback").print_exception(error)
+            if "FIRSTNAN_DEBUG" in os.environ:
+                traceback.print_exception(error)
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
-        if self.mode is Mode.WAITING:
-            try:
-                self._to_suppress = self.replayer.begin(iterator, self.gate.steps.total)
-            except CannotReplay:
-                self._give_up()
-            self._begin_replay()
-        if self.mode is Mode.REPLAYING:
-            try:
-                batch = self.replayer.again(iterator)
-            except CannotReplay:
-                self._give_up()
-            self._mark_batch(batch)
-            return batch
-        self.replayer.prepare(iterator)
+        if self.mode in (Mode.WAITING, Mode.REPLAYING):
+            return self._batch_again(iterator)
         tracer = self.tracer
-        before = tracer.region if tracer else ""
+        before = tracer.region if tracer else "step"
         if tracer is not None:
             tracer.region = "data"
         try:
@@ -180,6 +157,17 @@ class Watch:
             self._handed_out(iterator, batch)
         except Exception as error:
             self.internal_error(error)
+        return batch
+
+    def _batch_again(self, iterator: Any) -> Any:
+        try:
+            if self.mode is Mode.WAITING:
+                self._to_suppress = self.replayer.begin(iterator, self.gate.steps.total)
+                self._begin_replay()
+            batch = self.replayer.again(iterator)
+        except ReplayError:
+            self._give_up()
+        self._mark_batch(batch)
         return batch
 
     def _handed_out(self, iterator: Any, batch: Any) -> None:
@@ -195,19 +183,22 @@ class Watch:
         """The program looked at a value: if it stops now, that is why."""
         if self._handles_nan_itself or self.mode in (Mode.WAITING, Mode.DONE):
             return
-        seen = [tensor] if caller is None else [t for t in caller.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
+        seen = [tensor]
+        if caller is not None:  # A yes-or-no question, mostly about a number at hand where it is asked.
+            seen = [t for t in caller.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
         for t in seen:
             if t.requires_grad and not is_finite(t):
-                self._suspect = (weakref.ref(t), self.tracer.last_bad(t) if self.tracer else None)
+                self._suspect = (Noticed("value"), self.tracer.last_bad(t) if self.tracer else None)
 
     def module_returned(self, module: Any, output: Any) -> None:
         """Until the program trains, what an outermost module returns is looked at."""
-        if self._bad_output and self.tracer is None:
+        if self.bad_output is not None and self.tracer is None:
             return
         bad = [t for _, t in tensors_in(output) if not is_finite(t)]
         if not bad:
             return
-        self._bad_output = True
+        has_nan = any(bool(torch.isnan(t).any()) for t in bad)
+        self.bad_output = Noticed("output", type(module).__name__ if has_nan else "")
         if self.tracer is None:
             return
         if self.outputs_decide:
@@ -220,47 +211,44 @@ class Watch:
 
     def program_failed(self, error: BaseException) -> None:
         """The program ends by an exception: was a non-finite value the reason?"""
-        if isinstance(error, Stop | KeyboardInterrupt) or self.mode is Mode.DONE:
+        if isinstance(error, Stop | KeyboardInterrupt) or self.mode is Mode.DONE or self._suspect is not None:
             return
-        code = error.code if isinstance(error, SystemExit) else 1
-        if code in (0, None) or self._suspect is not None:
+        if isinstance(error, SystemExit) and error.code in (0, None):
             return
         bad = bad_values(error)
         if bad or "LinAlgError" in type(error).__name__:
-            self._stopped_by(Noticed("exception", type(error).__name__), bad)
+            self._stopped_by(Noticed("exception", type(error).__name__), bad, [])
 
     def program_ended(self) -> None:
-        if self.tracer is not None and self.mode is Mode.TRACING and self.report.verdict == "clean":
+        if self.mode in (Mode.TRACING, Mode.WATCHING):
             if self._suspect is not None:
-                self._stopped_by(Noticed("value"), [])
-            elif self._output_event is not None and not self.gate.trained:
+                noticed, event = self._suspect
+                self._stopped_by(noticed, [], [] if event is None else [event])
+            elif not self.gate.trained and self._output_event is not None:
                 self._conclude(Noticed("output"), [], [self._output_event])
-        elif self.mode is Mode.WATCHING:
-            if self._suspect is not None:
-                self._stopped_by(Noticed("value"), [])
-            elif self._bad_output and not self.gate.trained:
-                self.unresolved = self.only_an_output = True
+            elif not self.gate.trained and self.bad_output is not None and self.tracer is None:
+                self.unresolved = True
         if self.tracer is not None:
             self.tracer.stop()
         self.mode = Mode.DONE
 
-    def _stopped_by(self, noticed: Noticed, tensors: list[Tensor]) -> None:
+    def _stopped_by(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> None:
         if self.mode is Mode.TRACING and self.tracer is not None:
-            events = [] if self._suspect is None or self._suspect[1] is None else [self._suspect[1]]
-            events += [i for i, r in enumerate(self.tracer.raws) if r.raised][-1:] if noticed.what == "exception" else []
-            self._conclude(noticed, tensors, events)
+            raised = [i for i, r in enumerate(self.tracer.raws) if r.raised]
+            self._conclude(noticed, tensors, events + (raised[-1:] if noticed.what == "exception" else []))
         elif self.mode is Mode.WATCHING:
-            self.models = Models()
-            self.report = Report(
-                "nonfinite", self.gate.steps.current, self._batch(), noticed=noticed, history=self.gate.past(), environment=environment()
-            )
-            self.unresolved = True
-            self.mode = Mode.DONE
-            self.save(self.report)
+            self._found(noticed, tensors)
 
     # Replaying and tracing.
 
-    def _give_up(self) -> None:
+    def _found(self, noticed: Noticed, tensors: list[Tensor]) -> None:
+        """Something is not finite: on disk before anything else is tried."""
+        self.mode = Mode.DONE
+        self.report = self._evidence(noticed, tensors).preliminary()
+        self.unresolved = True
+        self.save(self.report)
+
+    def _give_up(self) -> NoReturn:
         """The replay in this process cannot go on; another process will do it."""
         if self.tracer is not None:
             self.tracer.stop()
@@ -269,23 +257,24 @@ class Watch:
 
     def _begin_replay(self) -> None:
         self.mode = Mode.REPLAYING
-        for p, _ in (self.models.parameters.values() if self.models else ()):
+        for p, _ in self.models.parameters.values() if self.models else ():
             p.grad = None
         self._trace()
 
     def _trace(self) -> None:
-        torch.compiler.set_stance("force_eager")
+        # Compiled functions run as they are written; asking for it now would load the compiler for nothing.
+        when_imported("torch._dynamo", lambda: torch.compiler.set_stance("force_eager"))
         self.tracer = tracer = Tracer(self.ownership)
         tracer.step = self.gate.steps.current
         if self.mode is Mode.REPLAYING:
             tracer.region = "step"
-            self._name_tensors(None)
+            self._name_tensors()
         tracer.start()
 
-    def _name_tensors(self, optimizer: Any) -> None:
-        """Tells the tracer which tensors are weights, buffers and optimizer state."""
+    def _name_tensors(self) -> None:
+        """Tells the tracer which tensors are weights and buffers."""
         assert self.tracer is not None
-        if self.models is None or optimizer is None:
+        if self.models is None:
             self.models = Models()
         for p, name in self.models.parameters.values():
             self.tracer.give_role(p, "parameter", name)
@@ -294,7 +283,7 @@ class Watch:
 
     def _mark_batch(self, batch: Any) -> None:
         assert self.tracer is not None
-        self.entry = self.ownership.spots(sys._getframe(2))[0]
+        self._entry = self.ownership.spots(sys._getframe(2))[0]
         for label, t in tensors_in(batch, "batch"):
             self.tracer.give_role(t, "input", label)
 
@@ -302,84 +291,32 @@ class Watch:
         """After the first step the models are there: their buffers are watched from now on."""
         if self.models is None:
             self.models = Models()
-            buffers = [b for b, _ in self.models.buffers.values()]
-            self.replayer.watch_buffers(buffers)
+            self.replayer.watch_buffers([b for b, _ in self.models.buffers.values()])
             self.gate.buffers = [(n, weakref.ref(b), b._version) for b, n in self.models.buffers.values()]
 
-    # From what was seen to a report.
+    def _evidence(self, noticed: Noticed, tensors: list[Tensor]) -> Evidence:
+        self.models = Models()
+        return Evidence(self.gate, self.replayer, self.models, self.ownership, noticed, tensors, self._entry)
 
     def _conclude(self, noticed: Noticed, tensors: list[Tensor], events: list[int] | None = None) -> bool:
         """Blames, explains and saves; False where everything seen was put there on purpose."""
         tracer = self.tracer
         assert tracer is not None
-        replayed = self.mode is Mode.REPLAYING
-        running = tracer.running
+        replayed, running = self.mode is Mode.REPLAYING, tracer.running
         tracer.stop()
-        self.models = Models()
-        self._name_tensors(None)
-        noticed = self._named(noticed, tensors)
-        starts = list(events or []) + [e for t in tensors if (e := tracer.last_bad(t)) is not None]
-        trace = tracer.trace()
-        verdict = blame(trace, dict.fromkeys(starts), loss_is_finite=noticed.what not in ("loss", "output", "value"))
-        if verdict.origin is None or (noticed.what == "output" and verdict.innocent):
-            if noticed.what == "output":
-                if running:
-                    tracer.start()
-                return False
-            verdict = replace(verdict, origin=self._untraced(noticed, tensors))
-        self.report = self._compose(noticed, verdict, replayed)
-        if verdict.origin is not None:
-            causes = explain(verdict.origin, trace, self.report.history)
-            self.report = replace(self.report, cause=causes[0], other_causes=tuple(causes[1:4]))
-        self.unresolved = replayed and (verdict.origin is None or _came_from_outside(verdict.origin))
+        evidence = self._evidence(noticed, tensors)
+        self._name_tensors()
+        how = "the failing batch was handed out again" if replayed else "every operator was traced as it ran"
+        report = evidence.conclude(tracer, list(events or []), how)
+        if report is None:
+            if running:
+                tracer.start()
+            return False
+        self.report = report
+        self.unresolved = replayed and (report.origin is None or came_from_outside(report.origin))
         self.mode = Mode.DONE
-        self.save(self.report)
+        self.save(report)
         return True
-
-    def _compose(self, noticed: Noticed, verdict: Verdict, replayed: bool) -> Report:
-        origin = verdict.origin
-        step = self.gate.steps.current if noticed.what != "parameter" else self.gate.steps.current - 1
-        if origin is not None and origin.event is not None and origin.event.region in ("step", "between"):
-            step = origin.step - (1 if origin.event.region == "between" and origin.phase == "parameter" else 0)
-        if origin is not None and origin.phase == "input" and origin.role == "input" and self.entry is not None:
-            if origin.event is None or origin.event.region not in ("setup", "data"):
-                origin = replace(origin, site=resolve(self.entry), module="", module_type="")
-        batch = self._batch()
-        rows = origin.event.bad_rows if origin is not None and origin.event is not None else ()
-        return Report(
-            "nonfinite",
-            max(step, 0),
-            replace(batch, bad_samples=rows or None) if batch else None,
-            origin,
-            path=verdict.path,
-            noticed=noticed,
-            reproduced="deterministic",
-            replay="the failing batch was handed out again" if replayed else "every operator was traced as it ran",
-            history=self.gate.past(),
-            environment=environment(),
-        )
-
-    def _untraced(self, noticed: Noticed, tensors: list[Tensor]) -> Origin | None:
-        """Bad before anything was traced: a weight or data from outside."""
-        if not tensors:
-            return None
-        s = stat(noticed.name or noticed.what, tensors[0])
-        phase = "parameter" if noticed.what == "parameter" else "input"
-        return Origin(phase, "", "", inputs=(s,), produced=s, role="parameter" if phase == "parameter" else "unknown", label=noticed.name)
-
-    def _named(self, noticed: Noticed, tensors: list[Tensor]) -> Noticed:
-        if noticed.name or self.models is None:
-            return noticed
-        names = [n for t in tensors if (n := self.models.name(t))]
-        return Noticed(noticed.what, names[0] if names else "")
-
-    def _batch(self) -> Batch | None:
-        latest = self.replayer.latest
-        return Batch(latest.index, batch_size(latest.batch)) if latest is not None else None
-
-
-def _came_from_outside(origin: Origin) -> bool:
-    return origin.phase in ("input", "parameter") and (origin.event is None or not origin.event.born)
 
 
 def bad_values(error: BaseException) -> list[Tensor]:
@@ -388,9 +325,8 @@ def bad_values(error: BaseException) -> list[Tensor]:
     at = error.__traceback__
     while at is not None and len(found) < 32:
         for value in list(at.tb_frame.f_locals.values()):
-            if isinstance(value, torch.nn.Module):
-                continue
-            found += [t for _, t in tensors_in(value, depth=2) if _is_bad(t)]
+            if not isinstance(value, torch.nn.Module):
+                found += [t for _, t in tensors_in(value, depth=2) if _is_bad(t)]
         at = at.tb_next
     return found
 
@@ -399,7 +335,3 @@ def _is_bad(t: Tensor) -> bool:
     if is_finite(t):
         return False
     return bool(torch.isnan(t).any()) or (t.requires_grad and t.numel() == 1)
-
-
-def environment() -> dict[str, Any]:
-    return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}

@@ -62,7 +62,7 @@ def main():
         opt.zero_grad()
         loss.backward()
         opt.step()
-        print(f"graph batch {n:2d}  mae {float(loss):.4f}")
+        print(f"graph batch {n:2d}  mae {loss.item():.4f}")
 
 
 if __name__ == "__main__":

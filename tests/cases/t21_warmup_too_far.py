@@ -1,4 +1,4 @@
-"""Time series forecaster (GRU) whose learning rate is doubled on a schedule 'to find the best one'."""
+"""Time series forecaster (GRU) whose learning rate is raised at every step in search of the best one."""
 import argparse
 
 import torch
@@ -39,7 +39,7 @@ def main():
     sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: args.factor ** k)
     loader = DataLoader(windows(512, 12, 5), batch_size=args.batch_size, shuffle=True)
     step = 0
-    for epoch in range(5):
+    for _ in range(5):
         for x, y in loader:
             opt.zero_grad()
             loss = nn.functional.mse_loss(net(x), y)

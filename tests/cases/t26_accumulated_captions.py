@@ -48,8 +48,9 @@ class Accumulator:
     def sentence_loss(self, image, words):
         logits = self.model(image, words[:, :-1])
         target = words[:, 1:]
-        nll = F.cross_entropy(logits.transpose(1, 2), target, ignore_index=PAD, reduction="none")
-        per_sentence = nll.sum(1) / target.ne(PAD).sum(1)
+        keep = target.ne(PAD).float()
+        nll = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+        per_sentence = (nll * keep).sum(1) / keep.sum(1)
         return per_sentence.mean()
 
     def run(self, loader, optimizer):

@@ -9,7 +9,8 @@ torch.set_num_threads(1)
 class Temperature(nn.Module):
     def __init__(self, width=24):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+        hidden = [nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+        self.net = nn.Sequential(*hidden, nn.Linear(width, 1))
 
     def forward(self, r):
         return self.net(r)

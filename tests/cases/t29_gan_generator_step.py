@@ -18,8 +18,8 @@ class TrackGAN:
         self.g = net([3, 32, 32, 2], nn.Identity())
         self.d = net([2, 32, 32, 1], nn.Sigmoid())
         self.opt_g = torch.optim.Adam(self.g.parameters(), lr=1e-3, betas=(0.5, 0.9))
-        self.opt_d = torch.optim.Adam(self.d.parameters(), lr=2e-3, betas=(0.5, 0.9))
-        self.tail = torch.distributions.StudentT(1.3)
+        self.opt_d = torch.optim.Adam(self.d.parameters(), lr=5e-3, betas=(0.5, 0.9))
+        self.tail = torch.distributions.StudentT(0.7)
 
     def fake(self, n):
         return self.g(self.tail.sample((n, 3)))

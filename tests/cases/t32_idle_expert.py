@@ -5,11 +5,15 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 
+def feed_forward(d):
+    return nn.Sequential(nn.Linear(d, 2 * d), nn.ReLU(), nn.Linear(2 * d, d))
+
+
 class MoE(nn.Module):
     def __init__(self, d, experts):
         super().__init__()
         self.router = nn.Linear(d, experts)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(d, 2 * d), nn.ReLU(), nn.Linear(2 * d, d)) for _ in range(experts)])
+        self.experts = nn.ModuleList([feed_forward(d) for _ in range(experts)])
         self.penalty = torch.zeros(())
 
     def forward(self, x):

@@ -45,7 +45,7 @@ def main():
     opt = torch.optim.Adam(model.parameters(), lr=2e-3)
     anneal = Annealer(model.quantiser, start=1.0, rate=1 / 16)
     done = 0
-    for epoch in range(3):
+    for _ in range(3):
         for (batch,) in DataLoader(TensorDataset(x), batch_size=16):
             loss = F.mse_loss(model(batch), batch)
             opt.zero_grad()

@@ -27,7 +27,7 @@ def patients(n=288):
     x = torch.randn(n, 9, generator=g)
     time = -torch.rand(n, generator=g).log() * torch.exp(-x[:, 0])
     event = (torch.rand(n, generator=g) < 0.7).float()
-    x[247, 5] = -2250.0  # lab value in another unit
+    x[247, 5] = -12000.0  # lab value in another unit
     return TensorDataset(x, time, event)
 
 

@@ -27,6 +27,7 @@ from firstnan.records import (
     plain,
 )
 from firstnan.report.fields import Fields, ReportError, json_value, names_and_values
+from firstnan.report.words import library_site
 
 REPRODUCED = ("deterministic", "transient", "not_replayed")
 
@@ -86,7 +87,7 @@ def to_dict(report: Report) -> dict[str, Any]:
 
 
 def _origin_dict(origin: Origin) -> dict[str, Any]:
-    site, event = origin.site, origin.event
+    site, event, library = origin.site, origin.event, library_site(origin)
     where = _site_dict(site) if site else dict.fromkeys(("file", "line", "column", "end_column", "function", "code"))
     return {
         "phase": origin.phase,
@@ -104,7 +105,7 @@ def _origin_dict(origin: Origin) -> dict[str, Any]:
         # Of the event only what a reader needs; the whole trace stays with the process that made it.
         "witness": [{"name": n, "value": v} for n, v in event.witness] if event else [],
         "scalars": [{"name": n, "value": v} for n, v in event.scalars] if event else [],
-        "library": _site_dict(event.library_site) if event and event.library_site else None,
+        "library": _site_dict(library) if library else None,
         "raised": event and event.raised,
         "in_python_backward": bool(event and event.in_python_backward),
     }
@@ -193,11 +194,16 @@ def _origin(f: Fields) -> Origin:
     phase = cast(Phase, f.choice("phase", get_args(Phase)))
     op, aten, step = f.text("op", required=True), f.text("aten"), f.count("step")
     role = f.choice("role", get_args(Role), "") or None
+    event = _event(f, op, aten, phase, step)
+    forward = None
+    if phase == "backward" and event and event.library_site and not event.in_python_backward:
+        forward = OpEvent(0, op, aten, "forward", step, library_site=event.library_site)
     return Origin(
         phase=phase,
         op=op,
         aten=aten,
-        event=_event(f, op, aten, phase, step),
+        event=event,
+        forward_event=forward,
         site=_site(f),
         module=f.text("module"),
         module_type=f.text("module_type"),

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from firstnan.records import Origin, Remedy, Report
+from firstnan.records import Cause, Origin, Remedy, Report
 from firstnan.report import words
 from firstnan.report.chars import Charset
 from firstnan.report.excerpt import Row, excerpt
@@ -65,11 +65,9 @@ class _Page:
 
     def whole(self, saved: str) -> RenderableType:
         report = self.report
-        parts: list[RenderableType] = [self._headline()]
         if report.verdict == "clean":
             return Group(self._headline(saved), self._facts(self._notes()))
-        if batch := words.batch_line(report):
-            parts.append(Text("          " + self.chars.prose(batch), style="bold"))
+        parts: list[RenderableType] = [self._headline()]
         if report.origin and (source := self._source(report.origin)):
             parts += [Text(), *source]
         for section in (self._cause(), self._numbers(), self._ways_out(), self._footer(saved)):
@@ -91,10 +89,16 @@ class _Page:
     def _text(self, text: str, style: str = "") -> Text:
         return Text(self.chars.prose(text), style=style)
 
-    def _headline(self, saved: str = "") -> Text:
+    def _headline(self, saved: str = "") -> Table:
         tone = "bold green" if self.report.verdict == "clean" else "bold red"
         tail = f"  ({self.chars.prose(saved)})" if saved else ""
-        return Text.assemble(("firstnan: ", "bold"), (self.chars.prose(words.headline(self.report)), tone), tail)
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_column(no_wrap=True, style="bold")
+        grid.add_column(overflow="fold")
+        grid.add_row("firstnan:", Text.assemble((self.chars.prose(words.headline(self.report)), tone), tail))
+        if batch := words.batch_line(self.report):
+            grid.add_row("", self._text(batch, "bold"))
+        return grid
 
     # --- the source ----------------------------------------------------------------------------------------------
 
@@ -120,13 +124,13 @@ class _Page:
 
     def _whereabouts(self, origin: Origin) -> str:
         site = origin.site
-        library = origin.event.library_site if origin.event else None
+        library = words.library_site(origin)
         where = words.place(site) if site else ""
         if site and site.function and not site.function.startswith("<"):
             where += f", in {site.function}"
         if library:
             where += f", inside {words.place(library)}" + (f" ({library.function})" if library.function else "")
-        return self.chars.prose(where)
+        return self.chars.prose(where, self.width - 12)
 
     def _source_line(self, name: str, code: str, tone: str) -> Text:
         line = Text.assemble((f"{name} {self.chars.bar} ", "dim"), (code, tone))
@@ -179,7 +183,7 @@ class _Page:
             yield sure, Text.assemble(title, (f"[{self.chars.prose(cause.slug)}]", "yellow"))
             if cause.why:
                 yield sure, self._text(cause.why)
-            for line in cause.evidence[: MOST["evidence"]]:
+            for line in self._evidence(cause)[: MOST["evidence"]]:
                 yield sure, self._bullet(line)
         elif report.origin:
             yield "cause", Text("no known cause fits", style="yellow")
@@ -196,6 +200,12 @@ class _Page:
             for name, values, growth in rows:
                 spark = words.sparkline(values, self.chars.spark)
                 yield "history", Text.assemble(f"{name:<12}", (spark, "magenta"), f"  {growth}")
+
+    def _evidence(self, cause: Cause) -> list[str]:
+        """The evidence without the lines that the table of values tells again."""
+        read = self.report.origin.inputs if self.report.origin else ()
+        told = tuple(f"{stat.name} {list(stat.shape)} " for stat in read if stat.name)
+        return [line for line in cause.evidence if not (told and line.startswith(told))]
 
     def _bullet(self, line: str) -> Table:
         """A point of a list, whose wrapped lines stay right of the point."""
@@ -223,7 +233,9 @@ class _Page:
             yield "values", Text("  ".join([*padded, "   ".join(facts)]), style="red" if made else "")
         if left_out := len(origin.inputs) - len(kept):
             yield "values", Text(f"and {words.count(left_out, 'input')} more", style="dim")
-        extra = (words.witness_line(origin), words.scalars_line(origin))
+        told = self.report.cause.evidence if self.report.cause else ()
+        witness = words.witness_line(origin)
+        extra = ("" if witness in told else witness, words.scalars_line(origin))
         if line := ", ".join(part for part in extra if part):
             yield "values", self._text(line)
         if origin.event and origin.event.raised:

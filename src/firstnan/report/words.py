@@ -16,14 +16,16 @@ GROWTH = frozenset(
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _NOTICED = {"gradient": "the gradient of", "parameter": "parameter", "buffer": "buffer", "output": "the output of"}
+_WRAPPERS = ("torch/_compile.py", "torch/_tensor.py", "torch/_ops.py", "torch/utils/_contextlib.py")
+"""Library files that only wrap what the user called."""
 _RESULTS = ("result", "output", "out")
 
 
-def number(value: float, digits: int = 4) -> str:
+def number(value: float) -> str:
     """A number as short as it can be without lying about its size."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return str(int(value))
-    return f"{value:.{digits}g}"
+    return f"{value:.4g}"
 
 
 def short_path(path: str) -> str:
@@ -135,6 +137,15 @@ def at_expression(origin: Origin) -> str:
             return f"{origin.op or 'this'} made {what}"
 
 
+def library_site(origin: Origin) -> Site | None:
+    """The library code that the user's line led into; for a derivative, that of the forward line."""
+    event = origin.event
+    if origin.phase == "backward" and not (event and event.in_python_backward):
+        event = origin.forward_event  # below a backward operator lies only the engine
+    site = event.library_site if event else None
+    return None if site is None or site.file.replace(os.sep, "/").endswith(_WRAPPERS) else site
+
+
 def dtype(name: str) -> str:
     """`f32` for `torch.float32`."""
     name = name.removeprefix("torch.")
@@ -188,9 +199,9 @@ def witness_line(origin: Origin) -> str:
         return ""
     produced = origin.produced
     results = (*_RESULTS, produced.name) if produced else _RESULTS
-    result = f" -> {number(pairs.pop()[1], 6)}" if pairs[-1][0] in results else ""
+    result = f" -> {number(pairs.pop()[1])}" if pairs[-1][0] in results else ""
     at = f"at {list(produced.first_index)}: " if produced and produced.first_index else ""
-    read = ", ".join(f"{name} = {number(value, 6)}" for name, value in pairs)
+    read = ", ".join(f"{name} = {number(value)}" for name, value in pairs)
     return f"{at}{read}{result}"
 
 
@@ -269,7 +280,9 @@ def history_head(report: Report) -> str:
     """`steps 0 to 11, SGD, lr 10, momentum 0.9`."""
     history = report.history
     words = [f"steps {history.steps[0].step} to {history.steps[-1].step}", history.optimizer]
-    words += [f"{name} {setting(value)}" for name, value in history.settings[:4] if value is not None]
+    words += [
+        f"{name} {setting(value)}" for name, value in history.settings[:4] if value is not None and value is not False
+    ]
     return ", ".join(w for w in words if w)
 
 
@@ -281,9 +294,15 @@ def history_rows(report: Report, most: int = 40) -> list[tuple[str, list[float],
     rows = []
     for name, key in (("loss", "loss"), ("grad norm", "grad_norm"), ("param norm", "param_norm"), ("lr", "lr")):
         values = [v for v in (getattr(step, key) for step in steps) if v is not None]
-        if len(values) >= 3 and not (key == "lr" and len(set(values)) == 1):
+        if len(values) >= 3 and _grew(values):
             rows.append((name, values, _growth(values)))
     return rows
+
+
+def _grew(values: Sequence[float]) -> bool:
+    """Whether there is a change worth drawing: at least twofold."""
+    sizes = [abs(v) for v in values if math.isfinite(v)]
+    return bool(sizes) and max(sizes) >= 2 * min(sizes) > 0
 
 
 def _growth(values: Sequence[float]) -> str:

@@ -1,0 +1,150 @@
+"""From a finished trace to a Report: blame, a look into the Dataset, causes, and the words around them."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.blame import Verdict, blame
+from firstnan.datasource import bad_rows, find_maker
+from firstnan.finite import stat
+from firstnan.gate import Gate
+from firstnan.names import Models
+from firstnan.records import Batch, Noticed, Origin, Report, Trace
+from firstnan.replay import Replayer, batch_size
+from firstnan.rules import explain
+from firstnan.site import Ownership, Spot, resolve
+from firstnan.tracer import Tracer
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is at hand when something non-finite was noticed."""
+
+    gate: Gate
+    replayer: Replayer
+    models: Models
+    ownership: Ownership
+    noticed: Noticed
+    tensors: list[Tensor]
+    entry: Spot | None = None
+    """Where the program takes its batches."""
+
+    @property
+    def step(self) -> int:
+        # After the update the next step has begun.
+        return max(self.gate.steps.current - (self.noticed.what == "parameter"), 0)
+
+    def preliminary(self) -> Report:
+        """What is known before anything was traced."""
+        return Report(
+            "nonfinite",
+            self.step,
+            self.batch(None),
+            noticed=self._named(),
+            history=self.gate.past(),
+            environment=environment(),
+        )
+
+    def conclude(self, tracer: Tracer, events: list[int], how: str) -> Report | None:
+        """The report, or None where everything that was seen was put there on purpose."""
+        starts = events + [e for t in self.tensors if (e := tracer.last_bad(t)) is not None]
+        trace = tracer.trace()
+        finite = self.noticed.what not in ("loss", "output", "value")
+        verdict = blame(trace, dict.fromkeys(starts), loss_is_finite=finite)
+        if self.noticed.what == "output" and (verdict.origin is None or verdict.innocent):
+            return None
+        if verdict.origin is None:
+            verdict = replace(verdict, origin=self._untraced())
+        verdict, trace = self._look_into_dataset(verdict, trace)
+        origin = self._at_the_loop(verdict.origin)
+        report = replace(
+            self.preliminary(),
+            step=self._step_of(origin),
+            batch=self.batch(origin),
+            origin=origin,
+            path=verdict.path,
+            reproduced="deterministic",
+            replay=how,
+            notes=(f"not every operator could be recorded ({tracer.trouble})",) if tracer.trouble else (),
+        )
+        if origin is None:
+            return report
+        causes = explain(origin, trace, report.history)
+        return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]))
+
+    def _step_of(self, origin: Origin | None) -> int:
+        event = origin.event if origin is not None else None
+        if origin is None or event is None or event.region not in ("step", "between"):
+            return self.step
+        # What the program writes into its weights after an update still belongs to that update's step.
+        written = event.region == "between" and origin.phase == "parameter" and not event.uninitialized
+        return max(origin.step - written, 0)
+
+    def _at_the_loop(self, origin: Origin | None) -> Origin | None:
+        """Bad data enters where the program takes its batch, not where the first operator reads it."""
+        if origin is None or origin.event is None or origin.role != "input" or self.entry is None:
+            return origin
+        if origin.event.region in ("setup", "data"):
+            return origin
+        return replace(origin, site=resolve(self.entry), module="", module_type="")
+
+    def _look_into_dataset(self, verdict: Verdict, trace: Trace) -> tuple[Verdict, Trace]:
+        """Bad data that came out of a Dataset: the line in there that made it, if it does so again."""
+        origin, handout = verdict.origin, self.replayer.latest
+        iterator = self.replayer.latest_iterator() if self.replayer.latest_iterator else None
+        if origin is None or origin.phase != "input" or handout is None or not came_from_outside(origin):
+            return verdict, trace
+        found = find_maker(iterator, handout, self.ownership)
+        return (replace(verdict, origin=found[0]), found[1]) if found else (verdict, trace)
+
+    def _untraced(self) -> Origin | None:
+        """Bad before anything was traced: a weight, or data from outside."""
+        if not self.tensors:
+            return None
+        name = self._named().name
+        s = stat(name or self.noticed.what, self.tensors[0])
+        if self.noticed.what == "parameter":
+            return Origin("parameter", "", "", inputs=(s,), produced=s, role="parameter", label=name)
+        return Origin("input", "", "", inputs=(s,), produced=s, role="unknown", label=name)
+
+    def _named(self) -> Noticed:
+        if self.noticed.name:
+            return self.noticed
+        names = [n for t in self.tensors if (n := self.models.name(t))]
+        return Noticed(self.noticed.what, names[0] if names else "")
+
+    def batch(self, origin: Origin | None) -> Batch | None:
+        latest = self.replayer.latest
+        if latest is None:
+            return None
+        size = batch_size(latest.batch)
+        return Batch(latest.index, size, _bad_samples(origin, latest.batch, size) if origin and size else None)
+
+
+def _bad_samples(origin: Origin, batch: Any, size: int) -> tuple[int, ...] | None:
+    """The samples that the origin points at: none where it points at most of them, which is no sample's fault."""
+    rows: tuple[int, ...] = ()
+    if origin.phase == "input":
+        rows = bad_rows(batch)
+    elif origin.event is not None and origin.produced is not None and origin.produced.shape[:1] == (size,):
+        rows = origin.event.bad_rows
+    return rows if 0 < len(rows) <= max(1, size // 2) else None
+
+
+def came_from_outside(origin: Origin) -> bool:
+    """Whether the trace shows only that the value was bad, not what made it so."""
+    if origin.phase not in ("input", "parameter"):
+        return False
+    event = origin.event
+    if event is None:
+        return origin.site is None
+    return not (event.born or event.on_purpose or event.uninitialized)
+
+
+def environment() -> dict[str, Any]:
+    return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
