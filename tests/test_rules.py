@@ -106,6 +106,10 @@ def derivative(forward: Operand, of: str, out: TensorStat, node: str, op: str, *
     return story.case()
 
 
+def only_gradients(*norms: float) -> History:
+    return History(tuple(StepRecord(i, loss=0.4, grad_norm=v) for i, v in enumerate(norms)), "Adam", (("lr", 1e-3),))
+
+
 def steps(*losses: float, lr: float | None = 0.1) -> History:
     return History(tuple(StepRecord(i, loss=v, grad_norm=v, lr=lr) for i, v in enumerate(losses)), "SGD", (("lr", lr),))
 
@@ -145,6 +149,11 @@ def batch(read_by: str, module: str) -> Case:
     bad = r("target", NAN, 1.0, role="input", label="batch[1]")
     story.op(read_by, r("self", 1.0, producer=pred), replace(bad, guilty=True), out=stat("result", NAN), module=module)
     return story.case("input", label="batch[1]", produced=stat("batch[1]", NAN, 1.0), role="input")
+
+
+def backward_mm(history: History) -> Case:
+    origin, trace, _ = POSITIVE["exploding_gradient"][0]()
+    return origin, trace, history
 
 
 def minus(maker: str) -> Case:
@@ -420,6 +429,13 @@ NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
             r("other", 1e22, 1.0), made=w(INF, 1.0),
         ),
     ),
+    ("divergence_lr", "exploding_gradient", lambda: backward_mm(only_gradients(5.0, 1e3, 1e5, 1e7, 1e9))),
+    ("exploding_gradient", "divergence_lr", lambda: backward_mm(RISING)),
+    (
+        "optimizer_overflow",
+        "log_of_negative",
+        lambda: one("log", r("self", -0.5, 2.0), out=w(NAN, 0.7), phase="optimizer"),
+    ),
     (
         "exploding_gradient",
         "low_precision_overflow",
@@ -554,6 +570,12 @@ def test_growth_is_a_sustained_rise_to_the_end() -> None:
     assert growth(steps(3.0, 2.0, 1.5, 1.2)) is None
     assert growth(steps(1.0)) is None
     assert growth(History()) is None
+    assert growth(only_gradients(5.0, 1e3, 1e5, 1e7, 1e9)) is not None
+    assert growth(only_gradients(5.0, 1e3, 1e5, 1e7, 1e9), gradients=False) is None
+
+
+def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:
+    assert [c.slug for c in explain(*POSITIVE["custom_backward"][0]())] == ["custom_backward", "zero_over_zero"]
 
 
 def test_rules_do_not_import_torch() -> None:

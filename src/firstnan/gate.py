@@ -34,7 +34,7 @@ class Listener(Protocol):
     """What the gate tells of the program; a trip may end the program by raising out of these."""
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None: ...
-    def step_begins(self, optimizer: Any) -> None: ...
+    def step_begins(self, optimizer: Any, closure: bool) -> None: ...
     def step_ended(self) -> None: ...
     def suppresses(self, optimizer: Any) -> bool: ...
 
@@ -47,7 +47,7 @@ class Steps:
         self.follows: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self.last: weakref.ref[Any] | None = None
         self.total = 0
-        self.manual = -1
+        self.manual = 0
 
     def add(self, optimizer: Any) -> None:
         self.done[optimizer] = self.done.get(optimizer, 0) + 1
@@ -64,7 +64,7 @@ class Steps:
     def current(self) -> int:
         """The step that is under way: that of the optimizer which followed the last one the time before."""
         if self.total == 0:
-            return max(self.manual, 0)
+            return self.manual
         last = self.last() if self.last else None
         following = self.follows.get(last) if last is not None else None
         optimizer = following() if following is not None else None
@@ -107,9 +107,8 @@ class Gate:
     def backward_begins(self, roots: list[Tensor]) -> None:
         """The loss is known: a non-finite one trips before anything is computed from it."""
         self.trained = True
-        if self.optimizers == 0 and not self._accumulating():
-            self.steps.manual += 1
-            self._remember()
+        if self.optimizers == 0 and self._accumulating():
+            self.steps.manual -= 1  # The step that the last backward seemed to end goes on.
         for root in self._unscaled(roots):
             plain = readable(root)
             if plain is None or not plain.numel():
@@ -130,20 +129,20 @@ class Gate:
             self._check_gradients(_parameters(self.in_step), before_update=False)
         elif self.optimizers == 0:
             self._check_gradients(self._leaves_of(roots), before_update=False)
+            self._end_manual_step()
 
     def gradients_returned(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
         """`torch.autograd.grad` in a program without an optimizer object is its step."""
         self.trained = True
         if self.optimizers:
             return
-        self.steps.manual += 1
-        self._remember()
         bad = [t for t in outputs if not is_finite(t)]
         if bad:
             self.listener.trip(Noticed("loss"), bad, before_update=False)
         bad = [t for t in gradients if not is_finite(t)]
         if bad:
             self.listener.trip(Noticed("gradient"), bad, before_update=False)
+        self._end_manual_step()
 
     def loss_scaled(self, given: Any, result: Any) -> None:
         """A gradient scaler may drive a finite loss to infinity on purpose: the unscaled one decides."""
@@ -167,7 +166,7 @@ class Gate:
         self._check_gradients(_parameters(optimizer), before_update=not closure)
         self.in_step = optimizer
         self.described = describe(optimizer)
-        self.listener.step_begins(optimizer)
+        self.listener.step_begins(optimizer, closure)
 
     def after_update(self, optimizer: Any) -> None:
         if self.in_step is not optimizer:
@@ -264,9 +263,11 @@ class Gate:
         smallest = min((leaf.grad for leaf in leaves if leaf.grad is not None), key=Tensor.numel)
         return bool(smallest.any())
 
-    def _remember(self) -> None:
-        if self._loss is not None:
-            self.history.append(StepRecord(max(self.steps.manual - 1, 0), self._loss, self._norm))
+    def _end_manual_step(self) -> None:
+        self.history.append(StepRecord(self.steps.manual, self._loss, self._norm))
+        self._loss = None
+        self.steps.manual += 1
+        self.listener.step_ended()
 
     def past(self) -> History:
         """The last steps, the failing one included as far as it is known."""

@@ -60,6 +60,8 @@ class Tracer:
         self.step = 0
         self.region = "setup"
         self.in_optimizer = False
+        self.in_closure = False
+        """The optimizer calls the program back for its loss (LBFGS): what runs with gradients on is forward."""
         self.raws: list[Raw] = []
         self.writer: dict[int, int] = {}
         self.bad_writers: dict[int, list[int]] = {}
@@ -271,7 +273,8 @@ class Tracer:
         raw.node = raw.forward = None
         raw.python_backward = False
         if node is None:
-            raw.backward = "optimizer" if self.in_optimizer else "forward"
+            updating = self.in_optimizer and not (self.in_closure and torch.is_grad_enabled())
+            raw.backward = "optimizer" if updating else "forward"
             raw.module = self.modules.here()
             return
         recomputing = not raw.engine and raw.spot is not None and _in_checkpoint(frame)

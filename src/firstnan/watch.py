@@ -97,7 +97,7 @@ class Watch:
             return True
         return self.mode is Mode.DONE
 
-    def step_begins(self, optimizer: Any) -> None:
+    def step_begins(self, optimizer: Any, closure: bool) -> None:
         if self.mode is Mode.WAITING:
             # The gate tripped on these very gradients and goes on: nothing of them may be written.
             drop_gradients(optimizer)
@@ -106,7 +106,7 @@ class Watch:
         elif self.mode is Mode.REPLAYING:
             self._give_up()
         elif self.tracer is not None:
-            self.tracer.in_optimizer = True
+            self.tracer.in_optimizer, self.tracer.in_closure = True, closure
             self._name_tensors()
 
     def step_ended(self) -> None:

@@ -38,6 +38,8 @@ from firstnan.rules.scene import Scene
 __all__ = ["explain"]
 
 SECOND = 0.6
+FAR_BEHIND = 0.5
+"""A cause less than half as likely as the best is not worth a tired reader's time."""
 
 
 def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
@@ -52,7 +54,8 @@ def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
     best: dict[str, Cause] = {}
     for cause in sorted(causes, key=lambda c: -c.confidence):
         best.setdefault(cause.slug, cause)
-    return list(best.values()) or [_unexplained(scene)]
+    found = list(best.values())
+    return [c for c in found if c.confidence >= FAR_BEHIND * found[0].confidence] or [_unexplained(scene)]
 
 
 def _all(scene: Scene) -> list[Cause]:

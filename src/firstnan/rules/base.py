@@ -39,6 +39,8 @@ class Rule:
     def apply(self, scene: Scene) -> Cause | None:
         """The cause if the rule fits, None if it does not or if it fails over an odd record."""
         weight = 1.0 if scene.phase in self.phases else self.elsewhere
+        if weight and scene.event is not None and scene.event.in_python_backward:
+            weight = max(weight, 0.6)  # a backward written by hand calls operators for their value, as forward does
         if not weight:
             return None
         try:

@@ -136,4 +136,4 @@ def nan_constant(scene: Scene) -> Finding | None:
         f"`{scene.code}` computes with, or selects, a NaN that stands in the code as a constant. It reaches "
         f"{scene.nan} element(s) of the result."
     )
-    return Finding(why, 0.9, scene.input_lines())
+    return Finding(why, 0.3 if scene.phase == "input" else 0.9, scene.input_lines())

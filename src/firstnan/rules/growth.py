@@ -38,13 +38,15 @@ class Growth:
         )
 
 
-def growth(history: History) -> Growth | None:
-    """The clearest sustained rise among loss, gradient norm and parameter norm, None if none rose."""
+def growth(history: History, *, gradients: bool = True) -> Growth | None:
+    """The clearest sustained rise of loss or parameter norm (or, if `gradients`, gradient norm); None if none rose."""
     series = {
         "loss": [(s.step, s.loss) for s in history.steps],
         "gradient norm": [(s.step, s.grad_norm) for s in history.steps],
         "parameter norm": [(s.step, s.param_norm) for s in history.steps],
     }
+    if not gradients:
+        del series["gradient norm"]
     found = []
     for what, points in series.items():
         finite = [(step, abs(v)) for step, v in points if v is not None and math.isfinite(v)]

@@ -8,7 +8,7 @@ from typing import Any
 from firstnan.records import Phase
 from firstnan.rules.base import Finding, rule
 from firstnan.rules.division import DIVISIONS
-from firstnan.rules.overflow import STATE_OPS
+from firstnan.rules.overflow import STATE_OPS, overflowed
 from firstnan.rules.scene import Scene, has_zero, is_number, number
 
 UPDATES: frozenset[Phase] = frozenset({"optimizer", "parameter"})
@@ -81,9 +81,7 @@ def optimizer_eps(scene: Scene) -> Finding | None:
 
 @rule("optimizer_overflow", title="Overflow inside the optimizer", phases=frozenset({"optimizer"}))
 def optimizer_overflow(scene: Scene) -> Finding | None:
-    if not (scene.nan or scene.inf) or (scene.fed_by_nonfinite and not scene.inf):
-        return None
-    if scene.op in DIVISIONS and scene.zero_at(DIVISIONS[scene.op][1]):
+    if not (scene.inf or scene.nan) or not (scene.op in FUSED or overflowed(scene)):
         return None
     squared = " It squares the gradient." if scene.op in ("addcmul", "square", "pow") else ""
     why = (

@@ -7,6 +7,7 @@ import math
 from firstnan.records import OpEvent, TensorStat
 from firstnan.rules.base import ANY, Finding, rule
 from firstnan.rules.division import DIVISIONS
+from firstnan.rules.growth import growth as growth_of
 from firstnan.rules.scene import Scene, describe, largest, number, words
 
 EXPONENTIALS = ("exp", "expm1", "exp2", "sinh", "cosh", "softplus", "logaddexp")
@@ -22,7 +23,7 @@ ORDINARY_WEIGHT = 50.0
 ABSURD_WEIGHT = 1e6
 
 
-def _overflowed(scene: Scene) -> bool:
+def overflowed(scene: Scene) -> bool:
     """Finite numbers went in and something beyond the range came out, with no zero denominator to blame."""
     if not (scene.nan or scene.inf) or scene.fed_by_nonfinite:
         return False
@@ -69,7 +70,7 @@ def exp_overflow(scene: Scene) -> Finding | None:
 
 @rule("low_precision_overflow", title="Beyond the range of a 16-bit (or narrower) type", phases=ANY)
 def low_precision_overflow(scene: Scene) -> Finding | None:
-    if not scene.narrow or not _overflowed(scene):
+    if not scene.narrow or not overflowed(scene):
         return None
     if scene.op in EXPONENTIALS:
         top = max((s.max for s in scene.stats("self") if s.max is not None), default=0.0)
@@ -97,7 +98,7 @@ def _mask_line(scene: Scene) -> tuple[str, ...]:
 @rule("divergence_lr", title="Training diverged: the step size is too large", phases=ANY)
 def divergence_lr(scene: Scene) -> Finding | None:
     growth = scene.growth
-    if growth is None or not _overflowed(scene) or scene.phase == "input":
+    if growth is None or not overflowed(scene) or scene.phase == "input":
         return None
     # An exponential overflows near 88, which a healthy run with an outlier can reach: ask for much clearer growth.
     if scene.op in EXPONENTIALS and (growth.factor < 1e3 or growth.steps < 4):
@@ -108,7 +109,10 @@ def divergence_lr(scene: Scene) -> Finding | None:
         f"Before {_operator(scene)} overflowed in step {scene.origin.step}, {growth.sentence()}: every step "
         f"made it worse.{rate} The operator is only where the numbers ran out of range."
     )
-    confidence = 0.6 if scene.narrow or (scene.phase == "optimizer" and scene.op in STATE_OPS) else 0.93
+    # Gradients that grow while loss and weights stay put are the depth of the graph, not the step size.
+    only_gradients = scene.phase == "backward" and growth_of(scene.history, gradients=False) is None
+    state = scene.phase == "optimizer" and scene.op in STATE_OPS
+    confidence = 0.6 if scene.narrow or state or only_gradients else 0.93
     return Finding(why, confidence, (growth.sentence(), *scene.input_lines()))
 
 
@@ -116,11 +120,11 @@ STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
 """What an optimizer uses to update its own state."""
 
 
-@rule("bad_init", title="Absurdly large initial weights", phases=frozenset({"forward", "backward"}))
+@rule("bad_init", title="Absurdly large initial weights", phases=ANY - {"optimizer"})
 def bad_init(scene: Scene) -> Finding | None:
-    if not _overflowed(scene) or scene.origin.step > 1 or scene.growth is not None or scene.event is None:
+    if not overflowed(scene) or scene.origin.step > 1 or scene.growth is not None or scene.event is None:
         return None
-    start = [scene.event] if scene.phase == "forward" else [e for e in (scene.event, scene.origin.forward_event) if e]
+    start = [scene.event] if scene.phase != "backward" else [e for e in (scene.event, scene.origin.forward_event) if e]
     weights = [w for e in start for w in _weights(scene, e)]
     if not weights:
         return None
@@ -165,7 +169,7 @@ def _weights(scene: Scene, start: OpEvent) -> list[tuple[str, TensorStat]]:
 
 @rule("exploding_gradient", title="The gradient overflowed on its way back", phases=frozenset({"backward"}))
 def exploding_gradient(scene: Scene) -> Finding | None:
-    if scene.event is None or scene.event.in_python_backward or not _overflowed(scene):
+    if scene.event is None or scene.event.in_python_backward or not overflowed(scene):
         return None
     why = (
         f"The forward pass stayed finite, but the gradient of {_operator(scene)} left the range of "
@@ -178,7 +182,7 @@ def exploding_gradient(scene: Scene) -> Finding | None:
 
 @rule("overflow", title="A result beyond the range of its type")
 def overflow(scene: Scene) -> Finding | None:
-    if not _overflowed(scene) or scene.op in EXPONENTIALS:
+    if not overflowed(scene) or scene.op in EXPONENTIALS:
         return None
     why = (
         f"{_operator(scene)} made {scene.inf + scene.nan} element(s) too large for {scene.dtype} out of "
@@ -191,7 +195,7 @@ def overflow(scene: Scene) -> Finding | None:
 def overflow_elsewhere(scene: Scene) -> Finding | None:
     if not scene.inf or scene.nan or scene.fed_by_nonfinite or scene.event is None or not scene.event.born:
         return None
-    if scene.event.on_purpose or scene.event.uninitialized or _overflowed(scene):
+    if scene.event.on_purpose or scene.event.uninitialized or overflowed(scene):
         return None
     why = (
         f"{_operator(scene)} produced {scene.inf} infinite element(s) although everything it read was finite. "

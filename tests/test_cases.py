@@ -1,0 +1,115 @@
+"""Every training program with a known answer: what `firstnan run` says of it, point by point."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zygote import Result, Zygote
+
+pytest_plugins = ["zygote"]
+
+CASES = Path(__file__).parent / "cases"
+TRUTHS: dict[str, dict[str, Any]] = {
+    truth["id"]: truth
+    for path in sorted(CASES.glob("truth*.jsonl"))
+    for line in path.read_text().splitlines()
+    if line.strip()
+    for truth in [json.loads(line)]
+}
+FAILING = sorted(name for name, truth in TRUTHS.items() if truth["phase"] != "none")
+HEALTHY = sorted(name for name, truth in TRUTHS.items() if truth["phase"] == "none")
+
+# Operators that do the same and go by several names, depending on how the program was written.
+SAME = [
+    {"div", "true_divide", "divide"},
+    {"softmax", "scaled_dot_product_attention", "safe_softmax"},
+    {"norm", "linalg_vector_norm", "vector_norm"},
+    {"std", "var"},
+    {"mm", "addmm", "matmul", "linear", "bmm", "baddbmm"},
+    {"acos", "arccos"},
+    {"asin", "arcsin"},
+    {"mul", "multiply"},
+    {"sub", "subtract", "rsub"},
+    {"pow", "square"},
+]
+
+
+def plain(op: str | None) -> str:
+    """`aten._softmax.default` and `softmax_` are `softmax`."""
+    return (op or "").split("::")[-1].removeprefix("aten.").split(".")[0].strip("_").lower()
+
+
+def same_op(one: str | None, other: str | None) -> bool:
+    a, b = plain(one), plain(other)
+    return a == b or any(a in names and b in names for names in SAME)
+
+
+def wrong_points(truth: dict[str, Any], result: Result) -> list[str]:
+    """What the report says differently from the truth, one line a point."""
+    report = result.report
+    if report is None or report["verdict"] != "nonfinite" or report["origin"] is None:
+        return [f"nothing was found (exit code {result.code})\n{result.stderr}"]
+    origin, step = report["origin"], report["step"]
+    slug = (report["cause"] or {}).get("slug")
+    right = {
+        "exit code": (result.code, [3], result.code == 3),
+        "phase": _one_of(origin["phase"], truth, "phase", "alt_phases"),
+        "line": _one_of(origin["line"], truth, "line", "alt_lines"),
+        "file": (origin["file"], [truth["file"]], Path(origin["file"] or "").name == truth["file"]),
+        "op": (origin["op"], ops := [truth["op"], *truth["alt_ops"]], any(same_op(origin["op"], op) for op in ops)),
+        "step": (step, [truth["step"], *truth.get("alt_steps", [])], _step_fits(step, truth)),
+        "cause": _one_of(slug, truth, "cause", "alt_causes"),
+    }
+    return [f"{point}: {said!r}, not one of {wanted}" for point, (said, wanted, ok) in right.items() if not ok]
+
+
+def _one_of(said: Any, truth: dict[str, Any], name: str, others: str) -> tuple[Any, list[Any], bool]:
+    wanted = [truth[name], *truth[others]]
+    return said, wanted, said in wanted
+
+
+def _step_fits(step: Any, truth: dict[str, Any]) -> bool:
+    if not isinstance(step, int):
+        return False
+    return step in truth.get("alt_steps", []) or abs(step - truth["step"]) <= truth["step_tol"]
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_the_first_nonfinite_value_is_found_and_explained(firstnan: Zygote, tmp_path: Path, name: str) -> None:
+    result = firstnan(["run", CASES / TRUTHS[name]["file"]], cwd=tmp_path)
+    wrong = wrong_points(TRUTHS[name], result)
+    assert not wrong, "\n".join([TRUTHS[name]["note"], *wrong])
+    assert "internal error" not in result.stderr
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_program_is_left_in_peace(firstnan: Zygote, tmp_path: Path, name: str) -> None:
+    result = firstnan(["run", CASES / TRUTHS[name]["file"]], cwd=tmp_path)
+    assert result.code == TRUTHS[name].get("code", 0), result.stderr
+    assert result.report is not None
+    assert result.report["verdict"] == "clean", result.stderr
+    assert "firstnan:" not in result.stderr
+
+
+def test_every_program_has_its_truth_and_every_truth_its_program() -> None:
+    assert {truth["file"] for truth in TRUTHS.values()} == {path.name for path in CASES.glob("*.py")}
+
+
+def test_the_judge_tells_right_from_wrong() -> None:
+    """A report with one point changed is refused for that point alone."""
+    truth = {"id": "x", "phase": "forward", "op": "log", "line": 7, "step": 3, "cause": "log_of_zero", "file": "x.py"}
+    truth |= {"step_tol": 1, "alt_lines": [8], "alt_phases": [], "alt_ops": ["div"], "alt_causes": []}
+    origin = {"phase": "forward", "op": "true_divide", "line": 8, "file": "/a/x.py"}
+    report = {"verdict": "nonfinite", "origin": origin, "step": 4, "cause": {"slug": "log_of_zero"}}
+    assert wrong_points(truth, Result(3, "", "", report)) == []
+    for point, value in [("phase", "backward"), ("line", 9), ("file", "/a/y.py"), ("op", "exp")]:
+        changed = {**report, "origin": {**origin, point: value}}
+        assert [w.split(":")[0] for w in wrong_points(truth, Result(3, "", "", changed))] == [point]
+    for point, changed in [("step", {**report, "step": 5}), ("cause", {**report, "cause": None})]:
+        assert [w.split(":")[0] for w in wrong_points(truth, Result(3, "", "", changed))] == [point]
+    assert [w.split(":")[0] for w in wrong_points(truth, Result(0, "", "", report))] == ["exit code"]
+    assert wrong_points(truth, Result(0, "", "", {"verdict": "clean", "origin": None}))

@@ -1,0 +1,352 @@
+"""`firstnan run` on real programs: ways to loop, to train, to stop, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
+
+PROGRAMS = Path(__file__).parent / "programs"
+AGAIN_IN_PLACE = "the failing batch was handed out again"
+
+
+def marked(path: Path, mark: str = "") -> int:
+    """The line of the program that ends in `# <- MARK`."""
+    ending = f"# <- {mark}".rstrip()
+    lines = [n for n, line in enumerate(path.read_text().splitlines(), 1) if line.endswith(ending)]
+    assert len(lines) == 1, f"{path} has {len(lines)} lines that end in {ending}"
+    return lines[0]
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(text).lstrip("\n"))
+    return path
+
+
+# --- three textbook programs --------------------------------------------------------------------------------------
+
+DIVERGES = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(4):
+        layers += [nn.Linear(16, 16), nn.Tanh() if _ == 0 else nn.LeakyReLU(0.2)]
+    model = nn.Sequential(*layers, nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.randn(64, 16) * 3
+    y = x.sum(1, keepdim=True) * 10
+    for step in range(200):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)  # <-
+        loss.backward()
+        optimizer.step()
+"""
+
+DIVIDES = """
+    import torch
+
+    class Ratio(torch.nn.Module):
+        def forward(self, x):
+            return x / (x - x)  # <-
+
+    out = Ratio()(torch.tensor([1.0, 2.0, 3.0], requires_grad=True))
+"""
+
+SELECTS = """
+    import torch
+
+    class Positive(torch.nn.Module):
+        def forward(self, x):
+            x = torch.where(x > 0, x, torch.tensor(float("nan")))  # <-
+            return torch.log(x)
+
+    out = Positive()(torch.tensor([1.0, -2.0, 3.0], requires_grad=True))
+"""
+
+
+def test_a_learning_rate_of_one_on_five_layers(firstnan: Zygote, tmp_path: Path) -> None:
+    path = script(tmp_path, DIVERGES)
+    result = firstnan(["run", path], cwd=tmp_path)
+    assert result.cause == "divergence_lr"
+    assert result.origin["line"] == marked(path)
+    assert result.found["step"] > 0
+    assert result.found["reproduced"] == "deterministic"
+
+
+@pytest.mark.parametrize(
+    ("text", "op", "cause"), [(DIVIDES, "div", "div_by_zero"), (SELECTS, "where", "nan_constant")], ids=["div", "where"]
+)
+def test_a_forward_call_without_backward(firstnan: Zygote, tmp_path: Path, text: str, op: str, cause: str) -> None:
+    path = script(tmp_path, text)
+    result = firstnan(["run", path], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", marked(path), cause)
+    assert result.origin["op"] == op
+
+
+@pytest.mark.parametrize("text", [DIVIDES, SELECTS], ids=["div", "where"])
+def test_anomaly_detection_says_nothing_about_a_forward_call(tmp_path: Path, text: str) -> None:
+    import torch
+
+    path = script(tmp_path, text)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        detection = torch.autograd.detect_anomaly()  # its own warning that it is slow comes here
+        said.clear()
+        with detection:
+            names: dict[str, torch.Tensor] = {}
+            exec(compile(path.read_text(), path, "exec"), names)
+    assert not torch.isfinite(names["out"]).all()
+    assert said == []
+
+
+# --- ways to take batches -----------------------------------------------------------------------------------------
+
+# The loop ends right after the failing step, or the batch is none that a loader could give again.
+ONLY_BY_A_SECOND_RUN = ["break", "islice_last"]
+STEP_5 = [
+    "enumerate", "tqdm", "next", "islice", "cycle", "zip", "workers", "stream", "batch_sampler", "augment", "scheduler",
+    "evaluate",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", STEP_5)
+def test_the_failing_batch_is_handed_out_again(firstnan: Zygote, tmp_path: Path, way: str) -> None:
+    result = firstnan(["run", PROGRAMS / "loops.py", way], cwd=tmp_path)
+    assert_log_of_negative(result.origin, result.cause)
+    assert result.found["step"] == 5
+    assert result.found["batch"]["index"] == 5
+    assert_in_place(result.found, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("way", "step", "batch"), [("sampler", 4, 4), ("persistent", 15, 5), ("chain", 7, 5)], ids=lambda v: str(v)
+)
+def test_steps_and_batches_are_counted_apart(firstnan: Zygote, tmp_path: Path, way: str, step: int, batch: int) -> None:
+    result = firstnan(["run", PROGRAMS / "loops.py", way], cwd=tmp_path)
+    assert_log_of_negative(result.origin, result.cause)
+    assert result.found["step"] == step
+    # A loader's iterator is used again by persistent workers: then its batches are counted through.
+    assert result.found["batch"]["index"] in (batch, step)
+    assert_in_place(result.found, result.stderr)
+
+
+@pytest.mark.parametrize("way", ["shuffle", "chance", "chance_numpy", "chance_torch"])
+def test_random_numbers_are_put_back(firstnan: Zygote, tmp_path: Path, way: str) -> None:
+    result = firstnan(["run", PROGRAMS / "loops.py", way], cwd=tmp_path)
+    assert_log_of_negative(result.origin, result.cause)
+    # The program says it once while it runs and once while the batch is replayed.
+    step = int(result.stdout.split()[1])
+    assert result.stdout == f"negative {step}\n" * 2
+    assert result.found["step"] == step
+    assert_in_place(result.found, result.stderr)
+
+
+@pytest.mark.parametrize("way", ONLY_BY_A_SECOND_RUN)
+def test_a_loop_that_ends_with_the_failing_step_is_run_again(firstnan: Zygote, tmp_path: Path, way: str) -> None:
+    result = firstnan(["run", PROGRAMS / "loops.py", way], cwd=tmp_path)
+    assert_log_of_negative(result.origin, result.cause)
+    assert result.found["step"] == 5
+    assert result.found["reproduced"] == "deterministic"
+    assert "running the program again" in result.stderr
+
+
+def assert_log_of_negative(origin: dict[str, object], cause: str) -> None:
+    assert (origin["phase"], origin["op"], cause) == ("forward", "log", "log_of_negative")
+    assert origin["line"] == marked(PROGRAMS / "loops.py")
+    assert origin["file"] == str(PROGRAMS / "loops.py")
+
+
+def assert_in_place(report: dict[str, object], stderr: str) -> None:
+    assert report["replay"] == AGAIN_IN_PLACE
+    assert report["reproduced"] == "deterministic"
+    assert "running the program again" not in stderr
+
+
+# --- ways to train ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3], ids=["first", "middle", "last"])
+def test_a_bad_micro_batch(firstnan: Zygote, tmp_path: Path, bad: int) -> None:
+    result = firstnan(["run", PROGRAMS / "turns.py", "accumulate", str(bad)], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["op"], result.cause) == ("forward", "div", "zero_over_zero")
+    assert result.origin["line"] == marked(PROGRAMS / "turns.py", "accumulate")
+    assert result.found["step"] == 3
+    assert result.found["batch"]["index"] == 12 + bad
+    assert_in_place(result.found, result.stderr)
+
+
+@pytest.mark.parametrize(("who", "mark", "op"), [("discriminator", "discriminator", "log"), ("generator", "g", "sqrt")])
+def test_two_optimizers_that_take_turns(firstnan: Zygote, tmp_path: Path, who: str, mark: str, op: str) -> None:
+    result = firstnan(["run", PROGRAMS / "turns.py", "gan", who], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["op"], result.cause) == ("forward", op, f"{op}_of_negative")
+    assert result.origin["line"] == marked(PROGRAMS / "turns.py", mark)
+    assert result.found["step"] == 5
+    assert_in_place(result.found, result.stderr)
+
+
+@pytest.mark.parametrize("style", ["by_hand", "functional", "tensors_only", "two_models", "trainer", "thread", "clip"])
+def test_a_gradient_of_sqrt_at_zero_in_every_style(firstnan: Zygote, tmp_path: Path, style: str) -> None:
+    result = firstnan(["run", PROGRAMS / "styles.py", style], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["op"], result.cause) == ("backward", "sqrt", "sqrt_grad_at_zero")
+    assert result.origin["line"] == marked(PROGRAMS / "styles.py", "backward")
+    assert result.found["step"] == 5
+    assert result.found["reproduced"] == "deterministic"
+
+
+@pytest.mark.parametrize(("style", "cause"), [("lbfgs", "log_of_zero"), ("scaler_nan", "log_of_negative")])
+def test_a_bad_loss_in_a_closure_or_under_a_scaler(firstnan: Zygote, tmp_path: Path, style: str, cause: str) -> None:
+    result = firstnan(["run", PROGRAMS / "styles.py", style], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["op"], result.cause) == ("forward", "log", cause)
+    assert result.origin["line"] == marked(PROGRAMS / "styles.py", "forward")
+    assert result.found["step"] == 5
+
+
+def test_the_first_overflows_of_a_scaler_are_normal(firstnan: Zygote, tmp_path: Path) -> None:
+    result = firstnan(["run", PROGRAMS / "styles.py", "scaler_first_overflows"], cwd=tmp_path)
+    assert result.code == 0
+    assert result.report is not None
+    assert result.report["verdict"] == "clean"
+    assert result.stderr == ""
+    assert 1 < float(result.stdout.split()[1]) < 2.0**127  # it did overflow
+
+
+def test_a_scale_that_sinks_below_one_is_not(firstnan: Zygote, tmp_path: Path) -> None:
+    result = firstnan(["run", PROGRAMS / "styles.py", "scaler_sinks"], cwd=tmp_path)
+    assert (result.origin["phase"], result.cause) == ("backward", "sqrt_grad_at_zero")
+    assert result.origin["line"] == marked(PROGRAMS / "styles.py", "backward")
+
+
+def test_the_main_thread_goes_on_after_a_finding_in_another(firstnan: Zygote, tmp_path: Path) -> None:
+    result = firstnan(["run", PROGRAMS / "styles.py", "thread"], cwd=tmp_path)
+    assert result.code == 3
+    assert result.stdout == "joined\n"
+
+
+# --- programs that stop by themselves -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", ["exit", "exit_0", "raise", "break", "return", "assert", "isnan", "categorical", "normal"]
+)
+def test_a_program_that_notices_it_first(firstnan: Zygote, tmp_path: Path, how: str) -> None:
+    result = firstnan(["run", PROGRAMS / "stops.py", how], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["op"], result.cause) == ("forward", "log", "log_of_negative")
+    assert result.origin["line"] == marked(PROGRAMS / "stops.py", "log")
+    assert result.found["step"] == 5
+    # Its own words stay, the second run adds none.
+    assert result.stdout == {"break": "after the loop\ndone\n", "return": "done\n"}.get(how, "")
+    assert result.stderr.count("Traceback") == (how not in ("exit", "exit_0", "break", "return"))
+
+
+def test_a_decomposition_that_raises(firstnan: Zygote, tmp_path: Path) -> None:
+    result = firstnan(["run", PROGRAMS / "stops.py", "cholesky"], cwd=tmp_path)
+    assert (result.origin["phase"], result.cause) == ("forward", "not_positive_definite")
+    assert "cholesky" in result.origin["op"]
+    assert result.origin["line"] == marked(PROGRAMS / "stops.py", "cholesky")
+    assert result.found["step"] == 5
+    assert "LinAlgError" in result.stderr
+
+
+CATCHES_ALL = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    data = torch.rand(40, 4) + 0.5
+    data[21] = -1.0
+    for x in {batches}:
+        try:
+            optimizer.zero_grad()
+            loss = (weight * torch.log(x)).sum()  # <-
+            loss.backward()
+            optimizer.step()
+        except:
+            print("caught")
+    print("end")
+"""
+
+
+@pytest.mark.parametrize("batches", ["DataLoader(data, batch_size=4)", "data.split(4)"], ids=["loader", "tensor"])
+def test_a_program_that_catches_everything_still_ends(firstnan: Zygote, tmp_path: Path, batches: str) -> None:
+    path = script(tmp_path, CATCHES_ALL.format(batches=batches))
+    result = firstnan(["run", path], cwd=tmp_path)
+    assert (result.origin["line"], result.cause) == (marked(path), "log_of_negative")
+    assert result.found["step"] == 5
+    assert result.stdout.endswith("end\n")
+
+
+# --- options and files --------------------------------------------------------------------------------------------
+
+
+def test_tracing_from_the_first_step_needs_no_replay(firstnan: Zygote, tmp_path: Path) -> None:
+    result = firstnan(["run", "--trace", PROGRAMS / "loops.py", "enumerate"], cwd=tmp_path)
+    assert_log_of_negative(result.origin, result.cause)
+    assert result.found["step"] == 5
+    assert result.stdout == "negative 5\n"
+    assert "running the program again" not in result.stderr
+
+
+def test_without_a_replay_the_step_is_still_known(firstnan: Zygote, tmp_path: Path) -> None:
+    result = firstnan(["run", "--replay", "never", PROGRAMS / "loops.py", "enumerate"], cwd=tmp_path)
+    assert (result.found["step"], result.found["origin"], result.found["cause"]) == (5, None, None)
+    assert result.found["noticed"]["what"] == "loss"
+    assert result.found["reproduced"] == "not_replayed"
+    assert result.stdout == "negative 5\n"
+
+
+def test_a_written_report_shows_as_it_was_printed(firstnan: Zygote, tmp_path: Path) -> None:
+    words = ["run", "--json", "report.json", "-o", "report.txt", PROGRAMS / "loops.py", "enumerate"]
+    result = firstnan(words, cwd=tmp_path)
+    assert result.found["format"] == "firstnan-report"
+    shown = firstnan(["show", "report.json"], cwd=tmp_path)
+    assert (shown.code, shown.stderr) == (0, "")
+    assert shown.stdout == (tmp_path / "report.txt").read_text()
+    # On the screen one line more says where the report was saved.
+    more = [line for line in result.stderr.splitlines() if line not in shown.stdout.splitlines()]
+    assert len(more) == 1
+    assert "report.json" in more[0]
+    assert [line for line in result.stderr.splitlines() if line not in more] == shown.stdout.splitlines()
+
+
+def test_a_clean_run_writes_its_report_and_says_nothing(firstnan: Zygote, tmp_path: Path) -> None:
+    words = ["run", "--json", "report.json", "-o", "report.txt", PROGRAMS / "styles.py", "scaler_first_overflows"]
+    result = firstnan(words, cwd=tmp_path)
+    assert (result.code, result.stderr) == (0, "")
+    assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "clean"
+    assert (tmp_path / "report.txt").exists()
+
+
+DIES_IN_SECOND_RUN = """
+    import os, signal
+    import torch
+
+    if os.path.exists("first"):
+        os.kill(os.getppid(), signal.SIGKILL)
+    open("first", "w").close()
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step in range(5):
+        loss = (weight * (3 - step)).log().sum()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_finding_is_on_disk_before_anything_else_is_tried(firstnan: Zygote, tmp_path: Path) -> None:
+    """The second run kills the first with the signal that nothing can catch."""
+    result = firstnan(["run", script(tmp_path, DIES_IN_SECOND_RUN)], cwd=tmp_path)
+    assert result.code == -9
+    assert result.report is not None
+    assert result.report["verdict"] == "nonfinite"
+    assert result.report["step"] == 3
