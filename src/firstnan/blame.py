@@ -14,7 +14,6 @@ _MASK_KEEPING = {
     "maximum", "max", "min", "clamp", "select_scatter", "slice_scatter", "scatter", "index_fill", "index_copy",
     "constant_pad_nd", "full_like", "new_full", "log",
 }  # fmt: skip
-_SELECTING = {"where", "masked_fill", "index_put", "copy", "fill"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,9 @@ class _Walk:
                 continue
             self.consumer[index] = consumer
             operands = self.trace.events[index].inputs
-            stack += [(o.producer, index) for o in operands if o.guilty and o.producer is not None]
+            for o in operands:
+                if o.guilty:
+                    stack += [(p, index) for p in (o.producer, *o.also) if p is not None]
 
     def chain(self, index: int) -> list[OpEvent]:
         """From the origin to what was noticed."""
@@ -97,11 +98,19 @@ class _Walk:
         if accidents:
             return min(accidents, key=lambda s: s.order), False
         if nan_makers:
-            return nan_makers[0], False
+            return self._log_of_zero(nan_makers[0], on_purpose) or nan_makers[0], False
         if not on_purpose:
             # The trail ends in the middle (memory written by something that was not seen): as far back as it goes.
             return (Source(self.trace.events[min(self.consumer)]) if self.consumer else None), False
         return self._unmasked(on_purpose)
+
+    def _log_of_zero(self, maker: Source, on_purpose: list[Source]) -> Source | None:
+        """The logarithm of zeros and ones is a mask when it is added; when it is multiplied by them it is the bug."""
+        if maker.event.op != "mul":
+            return None
+        at = maker.event.index
+        logs = [s for s in on_purpose if s.event.op == "log" and any(e.index == at for e in self.chain(s.event.index))]
+        return logs[0] if logs else None
 
     def _unmasked(self, on_purpose: list[Source]) -> tuple[Source | None, bool]:
         """Only constants were found: a NaN constant, or an infinity that a label or a sum brought into the loss."""
@@ -167,13 +176,14 @@ def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
     for e in chain:
         if e.phase == "optimizer" and e.region == "step":
             return "optimizer"
-        if e.role == "parameter" and not e.grad:
+        roles = {i.role for i in e.inputs if i.guilty} | ({e.role} if not e.grad else set())
+        if "parameter" in roles:
             return "parameter"
-        if e.role == "input" and not e.grad:
+        # What a step computes is forward, also where it writes the result over its batch.
+        if "input" in roles and event.region != "step":
             return "input"
-        for i in e.inputs:
-            if i.guilty and i.role in ("parameter", "input"):
-                return "parameter" if i.role == "parameter" else "input"
+    if event.aten.startswith("aten.lift_fresh") and not event.on_purpose:
+        return "input"
     # Before the first step only what ran inside a module is a forward pass; the rest prepares data.
     return "input" if event.region == "setup" and not event.module_type else "forward"
 

@@ -14,6 +14,8 @@ from firstnan.ops import OpInfo
 from firstnan.records import TensorStat
 
 _MAX_ROWS = 64
+# A finite product on top of a first argument, which may be a mask.
+_ADDS_PRODUCT = {"addmm", "baddbmm", "addbmm", "addmv", "addr"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,57 +35,84 @@ def examine(
     tensors: list[tuple[str, Tensor]],
     results: list[Tensor],
     scalars: tuple[tuple[str, Any], ...],
-    before: dict[int, Tensor] | None,
+    before: dict[int, Tensor] | None = None,
 ) -> Detail:
-    """The full evidence of one call; `before` holds what mutated arguments were."""
+    """The full evidence of one call; `before` holds what arguments were that the call has overwritten.
+
+    Of an overwritten argument that is not in there only one thing is known: it was finite.
+    """
     before = before or {}
     overwritten = {id(t) for t in results}
     inputs = [(name, before.get(id(t), None if id(t) in overwritten else t)) for name, t in tensors]
     stats = tuple(stat(name, t) if t is not None else None for name, t in inputs)
     outputs = tuple(stat("result", t) for t in results if readable(t) is not None)
     bad_result = next((t for t in results if (p := readable(t)) is not None and not _all_finite(p)), None)
-    purpose = _on_purpose(op, scalars, stats, outputs)
-    plain: Detail
     if bad_result is None:
         return Detail(stats, tuple(bool(s and s.bad) for s in stats), outputs)
     result = readable(bad_result)
     assert result is not None
-    values = [readable(t) if t is not None else None for _, t in inputs]
-    if op.name == "where" and len(values) == 3:
-        plain = _pointwise(_selected(inputs), result)
-    elif op.name == "masked_fill" and values[0] is not None:
-        plain = _pointwise(_unmasked(inputs), result)
-    elif op.pointwise or op.name in ("copy", "to", "clone"):
-        plain = _pointwise(list(values), result)
-    else:
-        plain = _whole(stats, outputs)
-    first, rows = plain.outputs, plain.bad_rows
-    del first
-    witness = _witness(inputs, bad_result, plain) if op.pointwise else ()
+    flow = _flow(op, inputs, results, result, scalars, stats, outputs)
+    born_of_grad = any(t is not None and t.requires_grad for _, t in tensors)
+    purpose = _on_purpose(op, scalars, stats, outputs, born_of_grad)
+    witness = _witness(inputs, bad_result, flow) if op.pointwise else ()
+    rows = flow.bad_rows
     if not rows and result.dim() and bad_result.dim():
         rows = _rows(~torch.isfinite(result), bad_result)
-    return Detail(stats, plain.guilty, outputs, plain.born, plain.nan_from_inf, purpose, witness, rows)
+    return Detail(stats, flow.guilty, outputs, flow.born, flow.nan_from_inf, purpose, witness, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Which inputs handed something bad on, and how many elements went bad here."""
+
+    guilty: tuple[bool, ...]
+    born: int = 0
+    nan_from_inf: int = 0
+    bad_rows: tuple[int, ...] = ()
+
+
+def _flow(
+    op: OpInfo,
+    inputs: list[tuple[str, Tensor | None]],
+    results: list[Tensor],
+    result: Tensor,
+    scalars: tuple[tuple[str, Any], ...],
+    stats: tuple[TensorStat | None, ...],
+    outputs: tuple[TensorStat, ...],
+) -> _Flow:
+    values = [readable(t) if t is not None else None for _, t in inputs]
+    if op.name == "where" and len(values) == 3:
+        return _pointwise(_selected(inputs), result)
+    if op.name == "masked_fill" and values[0] is not None:
+        return _pointwise(_unmasked(inputs), result)
+    if "_foreach_" in op.aten and op.pointwise:
+        return _foreach(inputs, results, scalars)
+    if op.pointwise or op.name in ("copy", "to", "clone"):
+        return _pointwise(values, result, scalars)
+    if op.name in _ADDS_PRODUCT and values[0] is not None and all(v is None or _all_finite(v) for v in values[1:]):
+        return _pointwise([values[0], *(None for _ in values[1:])], result)
+    return _whole(stats, outputs)
 
 
 def _all_finite(t: Tensor) -> bool:
     return bool(torch.isfinite(t).all())
 
 
-def _whole(stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]) -> Detail:
+def _whole(stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]) -> _Flow:
     """An operator that mixes its elements: judged by whole tensors."""
     guilty = tuple(bool(s and s.bad) for s in stats)
     bad, nan = sum(o.bad for o in outputs), sum(o.nan for o in outputs)
     if not any(guilty):
-        return Detail((), guilty, (), born=bad)
-    from_inf = nan if not any(s and s.nan for s in stats) else 0
-    return Detail((), guilty, (), nan_from_inf=from_inf)
+        return _Flow(guilty, born=bad)
+    return _Flow(guilty, nan_from_inf=nan if not any(s and s.nan for s in stats) else 0)
 
 
-def _pointwise(values: list[Tensor | None], result: Tensor) -> Detail:
+def _pointwise(values: list[Tensor | None], result: Tensor, scalars: tuple[tuple[str, Any], ...] = ()) -> _Flow:
     """An operator whose elements line up: judged element by element."""
     bad = ~torch.isfinite(result)
-    known_nan = torch.zeros_like(bad)
-    known_inf = torch.zeros_like(bad)
+    numbers = [v for _, v in scalars if isinstance(v, float)]
+    known_nan = torch.full_like(bad, any(math.isnan(v) for v in numbers))
+    known_inf = torch.full_like(bad, any(math.isinf(v) for v in numbers))
     guilty = []
     for v in values:
         if v is None or _all_finite(v):
@@ -99,7 +128,28 @@ def _pointwise(values: list[Tensor | None], result: Tensor) -> Detail:
     born = bad & ~known_nan & ~known_inf
     from_inf = torch.isnan(result) & ~known_nan & known_inf
     where = born if bool(born.any()) else from_inf if bool(from_inf.any()) else bad
-    return Detail((), tuple(guilty), (), int(born.sum()), int(from_inf.sum()), bad_rows=_rows(where, result))
+    return _Flow(tuple(guilty), int(born.sum()), int(from_inf.sum()), _rows(where, result))
+
+
+def _foreach(
+    inputs: list[tuple[str, Tensor | None]], results: list[Tensor], scalars: tuple[tuple[str, Any], ...]
+) -> _Flow:
+    """Many calls in one: the first of each list belong together, then the second."""
+    guilty = [False] * len(inputs)
+    born = from_inf = 0
+    places: dict[str, list[int]] = {}
+    for at, (name, _) in enumerate(inputs):
+        places.setdefault(name, []).append(at)
+    for i, r in enumerate(results):
+        result = readable(r)
+        if result is None:
+            continue
+        mine = [at[i] if len(at) > 1 else at[0] for at in places.values() if len(at) in (1, len(results))]
+        flow = _pointwise([readable(inputs[at][1]) for at in mine], result, scalars)
+        for at, handed_on in zip(mine, flow.guilty, strict=True):
+            guilty[at] = guilty[at] or handed_on
+        born, from_inf = born + flow.born, from_inf + flow.nan_from_inf
+    return _Flow(tuple(guilty), born, from_inf)
 
 
 def _selected(inputs: list[tuple[str, Tensor | None]]) -> list[Tensor | None]:
@@ -128,7 +178,7 @@ def _rows(where: Tensor, result: Tensor) -> tuple[int, ...]:
     return tuple(rows[:_MAX_ROWS].tolist())
 
 
-def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, plain: Detail) -> tuple[tuple[str, float], ...]:
+def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, plain: _Flow) -> tuple[tuple[str, float], ...]:
     """The values read and written at the first element that went wrong here."""
     r = readable(result)
     if r is None or r.shape != result.shape:
@@ -160,13 +210,15 @@ def _on_purpose(
     scalars: tuple[tuple[str, Any], ...],
     stats: tuple[TensorStat | None, ...],
     outputs: tuple[TensorStat, ...],
+    learned: bool,
 ) -> bool:
     """Whether the program asked for the infinity (or NaN): a constant, a mask, the logarithm of a mask."""
     if any(isinstance(v, float) and not math.isfinite(v) for _, v in scalars):
         return True
     if op.name == "tensor":
         return all(o.numel == 1 or (not o.nan and mask_like(o)) for o in outputs)
-    return op.name == "log" and all(s is None or s.binary for s in stats)
+    # Probabilities that the model computes can be exactly 0 or 1 too, and are no mask.
+    return op.name == "log" and not learned and all(s is None or s.binary for s in stats)
 
 
 def mask_like(s: TensorStat) -> bool:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from firstnan.records import TensorStat
 
-# Below this many elements a copy costs less than the call that makes it.
-SMALL = 1 << 20
+_USUAL = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8", "float4")))
 
 
@@ -22,6 +21,9 @@ def readable(t: Any) -> Tensor | None:
 
     Sharded tensors give their local part, sparse ones their values, complex ones their real view.
     """
+    kind = type(t)
+    if (kind is Tensor or kind is torch.nn.Parameter) and t.dtype in _USUAL and t.layout is torch.strided:
+        return t.detach() if not t.is_meta else None
     if not isinstance(t, Tensor):
         return None
     if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
@@ -58,6 +60,14 @@ def extremes(t: Tensor) -> tuple[float, float] | None:
         return value, value
     low, high = torch.aminmax(t)
     return low.item(), high.item()
+
+
+def surely_finite(t: Tensor) -> bool:
+    """A quick yes: the sum of squares is finite. A no means nothing, since it overflows on large numbers."""
+    if t.dtype is not torch.float32 or not t.is_contiguous() or t.is_meta:
+        return False
+    flat = t.detach().view(-1)
+    return math.isfinite(torch.dot(flat, flat).item())
 
 
 def is_finite(t: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +42,20 @@ _NAMES = {
 }
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}
 _CREATES = {"tensor", "full", "full_like", "new_full", "scalar_tensor", "fill"}
-_COPIES = {"clone", "copy", "to", "contiguous", "detach", "stack", "cat", "alias", "select_scatter", "slice_scatter"}
+# In-place operators that never read what they write to.
+_OVERWRITES = {
+    "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric", "log_normal", "cauchy",
+}  # fmt: skip
+# Finite in, finite out, whatever the numbers are: not worth reading the result.
+_TAME = {
+    "relu", "threshold_backward", "tanh", "tanh_backward", "sigmoid", "sigmoid_backward", "hardtanh",
+    "hardtanh_backward", "neg", "abs", "sign", "clamp", "clamp_min", "clamp_max", "softmax",
+    "max_pool2d_with_indices", "maximum", "minimum", "max", "min", "amax", "amin", "where", "masked_fill", "cat",
+    "stack", "clone", "copy", "gather", "index", "index_select", "embedding", "slice_backward", "select_backward",
+    "flip", "roll", "repeat", "constant_pad_nd", "zeros", "zeros_like", "ones", "ones_like", "arange", "rand",
+    "randn", "rand_like", "randn_like", "randperm", "bernoulli", "new_zeros", "new_ones", "eye", "zero", "sin", "cos",
+    "one_hot", "sort", "topk",
+}  # fmt: skip
 
 
 def plain_name(name: str) -> str:
@@ -62,22 +74,38 @@ class OpInfo:
     aten: str
     arguments: tuple[str, ...]
     mutated: frozenset[str]
+    overwritten: frozenset[str]
+    """Those of the mutated arguments whose old content is not read: `out=`, the target of a copy."""
     view: bool
     pointwise: bool
     empty: bool
     creates: bool
-    copies: bool
+    tame: bool
+    """Finite in, finite out: its result need not be read when what it reads is known to be finite."""
     inert: bool
     """Neither computes nor writes: not worth an event."""
 
 
-@cache
+_known: dict[int, tuple[OpInfo, Any]] = {}
+
+
 def info(func: Any) -> OpInfo:
+    # By identity: the hash of an overload is computed in Python.
+    known = _known.get(id(func))
+    if known is None:
+        known = _known[id(func)] = (_describe(func), func)
+    return known[0]
+
+
+def _describe(func: Any) -> OpInfo:
     schema = func._schema
     name = plain_name(schema.name)
     mutated = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     if name == "batch_norm":
         mutated |= {"running_mean", "running_var"}  # written in training, though the schema does not say so
+    overwritten = frozenset(a.name for a in schema.arguments if a.is_out)
+    if name in _OVERWRITES and "self" in mutated:
+        overwritten |= {"self"}
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     tags = func.tags if hasattr(func, "tags") else ()
     return OpInfo(
@@ -85,10 +113,11 @@ def info(func: Any) -> OpInfo:
         aten=str(func),
         arguments=tuple(a.name for a in schema.arguments),
         mutated=mutated,
+        overwritten=overwritten,
         view=view and name != "tensor",
         pointwise=torch.Tag.pointwise in tags,
         empty=name in _EMPTY,
         creates=name in _CREATES,
-        copies=name in _COPIES,
+        tame=name in _TAME,
         inert=name in ("detach", "alias") or name.startswith("sym_") or (name == "is_pinned"),
     )

@@ -77,6 +77,8 @@ class Operand:
     """Its readable name: `encoder.0.weight`, `batch[1]`."""
     guilty: bool = False
     """Its own non-finite elements are (some of) those that the operator handed on."""
+    also: tuple[int, ...] = ()
+    """Guilty: earlier events that left other non-finite elements in the same memory; `producer` is the last."""
 
 
 @dataclass(frozen=True, slots=True)

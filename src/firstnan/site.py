@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from firstnan.records import Site
 
 Spot = tuple[CodeType, int]
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LIBRARY = tuple(
     {os.path.realpath(p) + os.sep for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")) if p}
@@ -30,12 +30,13 @@ class Ownership:
 
     def __init__(self, program_dirs: tuple[str, ...] = ()) -> None:
         self._dirs = tuple(os.path.realpath(d).rstrip(os.sep) + os.sep for d in program_dirs if d)
-        self._known: dict[CodeType, bool] = {}
+        self._known: dict[str, bool] = {}
 
     def owns(self, code: CodeType) -> bool:
-        known = self._known.get(code)
+        name = code.co_filename
+        known = self._known.get(name)
         if known is None:
-            known = self._known[code] = self._decide(code.co_filename)
+            known = self._known[name] = self._decide(name)
         return known
 
     def _decide(self, name: str) -> bool:
@@ -43,21 +44,25 @@ class Ownership:
             # Cells of a notebook and standard input are the user's; "<string>" is generated code.
             return name.startswith(("<ipython", "<stdin"))
         path = os.path.realpath(name)
-        for d in self._dirs:
-            if path.startswith(d) and not any(mark in path[len(d) - 1 :] for mark in _INSTALLED):
-                return True
-        if path.startswith(_HERE) or any(mark in path for mark in _INSTALLED):
-            return False
-        return not path.startswith(_LIBRARY)
+        if os.path.dirname(path) + os.sep in self._dirs:
+            return True
+        # The folder nearest to the file decides: a program may lie inside site-packages, and a virtual
+        # environment, an interpreter or this package inside the folder of the program.
+        user = max((len(d) for d in self._dirs if path.startswith(d)), default=0)
+        library = max((len(d) for d in (_HERE, *_LIBRARY) if path.startswith(d)), default=0)
+        installed = max(path.rfind(mark) + len(mark) if mark in path else 0 for mark in _INSTALLED)
+        return user > max(library, installed) if user else not (library or installed)
 
     def spots(self, frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool]:
         """The nearest user frame, the innermost frame where that is a library's, and whether the
         autograd engine was passed on the way (then the user frame is only the one that called backward)."""
         inner: Spot | None = None
         engine = False
+        known = self._known
         while frame is not None:
             code = frame.f_code
-            if self.owns(code):
+            own = known.get(code.co_filename)
+            if own or (own is None and self.owns(code)):
                 return (code, frame.f_lasti), inner, engine
             if code.co_name == "_engine_run_backward":
                 engine = True
@@ -69,15 +74,19 @@ class Ownership:
 
 @lru_cache(maxsize=1024)
 def _is_plumbing(name: str) -> bool:
-    return name.startswith(_HERE) or any(mark in name for mark in _PLUMBING)
+    return os.path.realpath(name).startswith(_HERE) or any(mark in name for mark in _PLUMBING)
 
 
-@lru_cache(maxsize=4096)
 def resolve(spot: Spot) -> Site:
     """The place in source of one instruction, with the expression it belongs to."""
     code, lasti = spot
+    return _resolve(code.co_filename, code, lasti)
+
+
+# The name is part of the key: to Python, equal code from two files is equal.
+@lru_cache(maxsize=4096)
+def _resolve(name: str, code: CodeType, lasti: int) -> Site:
     line, end_line, column, end_column = _positions(code, lasti)
-    name = code.co_filename
     lines = linecache.getlines(name)
     if line is None:
         return Site(name, code.co_firstlineno, function=code.co_name)

@@ -5,22 +5,41 @@ from __future__ import annotations
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from firstnan.examine import Detail, examine, numbers_in
-from firstnan.finite import SMALL, dtype_name, extremes, readable, stat
+from firstnan.finite import extremes, readable, surely_finite
+from firstnan.memory import Memory
 from firstnan.modules import ModuleStack
 from firstnan.ops import OpInfo, info
 from firstnan.records import Operand, OpEvent, Role, TensorStat, Trace
 from firstnan.site import Ownership, Spot, resolve
 
+_MOST_RAISED = 16
+_SMALL = 1 << 14  # Up to here a copy of what an in-place operator overwrites costs little.
+_LARGE = 1 << 18
+_sequence_number = torch._C._autograd._get_sequence_nr
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like carry no usable sequence number.
+
+
+@dataclass(slots=True)
+class Read:
+    """One tensor that an operator read."""
+
+    name: str
+    writer: int | None
+    """The event that wrote to it last; None: it came from outside."""
+    key: int | None
+    """Its memory."""
+    bad_writers: tuple[int, ...] = ()
+    """The events that left something non-finite there."""
 
 
 class Raw:
@@ -38,9 +57,8 @@ class Raw:
     node: str | None
     forward: int | None
     module: tuple[str, str]
-    reads: list[tuple[str, int | None, int]]
-    """Name, index of the writer (None: from outside), storage key."""
-    outputs: list[tuple[tuple[int, ...], str, float | None, float | None]]
+    reads: list[Read]
+    outputs: list[tuple[Any, torch.dtype, float | None, float | None]]
     writes: list[int]
     detail: Detail | None
     scalars: tuple[tuple[str, Any], ...]
@@ -63,18 +81,13 @@ class Tracer:
         self.in_closure = False
         """The optimizer calls the program back for its loss (LBFGS): what runs with gradients on is forward."""
         self.raws: list[Raw] = []
-        self.writer: dict[int, int] = {}
-        self.bad_writers: dict[int, list[int]] = {}
-        self.empty: dict[int, int] = {}
-        """Memory that was allocated and not yet wholly written, and the event that allocated it."""
-        self.outside: dict[int, TensorStat | None] = {}
-        self.roles: dict[int, tuple[Role, str]] = {}
+        self.memory = Memory()
         self.modules = ModuleStack()
         self.trouble: str | None = None
-        self._alive: dict[int, StorageWeakRef] = {}
         self._sequence: dict[int, int] = {}
+        self._claimed = -1
+        """Autograd nodes up to this number belong to an event, or to nobody."""
         self._mode: _Mode | None = None
-        self._order: dict[int, int] = {}
 
     @property
     def running(self) -> bool:
@@ -83,6 +96,7 @@ class Tracer:
     def start(self) -> None:
         if self._mode is None:
             self.modules.attach()
+            self._claimed = _sequence_number() - 1
             self._mode = _Mode(self)
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
@@ -102,54 +116,40 @@ class Tracer:
 
     def give_role(self, tensor: Tensor, role: Role, label: str) -> None:
         """Says what a tensor is to the program: later records name it so."""
-        key = self.key(tensor)
+        key = self.memory.key(tensor)
         if key is not None:
-            self.roles[key] = (role, label)
-
-    def key(self, tensor: Tensor) -> int | None:
-        """What identifies the memory of a tensor as long as this tracer lives."""
-        if type(tensor) is not Tensor:
-            local = getattr(tensor, "_local_tensor", None)
-            if isinstance(local, Tensor):
-                return self.key(local)
-        if tensor.layout is torch.sparse_coo:
-            tensor = tensor.detach()._values()
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None
-        key: int = storage._cdata
-        if key not in self._alive:
-            # A weak reference keeps the address from being given to another storage.
-            self._alive[key] = StorageWeakRef(storage)
-        return key
+            self.memory.roles[key] = (role, label)
 
     def last_bad(self, tensor: Tensor) -> int | None:
-        """The event that last wrote something non-finite into the memory of this tensor."""
-        key = self.key(tensor)
-        bad = self.bad_writers.get(key) if key is not None else None
+        """The event that last wrote something non-finite where this tensor lies."""
+        bad = self.memory.bad_writers(self.memory.key(tensor), tensor)
         return bad[-1] if bad else None
 
     def forget_healthy(self) -> None:
         """Drops what is not needed to explain a later failure; keeps memory bounded when tracing many steps."""
-        bad = [i for i, r in enumerate(self.raws) if r.detail is not None or r.uninitialized or r.raised]
-        bad = bad[-20_000:]
-        new = {old: i for i, old in enumerate(bad)}
-        self.raws = [self.raws[i] for i in bad]
+        raised = [i for i, r in enumerate(self.raws) if r.raised]
+        kept = self._ancestors(self.memory.roots() | set(raised[-_MOST_RAISED:]))
+        new = {old: i for i, old in enumerate(sorted(kept))}
+        self.raws = [self.raws[i] for i in new]
         for r in self.raws:
-            r.reads = [(n, None if w is None else new.get(w), k) for n, w, k in r.reads]
-            r.forward = None if r.forward is None else new.get(r.forward)
-        self._alive = {k: ref for k, ref in self._alive.items() if not ref.expired()}
-        self.writer = {k: new[w] for k, w in self.writer.items() if w in new and k in self._alive}
-        self.bad_writers = {
-            k: kept
-            for k, ws in self.bad_writers.items()
-            if k in self._alive and (kept := [new[w] for w in ws if w in new])
-        }
-        self.empty = {k: new[w] for k, w in self.empty.items() if w in new and k in self._alive}
-        self.outside = {k: v for k, v in self.outside.items() if k in self._alive}
-        self.roles = {k: v for k, v in self.roles.items() if k in self._alive}
+            for read in r.reads:
+                read.writer = None if read.writer is None else new.get(read.writer)
+                read.bad_writers = tuple(new[w] for w in read.bad_writers)
+            r.forward = None if r.forward is None else new[r.forward]
+        self.memory.renumber(new, {k for r in self.raws for k in (*r.writes, *(read.key for read in r.reads))})
         self._sequence.clear()
+
+    def _ancestors(self, roots: set[int]) -> set[int]:
+        """These events and all that their non-finite values came from."""
+        found, stack = set(roots), list(roots)
+        while stack:
+            raw = self.raws[stack.pop()]
+            before = {w for read in raw.reads for w in read.bad_writers}
+            if raw.forward is not None:
+                before.add(raw.forward)
+            stack += before - found
+            found |= before
+        return found
 
     # The hot path: one call an operator.
 
@@ -157,117 +157,132 @@ class Tracer:
         op = info(func)
         if op.inert:
             return func(*args, **kwargs)
-        tensors = _tensors(op, args, kwargs)
-        before = None
-        if op.mutated and not op.empty:
-            before = {
-                id(t): t.detach().clone()
-                for n, t in tensors
-                if n in op.mutated and t.numel() <= SMALL and t.layout is torch.strided
-            }
+        # `torch.tensor` and `from_numpy` make a tensor out of something that is none: they read no tensor.
+        given = _tensors(op, args, kwargs) if op.name != "tensor" else []
+        tensors = [(n, t) for n, t in given if n not in op.overwritten] if op.overwritten else given
+        try:
+            # Before the call: an operator may overwrite what it reads.
+            reads, dirty = self._read(tensors)
+            before = {}
+            if op.mutated:
+                # What is large is copied only where it may matter.
+                kept = [t for n, t in tensors if n in op.mutated and (id(t) in dirty or t.numel() <= _SMALL)]
+                before = {id(t): t.detach().clone() for t in kept}
+        except Exception as error:
+            self._trouble(op, error)
+            return func(*args, **kwargs)
+        raised = None
+        results: list[Tensor] = []
         try:
             out = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                results = [out]
+            elif isinstance(out, list | tuple):
+                results = [o for o in out if isinstance(o, Tensor)]
+            return out
         except Exception as error:
-            self._note_safely(op, args, kwargs, tensors, [], before, f"{type(error).__name__}: {error}")
+            raised = f"{type(error).__name__}: {error}"
             raise
-        if func._schema.returns and isinstance(out, list | tuple):
-            results = [o for o in out if isinstance(o, Tensor)]
-        else:
-            results = [out] if isinstance(out, Tensor) else []
-        if op.mutated:
-            results += [t for n, t in tensors if n in op.mutated and all(t is not r for r in results)]
-        self._note_safely(op, args, kwargs, tensors, results, before, None)
-        return out
+        finally:
+            try:
+                if op.mutated:
+                    results += [t for n, t in given if n in op.mutated and all(t is not r for r in results)]
+                self._note(op, args, kwargs, tensors, results, before, reads, dirty, raised)
+            except Exception as error:
+                self._trouble(op, error)
 
-    def _note_safely(self, *call: Any) -> None:
+    def _trouble(self, op: OpInfo, error: Exception) -> None:
         """An error of ours is remembered and never reaches the program."""
-        try:
-            self._note(*call)
-        except Exception as error:
-            self.trouble = self.trouble or f"{call[0].aten}: {type(error).__name__}: {error}"
+        self.trouble = self.trouble or f"{op.aten}: {type(error).__name__}: {error}"
+
+    def _read(self, tensors: list[tuple[str, Tensor]]) -> tuple[list[Read], set[int]]:
+        """What is read, with who wrote it, and the identities of those tensors that may hold something non-finite."""
+        reads: list[Read] = []
+        dirty: set[int] = set()
+        memory = self.memory
+        for name, t in tensors:
+            key = memory.key(t)
+            read = Read(name, None if key is None else memory.writer.get(key), key)
+            if memory.may_be_bad(key, t):
+                dirty.add(id(t))
+                read.bad_writers = memory.bad_writers(key, t)
+            reads.append(read)
+        return reads, dirty
 
     def _note(
-        self, op: OpInfo, args: Any, kwargs: Any, tensors: Any, results: Any, before: Any, raised: str | None
+        self,
+        op: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[tuple[str, Tensor]],
+        results: list[Tensor],
+        before: dict[int, Tensor],
+        reads: list[Read],
+        dirty: set[int],
+        raised: str | None,
     ) -> None:
         raw = Raw()
         raw.func, raw.raised, raw.detail, raw.scalars = op, raised, None, ()
-        raw.step, raw.region = self.step, self.region
-        raw.reads = []
-        for name, t in tensors:
-            key = self.key(t)
-            if key is None:
-                continue
-            writer = self.writer.get(key)
-            if writer is None and key not in self.outside:
-                self.outside[key] = self._first_sight(name, t)
-            raw.reads.append((name, writer, key))
-        self._place(raw)
-        index = len(self.raws)
+        raw.step, raw.region, raw.reads = self.step, self.region, reads
         raw.outputs, raw.writes, raw.uninitialized = [], [], op.empty
+        self._place(raw, sys._getframe(3))
+        index = len(self.raws)
         self.raws.append(raw)
-        self._map_sequence(raw, index)
+        enabled = torch.is_grad_enabled()
+        raw.grad = enabled and any(t.requires_grad for _, t in tensors)
+        if raw.grad or not enabled:
+            self._claim(index)
         bad = False
-        if op.name == "set":
-            # Memory that comes from elsewhere, a worker process for one: not written here.
-            for t in results:
-                self._arrived(t)
-        elif not op.empty and not op.view:
-            for t in results:
-                bad |= self._wrote(raw, t, index)
-        else:
-            for t in results:
-                raw.outputs.append((tuple(t.shape), dtype_name(t), None, None))
-                if op.empty and (key := self.key(t)) is not None:
-                    self.writer[key] = index
-                    raw.writes.append(key)
-                    self.empty[key] = index
-                    self.bad_writers.pop(key, None)
-                    self.outside.pop(key, None)
-        raw.grad = any(t.requires_grad for _, t in tensors) and torch.is_grad_enabled()
+        # A scalar argument may itself be infinite (`masked_fill(mask, -inf)`).
+        known = op.tame and not dirty and _stay_finite(args)
+        for t in results:
+            if op.name == "set":
+                self.memory.arrived(t)
+            elif op.empty:
+                self._allocated(raw, t, index)
+            elif op.view:
+                raw.outputs.append((t.shape, t.dtype, None, None))
+            elif self._wrote(raw, t, index, known):
+                bad = True
         if bad or raised:
             raw.scalars = numbers_in(op, args, kwargs)
             raw.detail = examine(op, tensors, results, raw.scalars, before)
 
-    def _wrote(self, raw: Raw, t: Tensor, index: int) -> bool:
-        plain = readable(t)
-        key = self.key(t)
-        ends = None
-        if plain is not None:
-            ends = extremes(plain)
-        low, high = ends if ends else (None, None)
-        raw.outputs.append((tuple(t.shape), dtype_name(t), low, high))
+    def _claim(self, index: int) -> None:
+        """Gives the autograd node that was just made to this event.
+
+        One that nobody claimed is that of an `autograd.Function` whose forward, which runs without gradients, begins.
+        """
+        number = _sequence_number() - 1
+        if number > self._claimed:
+            self._claimed = number
+            self._sequence[number] = index
+
+    def _wrote(self, raw: Raw, t: Tensor, index: int, known: bool) -> bool:
+        """Notes a result; `known` to be finite it is not looked at."""
+        low: float | None = None
+        high: float | None = None
+        # Ranges are evidence in forward; elsewhere, and of large results, it only matters whether all is well.
+        quick = raw.backward != "forward" or t.numel() > _LARGE
+        if not (known or (quick and surely_finite(t))) and (plain := readable(t)) is not None:
+            low, high = extremes(plain) or (None, None)
+        raw.outputs.append((t.shape, t.dtype, low, high))
         bad = low is not None and high is not None and not (math.isfinite(low) and math.isfinite(high))
+        key = self.memory.key(t)
         if key is not None:
-            self.writer[key] = index
             raw.writes.append(key)
-            if key in self.empty or key in self.bad_writers:
-                self._overwrote(key, t)
-            if bad:
-                self.bad_writers.setdefault(key, []).append(index)
+            self.memory.wrote(key, t, index, bad)
         return bad
 
-    def _overwrote(self, key: int, t: Tensor) -> None:
-        if t.layout is torch.strided and t.numel() * t.element_size() >= t.untyped_storage().nbytes():
-            self.empty.pop(key, None)
-            self.bad_writers.pop(key, None)
-
-    def _arrived(self, t: Tensor) -> None:
-        key = self.key(t)
+    def _allocated(self, raw: Raw, t: Tensor, index: int) -> None:
+        raw.outputs.append((t.shape, t.dtype, None, None))
+        key = self.memory.key(t)
         if key is not None:
-            self.writer.pop(key, None)
-            self.bad_writers.pop(key, None)
-            self.outside[key] = self._first_sight("data", t)
+            raw.writes.append(key)
+            self.memory.allocated(key, index)
 
-    def _first_sight(self, name: str, t: Tensor) -> TensorStat | None:
-        plain = readable(t)
-        ends = extremes(plain) if plain is not None else None
-        if ends is None or (math.isfinite(ends[0]) and math.isfinite(ends[1])):
-            return None
-        return stat(name, t)
-
-    def _place(self, raw: Raw) -> None:
+    def _place(self, raw: Raw, frame: Any) -> None:
         """Where in the source, in which layer and in which pass the operator runs."""
-        frame = sys._getframe(4)
         raw.spot, raw.inner, raw.engine = self.ownership.spots(frame)
         node = torch._C._current_autograd_node()
         raw.node = raw.forward = None
@@ -282,12 +297,11 @@ class Tracer:
         raw.backward = "forward" if recomputing else "backward"
         raw.node = node.name()
         sequence = node._sequence_nr()
+        if raw.node.endswith("CopySlices"):
+            # An in-place write to a view: this node was made right after that of the operator that wrote.
+            sequence -= 1
         raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
         raw.module = self.modules.here() if recomputing or raw.forward is None else self.raws[raw.forward].module
-
-    def _map_sequence(self, raw: Raw, index: int) -> None:
-        if torch.is_grad_enabled():
-            self._sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, index)
 
     # The finished record.
 
@@ -296,18 +310,16 @@ class Tracer:
         return Trace(tuple(self._event(i, r) for i, r in enumerate(self.raws)))
 
     def _event(self, index: int, raw: Raw) -> OpEvent:
-        detail = raw.detail
-        role, label = next((self.roles[k] for k in raw.writes if k in self.roles), (None, ""))
+        detail, roles = raw.detail, self.memory.roles
+        role, label = next((roles[k] for k in raw.writes if k in roles), (None, ""))
         return OpEvent(
             index=index,
             op=_given_name(raw) if raw.func.name == "tensor" else raw.func.name,
             aten=raw.func.aten,
             phase=raw.backward,  # type: ignore[arg-type]
             step=raw.step,
-            inputs=tuple(self._operand(raw, i, *read) for i, read in enumerate(raw.reads)),
-            outputs=detail.outputs
-            if detail
-            else tuple(TensorStat("result", shape, dtype, low, high) for shape, dtype, low, high in raw.outputs),
+            inputs=tuple(self._operand(detail, i, read) for i, read in enumerate(raw.reads)),
+            outputs=detail.outputs if detail else tuple(_range("result", *output) for output in raw.outputs),
             scalars=raw.scalars,
             site=resolve(raw.spot) if raw.spot else None,
             library_site=resolve(raw.inner) if raw.inner and (detail or raw.raised) else None,
@@ -329,30 +341,20 @@ class Tracer:
             grad=raw.grad,
         )
 
-    def _operand(self, raw: Raw, position: int, name: str, writer: int | None, key: int) -> Operand:
-        role, label = self.roles.get(key, (None, ""))
-        if raw.detail is None:
+    def _operand(self, detail: Detail | None, position: int, read: Read) -> Operand:
+        role, label = self.memory.roles.get(read.key, (None, "")) if read.key is not None else (None, "")
+        if detail is None:
             seen = None
-            if writer is not None and len(self.raws[writer].outputs) == 1:
-                shape, dtype, low, high = self.raws[writer].outputs[0]
-                seen = TensorStat(name, shape, dtype, low, high)
-            return Operand(name, seen, writer, role, label)
-        given = raw.detail.inputs[position] if position < len(raw.detail.inputs) else None
-        guilty = raw.detail.guilty[position] if position < len(raw.detail.guilty) else False
-        if guilty:
-            # What was last written is not always what was bad: views of one memory are written one by one.
-            index = self._index_of(raw)
-            bad = [w for w in self.bad_writers.get(key, ()) if w < index]
-            if bad:
-                writer = bad[-1]
-            elif self.empty.get(key, index) < index:
-                writer = self.empty[key]
-        return Operand(name, given, writer, role, label, guilty)
-
-    def _index_of(self, raw: Raw) -> int:
-        if len(self._order) != len(self.raws):
-            self._order = {id(r): i for i, r in enumerate(self.raws)}
-        return self._order[id(raw)]
+            if read.writer is not None and len(self.raws[read.writer].outputs) == 1:
+                seen = _range(read.name, *self.raws[read.writer].outputs[0])
+            return Operand(read.name, seen, read.writer, role, label)
+        given, guilty = detail.inputs[position], detail.guilty[position]
+        if not guilty:
+            return Operand(read.name, given, read.writer, role, label)
+        # What was last written is not always what was bad: views of one memory are written one by one.
+        # Where nobody left something bad, it comes from outside.
+        *also, writer = read.bad_writers or (None,)
+        return Operand(read.name, given, writer, role, label, guilty, tuple(i for i in also if i is not None))
 
 
 def _given_name(raw: Raw) -> str:
@@ -378,6 +380,24 @@ def _tensors(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
     return found
 
 
+def _range(name: str, shape: Any, dtype: torch.dtype, low: float | None, high: float | None) -> TensorStat:
+    return TensorStat(name, tuple(shape), str(dtype).removeprefix("torch."), low, high)
+
+
+def _stay_finite(args: tuple[Any, ...]) -> bool:
+    """Whether the numbers among the arguments are finite and no tensor is copied into one of another type."""
+    dtype = None
+    for a in args:
+        if isinstance(a, Tensor):
+            if a.is_floating_point():
+                if dtype is not None and a.dtype is not dtype:
+                    return False
+                dtype = a.dtype
+        elif type(a) is float and not math.isfinite(a):
+            return False
+    return True
+
+
 def _in_checkpoint(frame: Any) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
@@ -396,7 +416,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.tracer = tracer
         self.on = True
-        self.process = os.getpid()
+        _running.add(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -405,6 +425,18 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.on or os.getpid() != self.process:
+        if not self.on:
             return func(*args, **kwargs)
         return self.tracer.record(func, args, kwargs)
+
+
+_running: weakref.WeakSet[_Mode] = weakref.WeakSet()
+
+
+def _stop_in_child() -> None:
+    """A forked DataLoader worker inherits the mode of its parent and must not record."""
+    for mode in _running:
+        mode.on = False
+
+
+os.register_at_fork(after_in_child=_stop_in_child)

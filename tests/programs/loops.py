@@ -66,6 +66,8 @@ def batches() -> Any:
     if WAY == "batch_sampler":
         options = {"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, drop_last=True)}
     loader = DataLoader(Stream() if WAY == "stream" else Rows(), **options)
+    if WAY == "enumerate":
+        return (batch for _, batch in enumerate(loader))
     if WAY == "tqdm":
         return tqdm(loader)
     if WAY == "islice":

@@ -118,22 +118,25 @@ def nan_parameter(scene: Scene) -> Finding | None:
 
 @rule("nan_constant", title="A constant NaN in the code", phases=ANY)
 def nan_constant(scene: Scene) -> Finding | None:
-    event = scene.event
-    if event is None or scene.phase == "optimizer" or not scene.nan:
-        return None
-    constants = [v for _, v in event.scalars if isinstance(v, float) and math.isnan(v)]
-    infinite = any(v in (math.inf, -math.inf) for _, v in event.scalars)
-    literal = bool(constants) or (event.on_purpose and not infinite)
-    for operand in event.inputs:
-        if operand.stat is not None and operand.stat.nan and operand.role == "constant":
-            literal = True
-        if operand.producer is not None:
-            maker = scene.trace.events[operand.producer]
-            literal = literal or (maker.on_purpose and any(o.nan for o in maker.outputs))
-    if not literal:
+    event = scene.origin.event
+    if event is None or scene.phase == "optimizer" or not event.bad or not _literal(scene, event):
         return None
     why = (
         f"`{scene.code}` computes with, or selects, a NaN that stands in the code as a constant. It reaches "
-        f"{scene.nan} element(s) of the result."
+        f"{sum(o.nan for o in event.outputs)} element(s) of the result."
     )
-    return Finding(why, 0.3 if scene.phase == "input" else 0.9, scene.input_lines())
+    # A whole row of NaN out of a Dataset looks like a constant too; a single number does not.
+    data = scene.phase == "input" and not (event.op == "tensor" and all(o.numel == 1 for o in event.outputs))
+    return Finding(why, 0.3 if data else 0.9, scene.input_lines())
+
+
+def _literal(scene: Scene, event: OpEvent) -> bool:
+    """The operator writes a NaN that was asked for, or reads one."""
+    if not any(o.nan for o in event.outputs):
+        return False
+    given = [v for _, v in event.scalars if isinstance(v, float)]
+    if any(math.isnan(v) for v in given) or (event.on_purpose and not any(math.isinf(v) for v in given)):
+        return True
+    if any(i.role == "constant" and i.stat is not None and i.stat.nan for i in event.inputs):
+        return True
+    return any(p.on_purpose and any(o.nan for o in p.outputs) for p in scene.trace.producers(event))

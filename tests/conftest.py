@@ -1,0 +1,73 @@
+"""No test may leave torch or the interpreter changed: what the next one sees must be what a fresh process shows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer, optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+# What the watch patches while a program runs under it.
+PATCHED: list[tuple[Any, str]] = [
+    (torch.autograd, "backward"),
+    (torch.autograd, "grad"),
+    *((Tensor, name) for name in ("item", "__bool__", "__float__", "backward")),
+    *(
+        (iterator, name)
+        for iterator in (_BaseDataLoaderIter, _SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+        for name in ("__next__", "_next_index", "_reset")
+    ),
+    *((Optimizer, name) for name in ("__init__", "step")),
+    *((torch.amp.GradScaler, name) for name in ("scale", "step")),
+    (torch.utils.data.DataLoader, "__iter__"),
+]
+HOOKS: list[tuple[Any, str]] = [
+    *(
+        (modules, name)
+        for name in (
+            "_global_forward_hooks",
+            "_global_forward_pre_hooks",
+            "_global_backward_hooks",
+            "_global_backward_pre_hooks",
+            "_global_module_registration_hooks",
+            "_global_parameter_registration_hooks",
+            "_global_buffer_registration_hooks",
+        )
+    ),
+    (optimizer, "_global_optimizer_pre_hooks"),
+    (optimizer, "_global_optimizer_post_hooks"),
+]
+
+
+def torch_state() -> dict[str, Any]:
+    """Everything global that the detector touches, by a readable name."""
+    state: dict[str, Any] = {
+        "dispatch modes": [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()],
+        "our import hooks": [type(f).__name__ for f in sys.meta_path if type(f).__module__.startswith("firstnan")],
+        "sys.settrace": sys.gettrace() if _is_ours(sys.gettrace()) else None,
+        "sys.excepthook": sys.excepthook if _is_ours(sys.excepthook) else None,
+    }
+    state |= {f"{owner.__name__}.{name}": vars(owner).get(name) for owner, name in PATCHED}
+    return state | {name: dict(getattr(owner, name)) for owner, name in HOOKS}
+
+
+def _is_ours(function: Any) -> bool:
+    # A coverage tool or a debugger has its own trace function.
+    return (getattr(function, "__module__", None) or "").startswith("firstnan")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fails a test that leaves a mode, a hook or a patched function behind."""
+    before = torch_state()
+    yield
+    after = torch_state()
+    left = sorted(name for name in before if before[name] != after[name])
+    assert not left, f"left behind: {', '.join(left)}"
