@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 # What the watch patches while a program runs under it.
 PATCHED: list[tuple[Any, str]] = [

@@ -492,6 +492,150 @@ FORWARD = [
         loss = torch.vmap(one)(w).sum()
         loss.backward()
     """),
+    _snippet("poisoned_running_statistics_are_no_reason", "forward", "log", """
+        model = nn.BatchNorm1d(2)
+        model.running_mean.fill_(math.nan)
+        batch = torch.tensor([[1.0, 2.0], [-1.0, 3.0]])
+        # step
+        h = torch.log(batch)  # <-- here
+        loss = model(h).sum()
+        loss.backward()
+    """),
+    _snippet("masked_scores_that_overflow_in_half", "forward", "baddbmm", """
+        q = torch.full((1, 2, 4), 200.0, dtype=torch.float16, requires_grad=True)
+        mask = torch.zeros(1, 2, 2, dtype=torch.float16)
+        mask[0, 0, 1] = -math.inf
+        # step
+        scores = torch.baddbmm(mask, q, q.transpose(1, 2))  # <-- here
+        loss = scores.softmax(-1).sum()
+        loss.backward()
+    """),
+    _snippet("in_place_scaling_of_masked_scores", "forward", "mul", """
+        s = torch.randn(300, 300, requires_grad=True)
+        upper = torch.ones(300, 300).triu(1).bool()
+        # step
+        a = s.masked_fill(upper, -math.inf)
+        a = a.mul_(1e38).mul_(1e3)  # <-- here
+        loss = a.softmax(-1).sum()
+        loss.backward()
+    """),
+    _snippet("focal_loss", "forward", "log", """
+        logits = torch.tensor([-120.0, 120.0], requires_grad=True)
+        y = torch.tensor([1.0, 1.0])
+        # step
+        pt = logits.sigmoid() * y + (1 - logits.sigmoid()) * (1 - y)
+        loss = (-(1 - pt) ** 2 * pt.log()).mean()  # <-- here
+        loss.backward()
+    """),
+    _snippet("dice_of_two_empty_masks", "forward", "div", """
+        pred = torch.zeros(2, 4, requires_grad=True)
+        true = torch.zeros(2, 4)
+        # step
+        inter = (pred * true).sum(1)
+        dice = 2 * inter / (pred.sum(1) + true.sum(1))  # <-- here
+        loss = 1 - dice.mean()
+        loss.backward()
+    """),
+    _snippet("reparameterised_gaussian", "forward", "exp", """
+        logvar = torch.tensor([200.0, 0.0], requires_grad=True)
+        # step
+        std = torch.exp(logvar)  # <-- here
+        z = std * torch.randn(2)
+        kl = 0.5 * (std - logvar - 1)
+        loss = kl.sum() + z.sum()
+        loss.backward()
+    """),
+    _snippet("ratio_of_a_policy", "forward", "exp", """
+        new = torch.tensor([5.0, 300.0], requires_grad=True)
+        old = torch.tensor([5.0, 1.0])
+        adv = torch.tensor([1.0, 0.0])
+        # step
+        ratio = (new - old).exp()  # <-- here
+        surr = torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
+        loss = -surr.mean()
+        loss.backward()
+    """),
+    _snippet("a_tensor_made_of_python_numbers", "forward", "tensor", """
+        w = torch.ones(2, requires_grad=True)
+        weights = [1.0, float("inf")]
+        # step
+        k = torch.tensor([1.0, weights[1] - weights[1]])  # <-- here
+        loss = (w * k).sum()
+        loss.backward()
+    """),
+    _snippet("list_of_losses", "forward", "div", """
+        w = torch.ones(3, requires_grad=True)
+        counts = [2, 0, 1]
+        # step
+        parts = []
+        for i, n in enumerate(counts):
+            parts.append(w[i] / n)  # <-- here
+        loss = sum(parts)
+        loss.backward()
+    """),
+    _snippet("nested_helper_functions", "forward", "rsqrt", """
+        def inverse_root(v):
+            return torch.rsqrt(v)  # <-- here
+        def normalise(v):
+            return v * inverse_root((v * v).sum(-1, keepdim=True))
+        w = torch.zeros(2, 3, requires_grad=True)
+        # step
+        loss = normalise(w).sum()
+        loss.backward()
+    """),
+    _snippet("attention_mask_used_twice", "forward", "reciprocal", """
+        q = torch.randn(1, 1, 2, 4, requires_grad=True)
+        bias = torch.tensor([[[[0.0, 0.0], [-math.inf, -math.inf]]]])
+        # step
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+        out = out * (1 / bias.exp().sum(-1, keepdim=True))  # <-- here
+        loss = out.sum()
+        loss.backward()
+    """),
+    _snippet("sort_and_difference", "forward", "sub", """
+        s = torch.randn(4, requires_grad=True)
+        # step
+        padded = F.pad(s, (2, 0), value=float("inf"))
+        ordered, _ = padded.sort()
+        gaps = ordered[1:] - ordered[:-1]  # <-- here
+        loss = gaps.mean()
+        loss.backward()
+    """),
+    _snippet("argument_of_the_wrong_sign_in_a_module", "forward", "log", """
+        class Head(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fc = nn.Linear(2, 1)
+                nn.init.constant_(self.fc.weight, -1.0)
+            def forward(self, x):
+                rate = self.fc(x)
+                return torch.log(rate)  # <-- here
+        model = nn.Sequential(nn.Identity(), Head())
+        batch = torch.ones(2, 2)
+        # step
+        loss = -model(batch).mean()
+        loss.backward()
+    """),
+    _snippet("index_put_of_a_bad_value", "forward", "reciprocal", """
+        w = torch.tensor([0.0, 2.0], requires_grad=True)
+        # step
+        grid = torch.zeros(3, 3)
+        rows, cols = torch.tensor([0, 2]), torch.tensor([1, 1])
+        grid[rows, cols] = 1 / w  # <-- here
+        loss = grid.sum()
+        loss.backward()
+    """),
+    _snippet("running_maximum_from_minus_inf", "forward", "exp", """
+        x = torch.tensor([[1.0, 100.0]], requires_grad=True)
+        # step
+        m = torch.full((1,), -math.inf)
+        total = torch.zeros(1)
+        for t in range(2):
+            m = torch.maximum(m, x[:, t])
+            total = total + torch.exp(x[:, t])  # <-- here
+        loss = (total - total.detach()).sum() + m.sum()
+        loss.backward()
+    """),
     _snippet("embedding_bag_of_inf_row", "parameter", "", """
         class Bag(nn.Module):
             def __init__(self):
@@ -647,7 +791,8 @@ BACKWARD = [
         s = torch.randn(2, 3, requires_grad=True)
         m = torch.tensor([[True, True, True], [False, False, True]])
         # step
-        lse = s.masked_fill(m, -math.inf).logsumexp(-1)  # <-- here
+        bias = torch.where(m, -math.inf, 0.0)
+        lse = (s + bias).logsumexp(-1)  # <-- here
         loss = torch.sigmoid(lse).sum()
         loss.backward()
     """),

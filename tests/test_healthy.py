@@ -60,7 +60,7 @@ def touchable() -> dict[str, Any]:
 
     owners = [
         torch.autograd, torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, _BaseDataLoaderIter, torch.nn.Module,
-        torch.utils.data.DataLoader, torch,
+        torch.utils.data.DataLoader,
     ]  # fmt: skip
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in list(vars(owner).items())}
 

@@ -332,8 +332,8 @@ DIES_IN_SECOND_RUN = """
     import torch
 
     if os.path.exists("first"):
-        os.kill(os.getppid(), signal.SIGKILL)
-    open("first", "w").close()
+        os.kill(int(open("first").read()), signal.SIGKILL)
+    print(os.getpid(), file=open("first", "w"), flush=True)
     weight = torch.ones(4, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for step in range(5):

@@ -1,7 +1,8 @@
 """A process that has imported torch once and forks for every run, so that a small program takes a tenth of a second.
 
 `python zygote.py FD` is the server; as a pytest plugin this file gives the fixture `firstnan`, which runs the command
-line in a fork of one server per session (so one per xdist worker) and returns what became of it.
+line in a fork of one server per session (so one per xdist worker) and returns what became of it. A run that starts
+the program again does so with `sys.executable`, which in a fork is a small script that asks the server for another.
 PYTEST_DONT_REWRITE: tests import it before pytest does.
 """
 
@@ -11,96 +12,144 @@ import contextlib
 import json
 import os
 import random
-import select
+import runpy
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 LIMIT = 120.0
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
+def ask(address: str, request: dict[str, Any]) -> int:
+    """The exit code of what the server has done for this request; one connection a request."""
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(address)
+        channel.sendall(f"{json.dumps(request)}\n".encode())
+        answer = channel.makefile().readline()
+    if not answer:
+        raise ConnectionError("the fork server has died")
+    return int(answer)
+
+
 # --- the server ---------------------------------------------------------------------------------------------------
 
 
-def serve(channel: socket.socket) -> tuple[bool, list[str]]:
-    """Forks for every request; returns only in a fork: is it plain python that is asked for, and with which words?"""
-    requests = channel.makefile("r")
-    for line in requests:
-        request = json.loads(line)
+@dataclass(frozen=True)
+class Run:
+    pid: int
+    channel: socket.socket
+    deadline: float
+
+
+class Server:
+    """Forks for every request and answers with the exit code; a run ends with its client, all end with stdin."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.runs: dict[int, Run] = {}
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(0, selectors.EVENT_READ, self._leave)
+
+    def serve(self) -> dict[str, Any]:
+        """Never ends; returns in every fork, with the request it has to follow."""
+        while True:
+            soonest = min((run.deadline for run in self.runs.values()), default=None)
+            for key, _ in self.selector.select(None if soonest is None else max(soonest - time.monotonic(), 0)):
+                if key.fileobj in self.selector.get_map():  # it may have gone with one before it
+                    request = key.data(key.fileobj)
+                    if request is not None:
+                        return dict(request)
+            for run in self.runs.values():
+                if run.deadline <= time.monotonic():
+                    os.killpg(run.pid, signal.SIGKILL)
+
+    def _accept(self, listener: socket.socket) -> dict[str, Any] | None:
+        channel, _ = listener.accept()
+        request: dict[str, Any] = json.loads(channel.makefile().readline())
         pid = os.fork()
         if pid == 0:
-            requests.close()
+            for key in list(self.selector.get_map().values()):
+                if key.fileobj != 0:
+                    os.close(key.fd)
+            self.selector.close()
             channel.close()
-            os.setsid()
-            return become(request)
-        code = wait(pid, request["limit"], channel)
-        if code is None:
-            break
-        channel.sendall(f"{code}\n".encode())
-    # Nothing of this process is worth tearing down, and no exit handler may run in it.
-    os._exit(0)
+            return request
+        with contextlib.suppress(PermissionError):  # the fork has done it already and runs something else
+            os.setpgid(pid, pid)
+        ended = os.pidfd_open(pid)
+        self.runs[ended] = Run(pid, channel, time.monotonic() + request["limit"])
+        self.selector.register(ended, selectors.EVENT_READ, self._ended)
+        self.selector.register(channel, selectors.EVENT_READ, self._abandoned)
+        return None
+
+    def _ended(self, ended: int) -> None:
+        """Answers, and leaves nothing of the run behind."""
+        run = self.runs.pop(ended)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(run.pid, 0)[1])
+        self.selector.unregister(ended)
+        os.close(ended)
+        self.selector.unregister(run.channel)
+        with run.channel, contextlib.suppress(BrokenPipeError):
+            run.channel.sendall(f"{code}\n".encode())
+
+    def _abandoned(self, channel: socket.socket) -> None:
+        os.killpg(next(run.pid for run in self.runs.values() if run.channel is channel), signal.SIGKILL)
+        self._ended(next(ended for ended, run in self.runs.items() if run.channel is channel))
+
+    def _leave(self, _: int) -> None:
+        for run in self.runs.values():
+            os.killpg(run.pid, signal.SIGKILL)
+        os._exit(0)  # nothing here is worth tearing down, and no exit handler may run
 
 
-def wait(pid: int, limit: float, channel: socket.socket) -> int | None:
-    """The exit code, -SIGKILL after the time limit; None when the client is gone. No process of the run survives."""
-    watched = os.pidfd_open(pid)
-    ready, _, _ = select.select([watched, channel], [], [], limit)
-    if watched not in ready:
-        os.killpg(pid, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.close(watched)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    return code if watched in ready or not ready else None
-
-
-def become(request: dict[str, Any]) -> tuple[bool, list[str]]:
+def become(request: dict[str, Any]) -> None:
     """Makes this fork look as if it had just been started with these words, in this folder and environment."""
-    for number, (name, flags) in enumerate(
-        [
-            (os.devnull, os.O_RDONLY),
-            (request["stdout"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
-            (request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
-        ]
-    ):
-        opened = os.open(name, flags, 0o600)
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
+    writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for number, name in enumerate([os.devnull, request["stdout"], request["stderr"]]):
+        opened = os.open(name, writing if number else os.O_RDONLY, 0o600)
         os.dup2(opened, number)
         os.close(opened)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.path[0] = request["cwd"]
+    sys.executable = request["executable"]
     # Generators that python seeds afresh in every process.
     random.seed()
     sys.modules["numpy"].random.seed()
-    return request["plain"], request["argv"]
+
+
+def act(request: dict[str, Any]) -> None:
+    """Runs the command line, or plain python; leaves as any python process does."""
+    words = request["argv"]
+    if request["plain"]:
+        sys.argv, sys.path[0] = words, os.path.dirname(words[0])
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        sys.argv, sys.path[0] = ["-m", *words], request["cwd"]
+        runpy._run_module_as_main("firstnan")  # type: ignore[attr-defined] # python's own -m is this call
 
 
 def load_everything() -> None:
     """Imports what programs import; nothing is computed, because a pool of threads does not survive a fork."""
-    import numpy
-    import torch
-    import torch._dynamo
-    import torch.distributions
-    import torch.utils.data
-    import tqdm
-
-    import firstnan.cli
-    import firstnan.investigate
-    import firstnan.watch
-
-    torch.set_num_threads(1)
-    assert firstnan.watch
-    assert firstnan.investigate
-    assert numpy
-    assert tqdm
+    for name in ("numpy", "torch", "torch._dynamo", "torch.distributions", "torch.utils.data", "tqdm"):
+        __import__(name)
+    for name in ("firstnan.cli", "firstnan.investigate", "firstnan.watch"):
+        __import__(name)
+    sys.modules["torch"].set_num_threads(1)
 
 
 # --- the client ---------------------------------------------------------------------------------------------------
@@ -119,8 +168,8 @@ class Result:
     def found(self) -> dict[str, Any]:
         """The report of a run that found something."""
         assert self.code == 3, f"exit code {self.code}\n{self.stderr}"
-        assert self.report is not None
-        assert self.report["verdict"] == "nonfinite"
+        assert self.report is not None, "no report was written"
+        assert self.report["verdict"] == "nonfinite", self.report["verdict"]
         return self.report
 
     @property
@@ -136,6 +185,23 @@ class Result:
         return str(cause["slug"])
 
 
+# What `sys.executable` is in a fork. Python itself where it is not firstnan that is to be started.
+EXECUTABLE = """\
+#!{python} -SE
+import json, os, sys
+sys.path.insert(0, {folder!r})
+words = sys.argv[1:]
+at = words.index("-m") if "-m" in words else -1
+if words[at + 1 : at + 2] != ["firstnan"]:
+    os.execv({python!r}, [{python!r}, *words])
+from zygote_ask import ask
+out, err = (os.readlink(f"/proc/self/fd/{{n}}") for n in (1, 2))
+request = {{"argv": words[at + 2 :], "plain": False, "cwd": os.getcwd(), "env": dict(os.environ), "limit": {limit}}}
+code = ask({address!r}, request | {{"stdout": out, "stderr": err, "executable": __file__}})
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
 class Zygote:
     """The client's end of one server."""
 
@@ -144,12 +210,29 @@ class Zygote:
         self.runs = 0
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self.environment |= {"PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        self.channel, theirs = socket.socketpair()
-        with theirs:
+        self.address = str(folder / "socket")
+        self.executable = self._write_executable()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen()
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], env=self.environment, pass_fds=[theirs.fileno()]
+                [sys.executable, __file__, str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                env=self.environment,
+                pass_fds=[listener.fileno()],
             )
-        self.answers: IO[str] = self.channel.makefile("r")
+
+    def _write_executable(self) -> str:
+        path = self.folder / "python"
+        text = EXECUTABLE.format(python=sys.executable, folder=str(self.folder), limit=LIMIT, address=self.address)
+        path.write_text(text)
+        path.chmod(0o700)
+        # Only what `ask` needs: this file as a whole takes longer to import than the fork to start.
+        import inspect
+
+        header = "from __future__ import annotations\nimport json, socket\n"
+        (self.folder / "zygote_ask.py").write_text(header + inspect.getsource(ask))
+        return str(path)
 
     def __call__(self, argv: Sequence[str | Path], *, cwd: Path, limit: float = LIMIT) -> Result:
         """Does what `python -m firstnan ARGV` does in `cwd`; `run` without `--json` writes its report aside."""
@@ -169,32 +252,22 @@ class Zygote:
         out, err = self.folder / f"{self.runs}.out", self.folder / f"{self.runs}.err"
         self.runs += 1
         request = {"argv": words, "plain": report is None, "cwd": str(cwd), "env": self.environment, "limit": limit}
-        request |= {"stdout": str(out), "stderr": str(err)}
-        self.channel.sendall(f"{json.dumps(request)}\n".encode())
-        answer = self.answers.readline()
-        assert answer, "the fork server has died"
+        request |= {"stdout": str(out), "stderr": str(err), "executable": self.executable}
+        code = ask(self.address, request)
         written = json.loads(report.read_text()) if report is not None and report.exists() else None
-        return Result(int(answer), out.read_text(), err.read_text(), written)
+        return Result(code, out.read_text(), err.read_text(), written)
 
     def close(self) -> None:
-        self.answers.close()
-        self.channel.close()
+        assert self.process.stdin is not None, "started with a pipe"
+        self.process.stdin.close()
         self.process.wait(timeout=30)
 
 
 if __name__ == "__main__":
     load_everything()
-    plain, words = serve(socket.socket(fileno=int(sys.argv[1])))
-    import runpy
-
-    if plain:
-        sys.argv = words
-        sys.path[0] = os.path.dirname(words[0])
-        runpy.run_path(words[0], run_name="__main__")
-    else:
-        sys.argv = ["-m", *words]
-        # Python's own `-m` is this call; the fork leaves as any python process does, through SystemExit.
-        runpy._run_module_as_main("firstnan")  # type: ignore[attr-defined]
+    request = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    become(request)
+    act(request)
 else:
     import pytest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,7 +91,12 @@ def _flow(
         return _pointwise(values, result, scalars)
     if op.name in _ADDS_PRODUCT and values[0] is not None and all(v is None or _all_finite(v) for v in values[1:]):
         return _pointwise([values[0], *(None for _ in values[1:])], result)
-    return _whole(stats, outputs)
+    flow = _whole(stats, outputs)
+    if op.name == "batch_norm" and flow.guilty[0]:
+        # Running statistics are written in training, not read: those that are bad already are no reason.
+        names = [name for name, _ in inputs]
+        return replace(flow, guilty=tuple(g and "running" not in n for n, g in zip(names, flow.guilty, strict=True)))
+    return flow
 
 
 def _all_finite(t: Tensor) -> bool:

@@ -15,6 +15,9 @@ from firstnan.finite import extremes, is_finite, norms, readable
 from firstnan.records import History, Noticed, StepRecord
 
 _HISTORY = 64
+_SMALL_MODEL = 1 << 18
+_CHUNK = 1 << 18
+_ROUND = 8
 _SETTINGS = (
     "lr",
     "eps",
@@ -82,8 +85,10 @@ class Steps:
 class Gate:
     """Looks at each step once, keeps the last steps' numbers, and says when something is not finite."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, *, thorough: bool = False) -> None:
         self.listener = listener
+        self.thorough = thorough
+        """Looks at every parameter after every update, however large the model is."""
         self.steps = Steps()
         self.history: deque[StepRecord] = deque(maxlen=_HISTORY)
         self.optimizers = 0
@@ -95,6 +100,7 @@ class Gate:
         self._norm: float | None = None
         self._deferred: list[tuple[Noticed, list[Tensor], Tensor]] = []
         self._leaves: list[weakref.ref[Tensor]] = []
+        self._rounds: weakref.WeakKeyDictionary[Any, Rounds] = weakref.WeakKeyDictionary()
         self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
 
     # Backward.
@@ -172,20 +178,32 @@ class Gate:
         if self.in_step is not optimizer:
             return
         self.in_step = None
-        parameters = [p for p in _parameters(optimizer) if p.grad is not None]
         step = self.steps.of(optimizer)
         self.steps.add(optimizer)
-        size = self._size(parameters, Noticed("parameter"))
-        self.history.append(StepRecord(step, self._loss, self._norm, _rate(optimizer), size))
+        rounds = self._rounds.get(optimizer)
+        if rounds is None:
+            rounds = self._rounds[optimizer] = Rounds(self.thorough)
+        parts, whole = rounds.due([p for p in _parameters(optimizer) if p.grad is not None])
+        size = self._size(parts, Noticed("parameter"))
+        self.history.append(StepRecord(step, self._loss, self._norm, _rate(optimizer), size if whole else None))
         self._loss = None
         try:
             if size is not None and not math.isfinite(size):
-                bad = [p for p in parameters if not is_finite(p)]
-                if bad:
-                    self.listener.trip(Noticed("parameter"), bad, before_update=False)
+                self._check_parameters(optimizer, rounds)
             self._check_buffers()
         finally:
             self.listener.step_ended()
+
+    def last_look(self) -> None:
+        """At the end of the program: every parameter once more, also those whose turn had not come."""
+        for optimizer, rounds in list(self._rounds.items()):
+            self._check_parameters(optimizer, rounds)
+
+    def _check_parameters(self, optimizer: Any, rounds: Rounds) -> None:
+        # One that never had a gradient does not train, whatever is in it.
+        bad = [p for p in _parameters(optimizer) if id(p) in rounds.trained and not is_finite(p)]
+        if bad:
+            self.listener.trip(Noticed("parameter"), bad, before_update=False)
 
     def step_skipped(self, optimizer: Any, scale: float) -> None:
         """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
@@ -275,6 +293,45 @@ class Gate:
         if self._loss is not None:
             steps.append(StepRecord(self.steps.current, self._loss, self._norm))
         return History(tuple(steps), *self.described)
+
+
+class Rounds:
+    """Which parameters to look at after an update: all of a small model, of a large one an eighth in turn.
+
+    Reading every parameter after every step costs a large model more than all the rest; what a bad one does to the
+    loss is seen at once anyway.
+    """
+
+    def __init__(self, thorough: bool) -> None:
+        self._thorough = thorough
+        self.trained: set[int] = set()
+        self._chunks: list[tuple[int, int, int]] = []
+        self._shape: tuple[int, int] = (-1, -1)
+        self._next = 0
+
+    def due(self, parameters: list[Tensor]) -> tuple[list[Tensor], bool]:
+        """What to look at now, and whether that is everything."""
+        self.trained.update(map(id, parameters))
+        total = sum(p.numel() for p in parameters)
+        if self._thorough or total <= _SMALL_MODEL:
+            return parameters, True
+        if self._shape != (len(parameters), total):
+            self._shape, self._next = (len(parameters), total), 0
+            self._chunks = [
+                (i, start, min(start + _CHUNK, p.numel()))
+                for i, p in enumerate(parameters)
+                for start in range(0, p.numel(), _CHUNK)
+            ]
+        count = -(-len(self._chunks) // _ROUND)
+        turn = [self._chunks[(self._next + k) % len(self._chunks)] for k in range(count)]
+        self._next = (self._next + count) % len(self._chunks)
+        return [_piece(parameters[i], start, stop) for i, start, stop in turn], False
+
+
+def _piece(parameter: Tensor, start: int, stop: int) -> Tensor:
+    if stop - start == parameter.numel() or not _is_plain(parameter) or not parameter.is_contiguous():
+        return parameter
+    return parameter.detach().view(-1)[start:stop]
 
 
 def drop_gradients(optimizer: Any) -> None:

@@ -103,8 +103,7 @@ class Investigation:
             why = "where the bad value was made" if told else "its operators"
             step = "" if output or first.step is None else f" in step {first.step}"
             say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
-        step_number = None if output else first.step
-        second = self.start.run_again(self.options.program, step=step_number, what="output" if output else "step")
+        second = self._second_run(None if output else first.step)
         if second is not None and second.origin is not None:
             same = second.noticed is not None and (output or told or first.noticed is None or second.step is not None)
             self.report = replace(
@@ -124,6 +123,16 @@ class Investigation:
             self.report = replace(
                 first, notes=(*first.notes, lost), reproduced="transient" if second is not None else "not_replayed"
             )
+
+    def _second_run(self, step: int | None) -> Report | None:
+        """The child's report; once more where a closer look shows that it began in an earlier step."""
+        what = "output" if step is None else "step"
+        report = self.start.run_again(self.options.program, step=step, what=what)
+        if report is None or report.step is None or step is None or report.step >= step - 1:
+            return report
+        if report.origin is not None and report.origin.site is not None:
+            return report
+        return self.start.run_again(self.options.program, step=report.step, what=what) or report
 
     def _save(self, report: Report) -> None:
         """A finding is on disk the moment it is made."""

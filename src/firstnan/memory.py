@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,7 @@ class Region:
         t = _local(t)
         if t.layout is not torch.strided:
             return None
-        return cls(t.storage_offset(), tuple(t.shape), tuple(t.stride()), t.element_size())
+        return cls(int(t.storage_offset()), tuple(t.shape), tuple(t.stride()), t.element_size())
 
     @property
     def end(self) -> int:
@@ -151,7 +150,7 @@ class Memory:
         key = self.key(t)
         if key is not None:
             for table in (self.writer, self._bad, self._empty, self._outside):
-                table.pop(key, None)  # type: ignore[attr-defined]  # four dicts of different values
+                table.pop(key, None)
 
     # Forgetting.
 
@@ -165,14 +164,14 @@ class Memory:
         self._outside = {k: w for k, w in self._outside.items() if k in alive}
         return {index for writers in self._bad.values() for index, _ in writers} | set(self._empty.values())
 
-    def renumber(self, new: dict[int, int], in_use: Iterable[int]) -> None:
+    def renumber(self, new: dict[int, int], in_use: set[int | None]) -> None:
         """Events have new numbers; those without one are gone."""
         # What a forgotten healthy event wrote was finite: as good as known from outside.
         self._outside = {k: False for k, w in self.writer.items() if w not in new} | self._outside
         self.writer = {k: new[w] for k, w in self.writer.items() if w in new}
         self._bad = {k: [(new[i], r) for i, r in writers] for k, writers in self._bad.items()}
         self._empty = {k: new[w] for k, w in self._empty.items()}
-        kept = {key for key, _ in self._alive.values()} | set(in_use)
+        kept = in_use | {key for key, _ in self._alive.values()}
         self.roles = {k: role for k, role in self.roles.items() if k in kept}
 
 

@@ -44,7 +44,8 @@ _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_stride
 _CREATES = {"tensor", "full", "full_like", "new_full", "scalar_tensor", "fill"}
 # In-place operators that never read what they write to.
 _OVERWRITES = {
-    "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric", "log_normal", "cauchy",
+    "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric",
+    "log_normal", "cauchy",
 }  # fmt: skip
 # Finite in, finite out, whatever the numbers are: not worth reading the result.
 _TAME = {

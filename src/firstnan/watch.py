@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -54,7 +55,7 @@ class Watch:
         self.unresolved = False
         """The program has to be run again for the whole answer."""
         self.bad_output: Noticed | None = None
-        self.gate = Gate(self)
+        self.gate = Gate(self, thorough=tracing)
         self.replayer = Replayer()
         self.hooks = Hooks(self.gate, self)
         self.tracer: Tracer | None = None
@@ -220,6 +221,8 @@ class Watch:
             self._stopped_by(Noticed("exception", type(error).__name__), bad, [])
 
     def program_ended(self) -> None:
+        with contextlib.suppress(Stop):
+            self.gate.last_look()
         if self.mode in (Mode.TRACING, Mode.WATCHING):
             if self._suspect is not None:
                 noticed, event = self._suspect
