@@ -18,6 +18,8 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
+torch.set_num_threads(1)  # tiny tensors; the other cores have tests of their own to run
+
 # What the watch patches while a program runs under it.
 PATCHED: list[tuple[Any, str]] = [
     (torch.autograd, "backward"),

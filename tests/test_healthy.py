@@ -58,7 +58,7 @@ def touchable() -> dict[str, Any]:
     """Every attribute of the classes and modules that are patched, by the names of both."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    owners = [
+    owners: list[Any] = [
         torch.autograd, torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, _BaseDataLoaderIter, torch.nn.Module,
         torch.utils.data.DataLoader,
     ]  # fmt: skip
@@ -101,8 +101,8 @@ def test_hooks_leave_torch_as_it_was(tmp_path: Path) -> None:
 def train_a_little() -> int:
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    batches = torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=2)
-    for x in batches:
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 4)), batch_size=2)
+    for (x,) in batches:
         optimizer.zero_grad()
         net(x).mean().backward()
         optimizer.step()

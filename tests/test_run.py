@@ -115,7 +115,7 @@ def test_anomaly_detection_says_nothing_about_a_forward_call(tmp_path: Path, tex
 ONLY_BY_A_SECOND_RUN = ["break", "islice_last"]
 STEP_5 = [
     "enumerate", "tqdm", "next", "islice", "cycle", "zip", "workers", "stream", "batch_sampler", "augment", "scheduler",
-    "evaluate",
+    "evaluate", "statistics",
 ]  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def test_without_a_replay_the_step_is_still_known(firstnan: Zygote, tmp_path: Pa
 
 
 def test_a_written_report_shows_as_it_was_printed(firstnan: Zygote, tmp_path: Path) -> None:
-    words = ["run", "--json", "report.json", "-o", "report.txt", PROGRAMS / "loops.py", "enumerate"]
+    words: list[str | Path] = ["run", "--json", "report.json", "-o", "report.txt", PROGRAMS / "loops.py", "enumerate"]
     result = firstnan(words, cwd=tmp_path)
     assert result.found["format"] == "firstnan-report"
     shown = firstnan(["show", "report.json"], cwd=tmp_path)
@@ -320,7 +320,15 @@ def test_a_written_report_shows_as_it_was_printed(firstnan: Zygote, tmp_path: Pa
 
 
 def test_a_clean_run_writes_its_report_and_says_nothing(firstnan: Zygote, tmp_path: Path) -> None:
-    words = ["run", "--json", "report.json", "-o", "report.txt", PROGRAMS / "styles.py", "scaler_first_overflows"]
+    words: list[str | Path] = [
+        "run",
+        "--json",
+        "report.json",
+        "-o",
+        "report.txt",
+        PROGRAMS / "styles.py",
+        "scaler_first_overflows",
+    ]
     result = firstnan(words, cwd=tmp_path)
     assert (result.code, result.stderr) == (0, "")
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "clean"

@@ -15,6 +15,9 @@ _MASK_KEEPING = {
     "constant_pad_nd", "full_like", "new_full", "log",
 }  # fmt: skip
 
+# Operators that pick elements by a label: what they find behind a mask was asked for.
+_TAKING = {"gather", "nll_loss", "nll_loss2d", "index", "index_select", "take", "masked_select"}
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -124,6 +127,8 @@ class _Walk:
         for source in on_purpose:
             for event in self.chain(source.event.index):
                 if event.op not in _MASK_KEEPING:
+                    if source.event.op == "log" and event.op not in _TAKING:
+                        return source, False
                     return Source(event), True
         return Source(on_purpose[0].event), True
 

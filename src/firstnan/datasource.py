@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ def bad_rows(batch: Any) -> tuple[int, ...]:
     rows: set[int] = set()
     for _, t in tensors_in(batch, "batch"):
         if t.dim() and not is_finite(t):
-            rows.update((~torch.isfinite(t)).reshape(t.shape[0], -1).any(1).nonzero().flatten().tolist())
+            dense = t if t.layout is torch.strided else t.to_dense()
+            rows.update((~torch.isfinite(dense)).reshape(t.shape[0], -1).any(1).nonzero().flatten().tolist())
     return tuple(sorted(rows))
 
 
@@ -79,8 +81,14 @@ class LineWatch:
 
     def __init__(self, ownership: Ownership) -> None:
         self.ownership = ownership
-        self.first: tuple[Spot, str, Tensor] | None = None
+        self._found: tuple[Spot, str, Tensor] | None = None
+        self._infinite: tuple[Spot, str, Tensor] | None = None
+        """A Python number that is infinite: often only the start of a minimum, so anything else comes before it."""
         self._before: dict[int, tuple[Spot, set[str]]] = {}
+
+    @property
+    def first(self) -> tuple[Spot, str, Tensor] | None:
+        return self._found or self._infinite
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -92,18 +100,21 @@ class LineWatch:
             sys.settrace(previous)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if self.first is not None or not self.ownership.owns(frame.f_code):
+        if self._found is not None or not self.ownership.owns(frame.f_code):
             return None
         self._before[id(frame)] = ((frame.f_code, frame.f_lasti), self._bad(frame))
         return self._line
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if self.first is None and event in ("line", "return"):
+        if self._found is None and event in ("line", "return"):
             spot, known = self._before.get(id(frame), ((frame.f_code, frame.f_lasti), set()))
             bad = self._bad(frame)
-            new = sorted(bad - known)
-            if new:
-                self.first = (spot, new[0], _as_tensor(frame.f_locals[new[0]]))
+            for name in sorted(bad - known):
+                value = frame.f_locals[name]
+                if not (isinstance(value, float) and math.isinf(value)):
+                    self._found = (spot, name, _as_tensor(value))
+                    break
+                self._infinite = self._infinite or (spot, name, _as_tensor(value))
             self._before[id(frame)] = ((frame.f_code, frame.f_lasti), bad)
         return self._line
 
@@ -113,7 +124,7 @@ class LineWatch:
 
 def _is_bad(value: Any) -> bool:
     if isinstance(value, float):
-        return value != value or value in (float("inf"), float("-inf"))
+        return not math.isfinite(value)
     if isinstance(value, Tensor):
         return not is_finite(value)
     kind = getattr(getattr(value, "dtype", None), "kind", "")

@@ -85,7 +85,7 @@ def _flow(
         return _pointwise(_selected(inputs), result)
     if op.name == "masked_fill" and values[0] is not None:
         return _pointwise(_unmasked(inputs), result)
-    if "_foreach_" in op.aten and op.pointwise:
+    if op.aten.startswith("aten._foreach_"):
         return _foreach(inputs, results, scalars)
     if op.pointwise or op.name in ("copy", "to", "clone"):
         return _pointwise(values, result, scalars)
@@ -183,18 +183,18 @@ def _rows(where: Tensor, result: Tensor) -> tuple[int, ...]:
     return tuple(rows[:_MAX_ROWS].tolist())
 
 
-def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, plain: _Flow) -> tuple[tuple[str, float], ...]:
+def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flow) -> tuple[tuple[str, float], ...]:
     """The values read and written at the first element that went wrong here."""
     r = readable(result)
     if r is None or r.shape != result.shape:
         return ()
-    bad = ~torch.isfinite(r)
-    if plain.born or plain.nan_from_inf:
+    bad = torch.isnan(r) if flow.nan_from_inf and not flow.born else ~torch.isfinite(r)
+    if flow.born or flow.nan_from_inf:
         known = torch.zeros_like(bad)
         for _, t in inputs:
             v = readable(t)
             if v is not None and v.dim() <= bad.dim():
-                known |= (~torch.isfinite(v) if plain.born else torch.isnan(v)).expand(bad.shape)
+                known |= (~torch.isfinite(v) if flow.born else torch.isnan(v)).expand(bad.shape)
         bad &= ~known
     if not bool(bad.any()):
         return ()
@@ -223,7 +223,7 @@ def _on_purpose(
     if op.name == "tensor":
         return all(o.numel == 1 or (not o.nan and mask_like(o)) for o in outputs)
     # Probabilities that the model computes can be exactly 0 or 1 too, and are no mask.
-    return op.name == "log" and not learned and all(s is None or s.binary for s in stats)
+    return op.name == "log" and not learned and all(s is None or (s.binary and s.max == 1) for s in stats)
 
 
 def mask_like(s: TensorStat) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from firstnan.records import TensorStat
 
+# Containers that answer `items()` by reading a table or a file.
+_TABLES = {"pandas", "polars", "pyarrow", "xarray", "h5py", "zarr", "dask", "shelve", "lmdb"}
 _USUAL = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8", "float4")))
 
@@ -23,27 +26,33 @@ def readable(t: Any) -> Tensor | None:
     """
     kind = type(t)
     if (kind is Tensor or kind is torch.nn.Parameter) and t.dtype in _USUAL and t.layout is torch.strided:
-        return t.detach() if not t.is_meta else None
+        return t.detach() if not (t.is_meta or t.is_nested) else None
     if not isinstance(t, Tensor):
         return None
-    if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return _plain(t)
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may have its own idea of every operator
         local = getattr(t, "_local_tensor", None)
         if isinstance(local, Tensor):
             return readable(local)
-        if torch._is_functional_tensor(t) or type(t).__name__ == "FakeTensor":
+        if torch._is_functional_tensor(t) or kind.__name__ == "FakeTensor":
             return None
-        if type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not isinstance(
+        if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not isinstance(
             t, torch.nn.Parameter | torch.nn.Buffer
         ):
             return None
+        return _plain(t.as_subclass(Tensor) if t.layout is torch.strided else t)
+
+
+def _plain(t: Tensor) -> Tensor | None:
     dtype = t.dtype
-    if not (dtype.is_floating_point or dtype.is_complex) or t.device.type == "meta":
+    if not (dtype.is_floating_point or dtype.is_complex) or t.is_meta or t.is_nested:
         return None
     plain: Tensor = t.detach()
     if plain.layout is torch.sparse_coo:
         plain = plain._values()
     elif plain.layout is not torch.strided:
-        if plain.is_nested or plain.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        if plain.layout is torch._mkldnn:  # type: ignore[attr-defined]
             return None
         plain = plain.values()
     if dtype.is_complex:
@@ -64,7 +73,9 @@ def extremes(t: Tensor) -> tuple[float, float] | None:
 
 def surely_finite(t: Tensor) -> bool:
     """A quick yes: the sum of squares is finite. A no means nothing, since it overflows on large numbers."""
-    if t.dtype is not torch.float32 or not t.is_contiguous() or t.is_meta:
+    if t.dtype is not torch.float32 or t.layout is not torch.strided or not t.is_contiguous() or t.is_meta:
+        return False
+    if t.is_nested:
         return False
     flat = t.detach().view(-1)
     return math.isfinite(torch.dot(flat, flat).item())
@@ -85,6 +96,11 @@ def dtype_name(t: Tensor) -> str:
 
 def stat(name: str, t: Tensor) -> TensorStat:
     """The full statistics of one tensor (several passes over it: not for the hot path)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _stat(name, t)
+
+
+def _stat(name: str, t: Tensor) -> TensorStat:
     plain = readable(t)
     shape, dtype = tuple(t.shape), dtype_name(t)
     if plain is None or plain.numel() == 0:
@@ -97,12 +113,16 @@ def stat(name: str, t: Tensor) -> TensorStat:
     first = None
     values = plain
     if not (math.isfinite(ends[0]) and math.isfinite(ends[1])):
-        nan = int(torch.isnan(plain).sum())
-        posinf = int((plain == math.inf).sum())
-        neginf = int((plain == -math.inf).sum())
+        kinds = [torch.isnan(plain), plain == math.inf, plain == -math.inf]
         bad = ~torch.isfinite(plain)
-        first = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(plain.shape))[: len(shape)]
         values = plain[~bad]
+        if t.dtype.is_complex:
+            # The last dimension holds the two parts; an element with a NaN part is a NaN.
+            kinds, bad = [k.any(-1) for k in kinds], bad.any(-1)
+            kinds[1] &= ~kinds[0]
+            kinds[2] &= ~(kinds[0] | kinds[1])
+        nan, posinf, neginf = (int(k.sum()) for k in kinds)
+        first = _first_index(t, bad)
     low, high = extremes(values) or (None, None)
     return TensorStat(
         name,
@@ -119,6 +139,14 @@ def stat(name: str, t: Tensor) -> TensorStat:
         first_index=first,
         binary=bool(values.numel()) and low in (0.0, 1.0) and bool(((values == 0) | (values == 1)).all()),
     )
+
+
+def _first_index(t: Tensor, bad: Tensor) -> tuple[int, ...] | None:
+    """Where in `t` the first marked element is; None for layouts whose values stand in another order."""
+    at = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(bad.shape))
+    if t.layout is torch.sparse_coo:
+        return (*t.detach()._indices()[:, at[0]].tolist(), *at[1:])
+    return at if bad.shape == t.shape else None
 
 
 def _integer_stat(name: str, t: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStat:
@@ -159,7 +187,8 @@ def norms(tensors: list[Tensor]) -> Tensor:
         parts += torch._foreach_norm(group, 2, wide)
     if len(groups) > 1:
         home = tensors[0].device
-        parts = [p.to(home, torch.float32) for p in parts]
+        wide = torch.float64 if any(dtype is torch.float64 for _, dtype in groups) else torch.float32
+        parts = [p.to(home, wide) for p in parts]
     return torch.stack(parts)
 
 
@@ -167,19 +196,23 @@ def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str
     """Every tensor inside tuples, lists, dicts, dataclasses and objects like them, with its readable place."""
     if isinstance(value, Tensor):
         yield path, value
-    elif depth <= 0 or value is None or isinstance(value, str | bytes | int | float):
+    elif depth <= 0 or value is None or isinstance(value, str | bytes | int | float) or _package(value) in _TABLES:
         return
     elif isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys")):
         for key, item in list(value.items()):
             yield from tensors_in(item, f"{path}[{key!r}]", depth - 1)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         names: Iterable[str] | None = getattr(value, "_fields", None)
         for i, item in enumerate(value):
             yield from tensors_in(item, f"{path}[{i}]" if names is None else f"{path}.{list(names)[i]}", depth - 1)
     elif is_dataclass(value) and not isinstance(value, type):
         for f in fields(value):
             yield from tensors_in(getattr(value, f.name, None), f"{path}.{f.name}", depth - 1)
-    elif type(value).__module__.partition(".")[0] not in ("builtins", "torch", "numpy") and hasattr(value, "__dict__"):
+    elif _package(value) not in ("builtins", "torch", "numpy") and hasattr(value, "__dict__"):
         # Graph-style batches (PyG's Data and the like) keep their tensors as attributes.
         for key, item in list(vars(value).items()):
             yield from tensors_in(item, f"{path}.{key.lstrip('_')}", depth - 2)
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]

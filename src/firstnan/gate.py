@@ -16,6 +16,7 @@ from firstnan.records import History, Noticed, StepRecord
 
 _HISTORY = 64
 _SMALL_MODEL = 1 << 18
+_SMALL_BUFFER = 1 << 14
 _CHUNK = 1 << 18
 _ROUND = 8
 _SETTINGS = (
@@ -94,7 +95,6 @@ class Gate:
         self.optimizers = 0
         self.trained = False
         self.in_step: Any = None
-        self.described: tuple[str, tuple[tuple[str, Any], ...]] = ("", ())
         self.buffers: list[tuple[str, Any, int]] = []
         self._loss: float | None = None
         self._norm: float | None = None
@@ -171,7 +171,6 @@ class Gate:
         self.trained = True
         self._check_gradients(_parameters(optimizer), before_update=not closure)
         self.in_step = optimizer
-        self.described = describe(optimizer)
         self.listener.step_begins(optimizer, closure)
 
     def after_update(self, optimizer: Any) -> None:
@@ -207,6 +206,8 @@ class Gate:
 
     def step_skipped(self, optimizer: Any, scale: float) -> None:
         """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
+        if self.listener.suppresses(optimizer):
+            return
         if scale < 1.0:
             bad = [p.grad for p in _parameters(optimizer) if p.grad is not None and not is_finite(p.grad)]
             if bad:
@@ -252,15 +253,21 @@ class Gate:
 
     def _check_buffers(self) -> None:
         """Only those that were written since the last look, by their version."""
+        written: list[tuple[str, Tensor]] = []
         for i, (name, reference, version) in enumerate(self.buffers):
             buffer = reference()
-            if buffer is None or buffer._version == version:
+            if buffer is None or not buffer.is_floating_point():
                 continue
-            self.buffers[i] = (name, reference, buffer._version)
-            if is_finite(buffer) or version < 0:
-                continue
-            stat = readable(buffer)
-            if stat is not None and bool(torch.isnan(stat).any()):
+            # Batch norm writes its running statistics without counting a version: small ones are always looked at.
+            if buffer._version != version or buffer.numel() <= _SMALL_BUFFER:
+                self.buffers[i] = (name, reference, buffer._version)
+                written.append((name, buffer))
+        size = self._size([b for _, b in written], Noticed("buffer")) if written else None
+        if size is None or math.isfinite(size):
+            return
+        for name, buffer in written:
+            # An infinity may be meant there: the start of a minimum, a mask.
+            if not is_finite(buffer) and bool(torch.isnan(buffer).any()):
                 self.listener.trip(Noticed("buffer", name), [buffer], before_update=False)
 
     # Programs without an optimizer object.
@@ -292,7 +299,8 @@ class Gate:
         steps = list(self.history)
         if self._loss is not None:
             steps.append(StepRecord(self.steps.current, self._loss, self._norm))
-        return History(tuple(steps), *self.described)
+        last = self.in_step or (self.steps.last() if self.steps.last else None)
+        return History(tuple(steps), *(describe(last) if last is not None else ()))
 
 
 class Rounds:

@@ -7,7 +7,9 @@ import math
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +34,7 @@ class Audience(Protocol):
     def module_returned(self, module: Any, output: Any) -> None: ...
     def backward_begins(self) -> None: ...
     def internal_error(self, error: Exception) -> None: ...
+    def unseen(self) -> AbstractContextManager[None]: ...
 
 
 class Stop(SystemExit):
@@ -69,8 +72,9 @@ class Hooks:
         self._patch(_BaseDataLoaderIter, "__next__", self._next)
         self._patch(_BaseDataLoaderIter, "_next_index", self._next_index)
         self._patch(_BaseDataLoaderIter, "_reset", self._reset)
+        self._patch(torch, "compile", self._compile)
         self._patch(Tensor, "item", self._item)
-        self._patch(Tensor, "__float__", self._item)
+        self._patch(Tensor, "__float__", self._float)
         self._patch(Tensor, "__bool__", self._bool)
 
     def remove(self) -> None:
@@ -98,7 +102,8 @@ class Hooks:
     def _guard(self, act: Callable[..., None], *args: Any) -> None:
         """An error of ours is said once and never reaches the program."""
         try:
-            act(*args)
+            with self.audience.unseen():
+                act(*args)
         except Exception as error:
             self.audience.internal_error(error)
 
@@ -209,6 +214,27 @@ class Hooks:
 
         return item
 
+    def _float(self, original: Any) -> Any:
+        warned = False
+
+        def as_float(tensor: Tensor) -> Any:
+            nonlocal warned
+            if warned or not tensor.requires_grad:
+                value = original(tensor)
+            else:
+                # torch warns of this once, and has to name the line of the program, not this one.
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    value = original(tensor)
+                for one in said:
+                    warned = True
+                    _warn_at(sys._getframe(1), one)
+            if not math.isfinite(value):
+                self._guard(self.audience.value_read, tensor, None)
+            return value
+
+        return as_float
+
     def _bool(self, original: Any) -> Any:
         def truth(tensor: Tensor) -> Any:
             value = original(tensor)
@@ -232,13 +258,20 @@ class Hooks:
             self._guard(self.audience.module_returned, module, output)
 
     def _stop_following_modules(self) -> None:
-        # Compiled code is guarded on these hooks: taking them off would compile it again.
-        if self._module_handles and not _compiled_anything():
-            for handle in self._module_handles:
-                handle.remove()
-            self._module_handles = []
+        for handle in self._module_handles:
+            handle.remove()
+        self._module_handles = []
+
+    def _compile(self, original: Any) -> Any:
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            # Compiled code is guarded on these hooks: taken off later they would make it compile again.
+            self._stop_following_modules()
+            return original(*args, **kwargs)
+
+        return compile
 
 
-def _compiled_anything() -> bool:
-    utils = sys.modules.get("torch._dynamo.utils")
-    return bool(getattr(utils, "counters", {}).get("frames")) if utils else False
+def _warn_at(frame: Any, message: warnings.WarningMessage) -> None:
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message.message, message.category, frame.f_code.co_filename, frame.f_lineno, name, registry)

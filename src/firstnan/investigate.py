@@ -178,7 +178,7 @@ def strip_our_frames(error: BaseException | None, seen: set[int] | None = None) 
             if not name.startswith(here) or name.startswith(demos):
                 kept.append(at)
             at = at.tb_next
-        for one, following in zip(kept, [*kept[1:], None], strict=True):
+        for one, following in zip(kept, [*kept[1:], None], strict=False):
             one.tb_next = following
         error.__traceback__ = kept[0] if kept else None
         if error.__cause__ is not None:

@@ -55,15 +55,23 @@ class ModuleStack:
     def _path(self, root: Module, parent: str, module: Module) -> str:
         known = self._paths.get(id(root))
         if known is None or known[0] is not root:
-            names: dict[int, list[str]] = {}
-            for name, child in root.named_modules(remove_duplicate=False):
-                names.setdefault(id(child), []).append(readable_path(name))
-            known = self._paths[id(root)] = (root, names)
-        paths = known[1].get(id(module))
+            known = self._paths[id(root)] = (root, _names(root))
+        if id(module) not in known[1]:
+            # Added since, or registered nowhere; it is not looked for again.
+            known[1].update({id(module): []} | _names(root))
+        paths = known[1][id(module)]
         if not paths:
             return f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
         below = [p for p in paths if not parent or p.startswith(parent + ".")]
         return min(below or paths, key=len)
+
+
+def _names(root: Module) -> dict[int, list[str]]:
+    """Every module below this one by identity, with all the names that lead to it."""
+    names: dict[int, list[str]] = {}
+    for name, child in root.named_modules(remove_duplicate=False):
+        names.setdefault(id(child), []).append(readable_path(name))
+    return names
 
 
 def readable_path(name: str) -> str:

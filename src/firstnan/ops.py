@@ -42,6 +42,9 @@ _NAMES = {
 }
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}
 _CREATES = {"tensor", "full", "full_like", "new_full", "scalar_tensor", "fill"}
+_MOST_ARGUMENTS = 32
+# Views whose schema does not say so.
+_VIEWS = {"unsafe_view", "reshape_alias"}
 # In-place operators that never read what they write to.
 _OVERWRITES = {
     "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric",
@@ -99,6 +102,8 @@ def info(func: Any) -> OpInfo:
 
 
 def _describe(func: Any) -> OpInfo:
+    if not hasattr(func, "_schema"):
+        return _higher_order(func)
     schema = func._schema
     name = plain_name(schema.name)
     mutated = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -107,7 +112,7 @@ def _describe(func: Any) -> OpInfo:
     overwritten = frozenset(a.name for a in schema.arguments if a.is_out)
     if name in _OVERWRITES and "self" in mutated:
         overwritten |= {"self"}
-    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns) or name in _VIEWS
     tags = func.tags if hasattr(func, "tags") else ()
     return OpInfo(
         name=name,
@@ -121,4 +126,22 @@ def _describe(func: Any) -> OpInfo:
         creates=name in _CREATES,
         tame=name in _TAME,
         inert=name in ("detach", "alias") or name.startswith("sym_") or (name == "is_pinned"),
+    )
+
+
+def _higher_order(func: Any) -> OpInfo:
+    """An operator that calls functions (`cond`, `flex_attention`): it has no schema."""
+    name = func.name()
+    return OpInfo(
+        name=plain_name(name),
+        aten=name,
+        arguments=tuple(f"argument {i}" for i in range(_MOST_ARGUMENTS)),
+        mutated=frozenset(),
+        overwritten=frozenset(),
+        view=False,
+        pointwise=False,
+        empty=False,
+        creates=False,
+        tame=False,
+        inert=False,
     )

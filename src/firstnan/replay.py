@@ -19,6 +19,7 @@ _MOST_BATCHES = 256
 _MOST_BYTES = 2 << 30
 _MOST_UPDATES = 16
 _BUFFER_BYTES = 256 << 20
+SMALL_BUFFER = 1 << 16
 
 
 @dataclass(slots=True)
@@ -83,7 +84,6 @@ class Replayer:
         self.latest_iterator: weakref.ref[Any] | None = None
         self.modified = False
         self._buffers: list[tuple[Any, int]] = []
-        self._changing: list[Any] | None = None
 
     # While the program is healthy.
 
@@ -135,25 +135,17 @@ class Replayer:
         self._buffers = [(weakref.ref(b), b._version) for b in buffers]
 
     def _copied_buffers(self) -> list[tuple[Any, Tensor]]:
-        """Copies of the buffers that the program writes to (running statistics): few and small."""
-        if self._changing is None:
-            alive = [r for r, _ in self._buffers]
-        else:
-            for reference, version in self._buffers:
-                buffer = reference()
-                if buffer is not None and buffer._version != version and reference not in self._changing:
-                    self._changing.append(reference)
-            alive = self._changing
+        """Copies of the buffers that a step may change: all small ones, and large ones that were seen to change."""
         budget, copies = _BUFFER_BYTES, []
-        for reference in alive:
+        for reference, version in self._buffers:
             buffer = reference()
-            if buffer is not None:
-                budget -= buffer.numel() * buffer.element_size()
-                if budget < 0:
-                    break
+            if buffer is None:
+                continue
+            size = buffer.numel() * buffer.element_size()
+            # Batch norm writes its running statistics without counting a version.
+            if size <= budget and (size <= SMALL_BUFFER or buffer._version != version):
+                budget -= size
                 copies.append((reference, buffer.detach().clone()))
-        if self._changing is None and self._buffers:
-            self._changing = []
         return copies
 
     # After a trip.

@@ -103,7 +103,7 @@ def _resolve(name: str, code: CodeType, lasti: int) -> Site:
     column = len(lines[line - 1].encode()[:column].decode(errors="replace"))
     end_column = len(lines[end_line - 1].encode()[:end_column].decode(errors="replace"))
     if line == end_line:
-        text = lines[line - 1][column:end_column]
+        text = lines[line - 1][column:end_column].rstrip("\n")
     else:
         text = " ".join(
             s.strip() for s in [lines[line - 1][column:], *lines[line : end_line - 1], lines[end_line - 1][:end_column]]

@@ -6,7 +6,8 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,7 @@ class Tracer:
         self.ownership = ownership or Ownership()
         self.step = 0
         self.region = "setup"
+        self.paused = False
         self.in_optimizer = False
         self.in_closure = False
         """The optimizer calls the program back for its loss (LBFGS): what runs with gradients on is forward."""
@@ -113,6 +115,15 @@ class Tracer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside is our own: it is no part of the program."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def give_role(self, tensor: Tensor, role: Role, label: str) -> None:
         """Says what a tensor is to the program: later records name it so."""
@@ -366,12 +377,11 @@ def _given_name(raw: Raw) -> str:
 def _tensors(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensor arguments with the names that the schema gives them."""
     found: list[tuple[str, Tensor]] = []
-    names = op.arguments
-    for i, a in enumerate(args):
+    for name, a in zip(op.arguments, args, strict=False):
         if isinstance(a, Tensor):
-            found.append((names[i], a))
+            found.append((name, a))
         elif isinstance(a, list | tuple):
-            found += [(names[i], t) for t in a if isinstance(t, Tensor)]
+            found += [(name, t) for t in a if isinstance(t, Tensor)]
     for name, a in kwargs.items():
         if isinstance(a, Tensor):
             found.append((name, a))
@@ -418,6 +428,9 @@ class _Mode(TorchDispatchMode):
         self.on = True
         _running.add(self)
 
+    # `cond`, `flex_attention` and the like: seen as one operator each, since what they call is run without modes.
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Nothing is compiled while a trace runs, and the wrapper that this would add costs as much as a small operator.
@@ -425,7 +438,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.on:
+        if not self.on or self.tracer.paused:
             return func(*args, **kwargs)
         return self.tracer.record(func, args, kwargs)
 

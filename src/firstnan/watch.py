@@ -25,6 +25,8 @@ from firstnan.replay import Replayer, ReplayError
 from firstnan.site import Ownership, Spot
 from firstnan.tracer import Tracer
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Mode(Enum):
     WATCHING = auto()
@@ -142,8 +144,12 @@ class Watch:
             if "FIRSTNAN_DEBUG" in os.environ:
                 traceback.print_exception(error)
 
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
+        """What runs inside is our own and no part of the trace."""
+        return _NOTHING if self.tracer is None else self.tracer.pause()
+
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
-        if self.mode in (Mode.WAITING, Mode.REPLAYING):
+        if self.mode in (Mode.WAITING, Mode.REPLAYING) and torch.is_grad_enabled():
             return self._batch_again(iterator)
         tracer = self.tracer
         before = tracer.region if tracer else "step"
@@ -155,7 +161,8 @@ class Watch:
             if tracer is not None:
                 tracer.region = before
         try:
-            self._handed_out(iterator, batch)
+            with self.unseen():
+                self._handed_out(iterator, batch)
         except Exception as error:
             self.internal_error(error)
         return batch
@@ -186,6 +193,8 @@ class Watch:
             return
         seen = [tensor]
         if caller is not None:  # A yes-or-no question, mostly about a number at hand where it is asked.
+            if not self.ownership.owns(caller.f_code):
+                return
             seen = [t for t in caller.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
         for t in seen:
             if t.requires_grad and not is_finite(t):

@@ -52,7 +52,7 @@ def augment() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    torch.backends.mkldnn.set_flags(False)  # oneDNN 3.12 dies of an illegal instruction on virtual CPUs without AMX
+    torch.backends.mkldnn.set_flags(False)  # its AMX kernels (oneDNN 3.12) crash on some virtual CPUs
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
     net = nn.Sequential(nn.Embedding(20, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     head = nn.Linear(16, 20)
