@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _NAMES = {
     "nll_loss_forward": "nll_loss",
@@ -145,3 +147,33 @@ def _higher_order(func: Any) -> OpInfo:
         tame=False,
         inert=False,
     )
+
+
+def tensors_of(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """The tensor arguments with the names that the schema gives them."""
+    found: list[tuple[str, Tensor]] = []
+    for name, a in zip(op.arguments, args, strict=False):
+        if isinstance(a, Tensor):
+            found.append((name, a))
+        elif isinstance(a, list | tuple):
+            found += [(name, t) for t in a if isinstance(t, Tensor)]
+    for name, a in kwargs.items():
+        if isinstance(a, Tensor):
+            found.append((name, a))
+        elif isinstance(a, list | tuple):
+            found += [(name, t) for t in a if isinstance(t, Tensor)]
+    return found
+
+
+def stay_finite(args: tuple[Any, ...]) -> bool:
+    """Whether the numbers among the arguments are finite and no tensor is copied into one of another type."""
+    dtype = None
+    for a in args:
+        if isinstance(a, Tensor):
+            if a.is_floating_point():
+                if dtype is not None and a.dtype is not dtype:
+                    return False
+                dtype = a.dtype
+        elif type(a) is float and not math.isfinite(a):
+            return False
+    return True

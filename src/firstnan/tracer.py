@@ -19,7 +19,7 @@ from firstnan.examine import Detail, examine, numbers_in
 from firstnan.finite import extremes, readable, surely_finite
 from firstnan.memory import Memory
 from firstnan.modules import ModuleStack
-from firstnan.ops import OpInfo, info
+from firstnan.ops import OpInfo, info, stay_finite, tensors_of
 from firstnan.records import Operand, OpEvent, Role, TensorStat, Trace
 from firstnan.site import Ownership, Spot, resolve
 
@@ -169,7 +169,7 @@ class Tracer:
         if op.inert:
             return func(*args, **kwargs)
         # `torch.tensor` and `from_numpy` make a tensor out of something that is none: they read no tensor.
-        given = _tensors(op, args, kwargs) if op.name != "tensor" else []
+        given = tensors_of(op, args, kwargs) if op.name != "tensor" else []
         tensors = [(n, t) for n, t in given if n not in op.overwritten] if op.overwritten else given
         try:
             # Before the call: an operator may overwrite what it reads.
@@ -245,7 +245,7 @@ class Tracer:
             self._claim(index)
         bad = False
         # A scalar argument may itself be infinite (`masked_fill(mask, -inf)`).
-        known = op.tame and not dirty and _stay_finite(args)
+        known = op.tame and not dirty and stay_finite(args)
         for t in results:
             if op.name == "set":
                 self.memory.arrived(t)
@@ -374,38 +374,8 @@ def _given_name(raw: Raw) -> str:
     return next((n for n in ("from_numpy", "as_tensor", "asarray", "frombuffer") if f"{n}(" in code), "tensor")
 
 
-def _tensors(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """The tensor arguments with the names that the schema gives them."""
-    found: list[tuple[str, Tensor]] = []
-    for name, a in zip(op.arguments, args, strict=False):
-        if isinstance(a, Tensor):
-            found.append((name, a))
-        elif isinstance(a, list | tuple):
-            found += [(name, t) for t in a if isinstance(t, Tensor)]
-    for name, a in kwargs.items():
-        if isinstance(a, Tensor):
-            found.append((name, a))
-        elif isinstance(a, list | tuple):
-            found += [(name, t) for t in a if isinstance(t, Tensor)]
-    return found
-
-
 def _range(name: str, shape: Any, dtype: torch.dtype, low: float | None, high: float | None) -> TensorStat:
     return TensorStat(name, tuple(shape), str(dtype).removeprefix("torch."), low, high)
-
-
-def _stay_finite(args: tuple[Any, ...]) -> bool:
-    """Whether the numbers among the arguments are finite and no tensor is copied into one of another type."""
-    dtype = None
-    for a in args:
-        if isinstance(a, Tensor):
-            if a.is_floating_point():
-                if dtype is not None and a.dtype is not dtype:
-                    return False
-                dtype = a.dtype
-        elif type(a) is float and not math.isfinite(a):
-            return False
-    return True
 
 
 def _in_checkpoint(frame: Any) -> bool:
