@@ -183,6 +183,8 @@ def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
             return "optimizer"
         roles = {i.role for i in e.inputs if i.guilty} | ({e.role} if not e.grad else set())
         if "parameter" in roles:
+            return "optimizer" if event.region == "update" else "parameter"
+        if "buffer" in roles and event.region == "between":
             return "parameter"
         # What a step computes is forward, also where it writes the result over its batch.
         if "input" in roles and event.region != "step":

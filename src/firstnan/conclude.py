@@ -65,7 +65,7 @@ class Evidence:
         report = replace(
             self.preliminary(),
             step=self._step_of(origin),
-            batch=self.batch(origin),
+            batch=self.batch(origin, tracer.modules.batch_size),
             origin=origin,
             path=verdict.path,
             reproduced="deterministic",
@@ -79,11 +79,14 @@ class Evidence:
 
     def _step_of(self, origin: Origin | None) -> int:
         event = origin.event if origin is not None else None
-        if origin is None or event is None or event.region not in ("step", "between"):
+        if self.gate.skipping_since is not None and self.noticed.what == "gradient":
+            return self.gate.skipping_since
+        if origin is None or event is None or event.region in ("setup", "data"):
             return self.step
         # What the program writes into its weights after an update still belongs to that update's step.
-        written = event.region == "between" and origin.phase == "parameter" and not event.uninitialized
-        return max(origin.step - written, 0)
+        afterwards = event.region == "between" and origin.phase == "parameter" and not event.uninitialized
+        by_hand = event.region == "update" and origin.phase in ("parameter", "optimizer")
+        return max(origin.step - (afterwards or by_hand), 0)
 
     def _at_the_loop(self, origin: Origin | None) -> Origin | None:
         """Bad data enters where the program takes its batch, not where the first operator reads it."""
@@ -118,17 +121,21 @@ class Evidence:
         names = [n for t in self.tensors if (n := self.models.name(t))]
         return Noticed(self.noticed.what, names[0] if names else "")
 
-    def batch(self, origin: Origin | None) -> Batch | None:
+    def batch(self, origin: Origin | None, given: int | None = None) -> Batch | None:
+        """The failing batch; without a loader all that is known is how many samples the model was `given`."""
         latest = self.replayer.latest
-        if latest is None:
+        batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
+        size = batch_size(batch) if latest is not None else given
+        if size is None:
             return None
-        size = batch_size(latest.batch)
-        return Batch(latest.index, size, _bad_samples(origin, latest.batch, size) if origin and size else None)
+        return Batch(index, size, _bad_samples(origin, batch, size) if origin else None)
 
 
 def _bad_samples(origin: Origin, batch: Any, size: int) -> tuple[int, ...] | None:
     """The samples that the origin points at: none where it points at most of them, which is no sample's fault."""
     rows: tuple[int, ...] = ()
+    if size == 1 and origin.phase in ("forward", "backward"):
+        return (0,)
     if origin.phase == "input":
         rows = bad_rows(batch)
     elif origin.event is not None and origin.produced is not None and origin.produced.shape[:1] == (size,):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import extremes, is_finite, norms, readable
+from firstnan.names import Slot
 from firstnan.records import History, Noticed, StepRecord
 
 _HISTORY = 64
-_SMALL_MODEL = 1 << 18
+_SMALL_MODEL = 1 << 14
 _SMALL_BUFFER = 1 << 14
 _CHUNK = 1 << 18
 _ROUND = 8
@@ -39,7 +40,7 @@ class Listener(Protocol):
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None: ...
     def step_begins(self, optimizer: Any, closure: bool) -> None: ...
-    def step_ended(self) -> None: ...
+    def step_ended(self, by_hand: bool = False) -> None: ...
     def suppresses(self, optimizer: Any) -> bool: ...
 
 
@@ -95,7 +96,10 @@ class Gate:
         self.optimizers = 0
         self.trained = False
         self.in_step: Any = None
-        self.buffers: list[tuple[str, Any, int]] = []
+        self._buffers: list[list[Any]] = []
+        """Slot, version at the last look, whether it held a NaN then."""
+        self.skipping_since: int | None = None
+        """The first of the updates that a gradient scaler has dropped without a good one in between."""
         self._loss: float | None = None
         self._norm: float | None = None
         self._deferred: list[tuple[Noticed, list[Tensor], Tensor]] = []
@@ -115,6 +119,10 @@ class Gate:
         self.trained = True
         if self.optimizers == 0 and self._accumulating():
             self.steps.manual -= 1  # The step that the last backward seemed to end goes on.
+        elif self.optimizers == 0:
+            bad = [leaf for ref in self._leaves if (leaf := ref()) is not None and not is_finite(leaf)]
+            if bad:
+                self.listener.trip(Noticed("parameter"), bad, before_update=False)
         for root in self._unscaled(roots):
             plain = readable(root)
             if plain is None or not plain.numel():
@@ -176,7 +184,7 @@ class Gate:
     def after_update(self, optimizer: Any) -> None:
         if self.in_step is not optimizer:
             return
-        self.in_step = None
+        self.in_step = self.skipping_since = None
         step = self.steps.of(optimizer)
         self.steps.add(optimizer)
         rounds = self._rounds.get(optimizer)
@@ -189,14 +197,16 @@ class Gate:
         try:
             if size is not None and not math.isfinite(size):
                 self._check_parameters(optimizer, rounds)
-            self._check_buffers()
+            if self.thorough or self.steps.total % _ROUND == 1:
+                self._check_buffers()
         finally:
             self.listener.step_ended()
 
     def last_look(self) -> None:
-        """At the end of the program: every parameter once more, also those whose turn had not come."""
+        """At the end of the program: every parameter and buffer once more, also those whose turn had not come."""
         for optimizer, rounds in list(self._rounds.items()):
             self._check_parameters(optimizer, rounds)
+        self._check_buffers()
 
     def _check_parameters(self, optimizer: Any, rounds: Rounds) -> None:
         # One that never had a gradient does not train, whatever is in it.
@@ -208,6 +218,8 @@ class Gate:
         """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
         if self.listener.suppresses(optimizer):
             return
+        if self.skipping_since is None:
+            self.skipping_since = self.steps.of(optimizer)
         if scale < 1.0:
             bad = [p.grad for p in _parameters(optimizer) if p.grad is not None and not is_finite(p.grad)]
             if bad:
@@ -227,16 +239,24 @@ class Gate:
 
     def _size(self, tensors: list[Tensor], noticed: Noticed) -> float | None:
         """The 2-norm of all of them, read at once on the CPU; elsewhere together with the next read."""
-        plain = [t.detach() if _is_plain(t) else readable(t) for t in tensors]
-        values = [t for t in plain if t is not None and t.numel()]
-        if not values:
+        if not tensors:
             return None
-        with torch.no_grad():
-            size = torch.linalg.vector_norm(norms(values))
-        if size.device.type == "cpu":
-            return float(size.item())
-        self._deferred.append((noticed, tensors, size))
-        return self._read() if noticed.what == "gradient" else None
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # The context manager for it costs more than the rest of this function.
+        try:
+            if all(map(_is_plain, tensors)):
+                sizes = torch.stack(torch._foreach_norm(tensors))
+            else:
+                values = [r for t in tensors if (r := readable(t)) is not None and r.numel()]
+                if not values:
+                    return None
+                sizes = norms(values)
+            if sizes.device.type == "cpu":
+                return math.hypot(*sizes.tolist())
+            self._deferred.append((noticed, tensors, torch.linalg.vector_norm(sizes)))
+            return self._read() if noticed.what == "gradient" else None
+        finally:
+            torch._C._set_grad_enabled(recording)
 
     def _read(self) -> float | None:
         """One read for everything that waits: losses, the last update, these gradients."""
@@ -251,24 +271,29 @@ class Gate:
                 self.listener.trip(noticed, bad, before_update=noticed.what == "loss")
         return float(sizes[-1])
 
+    def watch_buffers(self, slots: list[Slot]) -> None:
+        """From now on; one that holds a NaN already was given it on purpose."""
+        self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in slots]
+
     def _check_buffers(self) -> None:
-        """Only those that were written since the last look, by their version."""
-        written: list[tuple[str, Tensor]] = []
-        for i, (name, reference, version) in enumerate(self.buffers):
-            buffer = reference()
+        """Those that were written since the last look, by their version; small ones always."""
+        written: list[tuple[Any, Tensor]] = []
+        for watched in self._buffers:
+            buffer = watched[0].tensor()
             if buffer is None or not buffer.is_floating_point():
                 continue
-            # Batch norm writes its running statistics without counting a version: small ones are always looked at.
-            if buffer._version != version or buffer.numel() <= _SMALL_BUFFER:
-                self.buffers[i] = (name, reference, buffer._version)
-                written.append((name, buffer))
-        size = self._size([b for _, b in written], Noticed("buffer")) if written else None
+            # Batch norm writes its running statistics without counting a version.
+            if buffer._version != watched[1] or buffer.numel() <= _SMALL_BUFFER:
+                watched[1] = buffer._version
+                written.append((watched, buffer))
+        size = self._size([b for _, b in written], Noticed("buffer"))
         if size is None or math.isfinite(size):
             return
-        for name, buffer in written:
+        for watched, buffer in written:
             # An infinity may be meant there: the start of a minimum, a mask.
-            if not is_finite(buffer) and bool(torch.isnan(buffer).any()):
-                self.listener.trip(Noticed("buffer", name), [buffer], before_update=False)
+            known, watched[2] = watched[2], _has_nan(buffer)
+            if watched[2] and not known:
+                self.listener.trip(Noticed("buffer", watched[0].label), [buffer], before_update=False)
 
     # Programs without an optimizer object.
 
@@ -292,7 +317,7 @@ class Gate:
         self.history.append(StepRecord(self.steps.manual, self._loss, self._norm))
         self._loss = None
         self.steps.manual += 1
-        self.listener.step_ended()
+        self.listener.step_ended(by_hand=True)
 
     def past(self) -> History:
         """The last steps, the failing one included as far as it is known."""
@@ -386,7 +411,10 @@ def _rate(optimizer: Any) -> float | None:
     return float(value) if value is not None else None
 
 
+def _has_nan(t: Tensor | None) -> bool:
+    return t is not None and not is_finite(t) and bool(torch.isnan(t).any())
+
+
 def _is_plain(t: Tensor) -> bool:
-    return (
-        (type(t) is Tensor or type(t) is torch.nn.Parameter) and t.layout is torch.strided and t.dtype is torch.float32
-    )
+    kind = type(t)
+    return (kind is Tensor or kind is torch.nn.Parameter) and t.dtype is torch.float32 and t.is_cpu and not t.is_sparse

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.utils.data
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from firstnan.finite import is_finite
 from firstnan.gate import Gate
 from firstnan.replay import Replayer
 
@@ -33,6 +34,7 @@ class Audience(Protocol):
     def value_read(self, tensor: Tensor, caller: Any) -> None: ...
     def module_returned(self, module: Any, output: Any) -> None: ...
     def backward_begins(self) -> None: ...
+    def optimizer_made(self) -> None: ...
     def internal_error(self, error: Exception) -> None: ...
     def unseen(self) -> AbstractContextManager[None]: ...
 
@@ -42,6 +44,11 @@ class Stop(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(3)
+
+
+def end_program() -> NoReturn:
+    """Stops the thread that trains; in another than the main one only plain SystemExit ends it silently."""
+    raise Stop if threading.current_thread() is threading.main_thread() else SystemExit(Stop().code)
 
 
 class Hooks:
@@ -75,6 +82,8 @@ class Hooks:
         self._patch(torch, "compile", self._compile)
         self._patch(Tensor, "item", self._item)
         self._patch(Tensor, "__float__", self._float)
+        self._patch(Tensor, "numpy", self._array)
+        self._patch(Tensor, "tolist", self._array)
         self._patch(Tensor, "__bool__", self._bool)
 
     def remove(self) -> None:
@@ -120,6 +129,7 @@ class Hooks:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._guard(self.gate.optimizer_made, optimizer)
+            self._guard(self.audience.optimizer_made)
 
         return made
 
@@ -209,10 +219,19 @@ class Hooks:
         def item(tensor: Tensor) -> Any:
             value = original(tensor)
             if type(value) is float and not math.isfinite(value):
-                self._guard(self.audience.value_read, tensor, None)
+                self._guard(self.audience.value_read, tensor, sys._getframe(1))
             return value
 
         return item
+
+    def _array(self, original: Any) -> Any:
+        def array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            value = original(tensor, *args, **kwargs)
+            if tensor.numel() == 1 and not is_finite(tensor):
+                self._guard(self.audience.value_read, tensor, sys._getframe(1))
+            return value
+
+        return array
 
     def _float(self, original: Any) -> Any:
         warned = False
@@ -230,7 +249,7 @@ class Hooks:
                     warned = True
                     _warn_at(sys._getframe(1), one)
             if not math.isfinite(value):
-                self._guard(self.audience.value_read, tensor, None)
+                self._guard(self.audience.value_read, tensor, sys._getframe(1))
             return value
 
         return as_float

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -15,7 +18,10 @@ _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 class ModuleStack:
     """Follows module calls by global hooks, each thread for itself; all hooks go at `detach`."""
 
-    def __init__(self) -> None:
+    def __init__(self, training: Callable[[], None] = lambda: None) -> None:
+        self.batch_size: int | None = None
+        """The first dimension of what the last outermost call was given."""
+        self._training = training
         self._local = threading.local()
         self._paths: dict[int, tuple[Module, dict[int, list[str]]]] = {}
         self._handles: list[Any] = []
@@ -42,6 +48,9 @@ class ModuleStack:
         stack = self._local.__dict__.setdefault("stack", [])
         if not stack:
             path = ""
+            if torch.is_grad_enabled():
+                self._training()
+                self.batch_size = next((a.shape[0] for a in args if isinstance(a, Tensor) and a.dim()), self.batch_size)
         else:
             path = self._path(stack[0][0], stack[-1][1], module)
         stack.append((module, path, type(module).__name__))

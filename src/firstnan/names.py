@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -11,24 +12,47 @@ from torch.nn import Module
 from firstnan.modules import readable_path
 
 
+class Slot:
+    """A place for a buffer: the tensor in it may be replaced."""
+
+    __slots__ = ("label", "module", "name")
+
+    def __init__(self, module: Module, name: str, label: str) -> None:
+        self.module, self.name, self.label = weakref.ref(module), name, label
+
+    def tensor(self) -> Tensor | None:
+        module = self.module()
+        return module._buffers.get(self.name) if module is not None else None
+
+    def put(self, old: Tensor, value: Tensor) -> None:
+        """Brings back what was there: the same tensor with the same values."""
+        module = self.module()
+        if module is not None:
+            old.data.copy_(value)
+            module._buffers[self.name] = old
+
+
 class Models:
     """The outermost modules that live in this process, and every parameter and buffer by name."""
 
     def __init__(self) -> None:
         self.parameters: dict[int, tuple[Tensor, str]] = {}
         self.buffers: dict[int, tuple[Tensor, str]] = {}
+        self.slots: list[Slot] = []
         modules = [o for o in gc.get_objects() if issubclass(type(o), Module) and "_modules" in o.__dict__]
         inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
         roots = [m for m in modules if id(m) not in inner and (m._modules or m._parameters or m._buffers)]
-        several = len(roots) > 1
         for root in roots:
-            self._collect(root, f"{type(root).__name__}: " if several else "")
+            self._collect(root)
 
-    def _collect(self, root: Any, prefix: str) -> None:
+    def _collect(self, root: Any) -> None:
         for name, parameter in root.named_parameters(remove_duplicate=False):
             self.parameters.setdefault(id(parameter), (parameter, readable_path(name)))
         for name, buffer in root.named_buffers(remove_duplicate=False):
             self.buffers.setdefault(id(buffer), (buffer, readable_path(name)))
+        for path, module in root.named_modules():
+            for name in module._buffers:
+                self.slots.append(Slot(module, name, readable_path(f"{path}.{name}" if path else name)))
 
     def name(self, tensor: Tensor) -> str:
         """The name of a parameter, of a buffer, or of the parameter whose gradient this is; empty if unknown."""

@@ -37,9 +37,6 @@ _NAMES = {
     "lift_fresh": "tensor",
     "lift_fresh_copy": "tensor",
     "index_put_impl": "index_put",
-    "fused_adam": "adam",
-    "fused_adamw": "adamw",
-    "fused_sgd": "sgd",
     "fused_rms_norm": "rms_norm",
 }
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}

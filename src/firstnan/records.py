@@ -120,8 +120,9 @@ class OpEvent:
     """The operator raised this instead of returning."""
     in_python_backward: bool = False
     """Ran inside a user's own `autograd.Function.backward` (or a tensor hook)."""
-    region: Literal["setup", "data", "step", "between"] = "step"
-    """Before the first step, while a batch was fetched, inside a step, or after an update before the next step."""
+    region: Literal["setup", "data", "step", "between", "update"] = "step"
+    """Before the first step, while a batch was fetched, inside a step, after an update before the next step, or
+    (without an optimizer object) after backward, where the program updates its weights itself."""
     role: Role | None = None
     """What the memory is that was written, where the program gave it a role: a parameter, a batch..."""
     label: str = ""

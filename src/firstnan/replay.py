@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import tensors_in
+from firstnan.names import Slot
 
 _MOST_BATCHES = 256
 _MOST_BYTES = 2 << 30
@@ -55,7 +56,7 @@ class Handout:
     updates: int
     """How many optimizer steps were done by then."""
     random: RandomState
-    buffers: list[tuple[Any, Tensor]]
+    buffers: list[tuple[Slot, Tensor, Tensor]]
     versions: list[tuple[Any, int]]
     indices: Any = None
 
@@ -83,7 +84,7 @@ class Replayer:
         self.latest: Handout | None = None
         self.latest_iterator: weakref.ref[Any] | None = None
         self.modified = False
-        self._buffers: list[tuple[Any, int]] = []
+        self._buffers: list[tuple[Slot, int]] = []
 
     # While the program is healthy.
 
@@ -131,21 +132,21 @@ class Replayer:
         if not self.modified:
             self.modified = any((t := ref()) is not None and t._version != v for ref, v in handout.versions)
 
-    def watch_buffers(self, buffers: list[Tensor]) -> None:
-        self._buffers = [(weakref.ref(b), b._version) for b in buffers]
+    def watch_buffers(self, slots: list[Slot]) -> None:
+        self._buffers = [(slot, b._version) for slot in slots if (b := slot.tensor()) is not None]
 
-    def _copied_buffers(self) -> list[tuple[Any, Tensor]]:
+    def _copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """Copies of the buffers that a step may change: all small ones, and large ones that were seen to change."""
         budget, copies = _BUFFER_BYTES, []
-        for reference, version in self._buffers:
-            buffer = reference()
+        for slot, version in self._buffers:
+            buffer = slot.tensor()
             if buffer is None:
                 continue
             size = buffer.numel() * buffer.element_size()
             # Batch norm writes its running statistics without counting a version.
             if size <= budget and (size <= SMALL_BUFFER or buffer._version != version):
                 budget -= size
-                copies.append((reference, buffer.detach().clone()))
+                copies.append((slot, buffer, buffer.detach().clone()))
         return copies
 
     # After a trip.
@@ -170,10 +171,8 @@ class Replayer:
             s.again = iter([h for h in s.recent if h.updates == latest.updates])
         first.random.put_back()
         with torch.no_grad():
-            for reference, value in first.buffers:
-                buffer = reference()
-                if buffer is not None:
-                    buffer.copy_(value)
+            for slot, buffer, value in first.buffers:
+                slot.put(buffer, value)
         torch.clear_autocast_cache()
         self.replaying = True
         return updates - latest.updates

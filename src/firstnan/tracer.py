@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ class Raw:
 
 
 class Tracer:
-    """Records the operators of the thread that starts it; `trace()` gives the finished record."""
+    """Records the operators of the thread that starts it, or trains; `trace()` gives the finished record."""
 
     def __init__(self, ownership: Ownership | None = None) -> None:
         self.ownership = ownership or Ownership()
@@ -84,7 +85,7 @@ class Tracer:
         """The optimizer calls the program back for its loss (LBFGS): what runs with gradients on is forward."""
         self.raws: list[Raw] = []
         self.memory = Memory()
-        self.modules = ModuleStack()
+        self.modules = ModuleStack(self.follow)
         self.trouble: str | None = None
         self._sequence: dict[int, int] = {}
         self._claimed = -1
@@ -98,16 +99,29 @@ class Tracer:
     def start(self) -> None:
         if self._mode is None:
             self.modules.attach()
-            self._claimed = _sequence_number() - 1
-            self._mode = _Mode(self)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+            self._enter()
+
+    def follow(self) -> None:
+        """The program trains in another thread than the one that was recorded until now."""
+        if self._mode is not None and self._mode.thread != threading.get_ident():
+            self._mode.on = False
+            self._sequence.clear()  # Autograd numbers its nodes for each thread anew.
+            self._enter()
+
+    def _enter(self) -> None:
+        self._claimed = _sequence_number() - 1
+        self._mode = _Mode(self)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def stop(self) -> None:
         if self._mode is not None:
             mode, self._mode = self._mode, None
             mode.on = False
             self.modules.detach()
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+            if (
+                mode.thread == threading.get_ident()
+            ):  # Modes belong to their thread: elsewhere it stays, and does nothing.
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
     def __enter__(self) -> Tracer:
         self.start()
@@ -124,6 +138,13 @@ class Tracer:
             yield
         finally:
             self.paused = before
+
+    def relabel(self, old: str, new: str) -> None:
+        """Gives the latest events another region."""
+        for raw in reversed(self.raws):
+            if raw.region != old:
+                break
+            raw.region = new
 
     def give_role(self, tensor: Tensor, role: Role, label: str) -> None:
         """Says what a tensor is to the program: later records name it so."""
@@ -396,6 +417,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.tracer = tracer
         self.on = True
+        self.thread = threading.get_ident()
         _running.add(self)
 
     # `cond`, `flex_attention` and the like: seen as one operator each, since what they call is run without modes.

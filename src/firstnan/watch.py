@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import traceback
-import weakref
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ from torch import Tensor
 from firstnan.conclude import Evidence, came_from_outside
 from firstnan.finite import is_finite, tensors_in
 from firstnan.gate import Gate, drop_gradients
-from firstnan.hooks import Hooks, Stop
+from firstnan.hooks import Hooks, Stop, end_program
 from firstnan.importing import when_imported
 from firstnan.names import Models
 from firstnan.records import Noticed, Report
@@ -69,6 +68,7 @@ class Watch:
         self._to_suppress = 0
         self._stepped_while_waiting: set[int] = set()
         self._complained = False
+        self._learned = False
         self.hooks.install()
         if tracing:
             self._trace()
@@ -78,7 +78,7 @@ class Watch:
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
         if self.mode in (Mode.TRACING, Mode.REPLAYING):
             self._conclude(noticed, tensors)
-            raise Stop
+            end_program()
         if self.mode is not Mode.WATCHING:
             return
         self._found(noticed, tensors)
@@ -86,7 +86,7 @@ class Watch:
         if self.may_replay and by_a_loader and self.replayer.possible(self.gate.steps.total):
             self.mode = Mode.WAITING
             return
-        raise Stop
+        end_program()
 
     def suppresses(self, optimizer: Any) -> bool:
         """No update may be written between a trip and its replay, nor twice by the replay."""
@@ -112,14 +112,15 @@ class Watch:
             self.tracer.in_optimizer, self.tracer.in_closure = True, closure
             self._name_tensors()
 
-    def step_ended(self) -> None:
+    def step_ended(self, by_hand: bool = False) -> None:
         self._suspect = None
+        self._learn_buffers()
         tracer = self.tracer
         if tracer is None:
-            self._learn_buffers()
             return
         tracer.in_optimizer = False
-        tracer.region = "between"
+        # Without an optimizer object it is now that the program updates its weights.
+        tracer.region = "update" if by_hand else "between"
         tracer.forget_healthy()
         tracer.step = self.gate.steps.current
         if self.trace_from is None or tracer.step >= self.trace_from - 1:
@@ -127,12 +128,18 @@ class Watch:
         else:
             tracer.stop()
 
+    def optimizer_made(self) -> None:
+        if self.tracer is not None:
+            # Another stage of training: what was done since the last update prepared it.
+            self.tracer.relabel("between", "setup")
+
     def backward_begins(self) -> None:
         if self._suspect is not None:
             # It saw a non-finite value and trains on: its own business, as long as nothing bad is written.
             self._handles_nan_itself = True
             self._suspect = None
         if self.tracer is not None:
+            self.tracer.follow()
             self.tracer.region = "step"
 
     # What the hooks say.
@@ -192,9 +199,8 @@ class Watch:
         if self._handles_nan_itself or self.mode in (Mode.WAITING, Mode.DONE):
             return
         seen = [tensor]
-        if caller is not None:  # A yes-or-no question, mostly about a number at hand where it is asked.
-            if not self.ownership.owns(caller.f_code):
-                return
+        if not tensor.requires_grad and self.ownership.owns(caller.f_code):
+            # Detached, or a yes-or-no question: mostly about a number at hand where it is asked.
             seen = [t for t in caller.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
         for t in seen:
             if t.requires_grad and not is_finite(t):
@@ -213,7 +219,7 @@ class Watch:
             return
         if self.outputs_decide:
             if self._conclude(Noticed("output", type(module).__name__), bad):
-                raise Stop
+                end_program()
         elif self._output_event is None:
             self._output_event = self.tracer.last_bad(bad[0])
 
@@ -230,7 +236,7 @@ class Watch:
             self._stopped_by(Noticed("exception", type(error).__name__), bad, [])
 
     def program_ended(self) -> None:
-        with contextlib.suppress(Stop):
+        with contextlib.suppress(SystemExit):
             self.gate.last_look()
         if self.mode in (Mode.TRACING, Mode.WATCHING):
             if self._suspect is not None:
@@ -265,7 +271,7 @@ class Watch:
         if self.tracer is not None:
             self.tracer.stop()
         self.mode = Mode.DONE
-        raise Stop
+        end_program()
 
     def _begin_replay(self) -> None:
         self.mode = Mode.REPLAYING
@@ -301,10 +307,11 @@ class Watch:
 
     def _learn_buffers(self) -> None:
         """After the first step the models are there: their buffers are watched from now on."""
-        if self.models is None:
+        if not self._learned:
+            self._learned = True
             self.models = Models()
-            self.replayer.watch_buffers([b for b, _ in self.models.buffers.values()])
-            self.gate.buffers = [(n, weakref.ref(b), b._version) for b, n in self.models.buffers.values()]
+            self.replayer.watch_buffers(self.models.slots)
+            self.gate.watch_buffers(self.models.slots)
 
     def _evidence(self, noticed: Noticed, tensors: list[Tensor]) -> Evidence:
         self.models = Models()
