@@ -15,7 +15,7 @@ pytest_plugins = ["zygote"]
 CASES = Path(__file__).parent / "cases"
 TRUTHS: dict[str, dict[str, Any]] = {
     truth["id"]: truth
-    for path in sorted(CASES.glob("truth*.jsonl"))
+    for path in sorted(CASES.glob("truth.jsonl"))
     for line in path.read_text().splitlines()
     if line.strip()
     for truth in [json.loads(line)]

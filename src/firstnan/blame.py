@@ -147,7 +147,7 @@ def _meant(operand: Operand) -> bool:
 def _describe(trace: Trace, source: Source, chain: list[OpEvent], loss_is_finite: bool) -> Origin:
     event, operand = source.event, source.operand
     if operand is not None:
-        return _outside(event, operand)
+        return _outside(event, operand, chain)
     if event.raised and event.op == "linalg_check_errors":
         event = next((p for p in trace.producers(event)), event)
     phase = _phase(event, chain)
@@ -195,9 +195,11 @@ def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
     return "input" if event.region == "setup" and not event.module_type else "forward"
 
 
-def _outside(event: OpEvent, operand: Operand) -> Origin:
+def _outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Origin:
     """The value was bad before the trace began; the place is where it enters."""
-    weight = operand.role == "parameter"
+    # A tensor out of a file that is copied into the weights is a bad weight.
+    written = next((e for e in chain if e.role == "parameter" and not e.grad), None) if operand.role is None else None
+    weight = operand.role == "parameter" or written is not None
     return Origin(
         phase="parameter" if weight else "input",
         op="" if operand.role else event.op,
@@ -208,8 +210,8 @@ def _outside(event: OpEvent, operand: Operand) -> Origin:
         module_type=event.module_type,
         inputs=(operand.stat,) if operand.stat else (),
         produced=operand.stat,
-        role=operand.role or "unknown",
-        label=operand.label,
+        role="parameter" if weight else operand.role or "unknown",
+        label=written.label if written is not None else operand.label,
         step=event.step,
     )
 

@@ -184,7 +184,10 @@ def _rows(where: Tensor, result: Tensor) -> tuple[int, ...]:
 
 
 def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flow) -> tuple[tuple[str, float], ...]:
-    """The values read and written at the first element that went wrong here."""
+    """The values read and written at the first element that went wrong here; of complex ones the magnitudes."""
+    if result.dtype.is_complex or any(t is not None and t.dtype.is_complex for _, t in inputs):
+        inputs = [(name, t.detach().abs() if t is not None and t.dtype.is_complex else t) for name, t in inputs]
+        result = result.detach().abs()
     r = readable(result)
     if r is None or r.shape != result.shape:
         return ()
@@ -201,7 +204,7 @@ def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flo
     index = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(bad.shape))
     pairs = []
     for name, t in inputs:
-        if t is None or t.dim() > len(index) or t.layout is not torch.strided or t.dtype.is_complex:
+        if t is None or t.dim() > len(index) or t.layout is not torch.strided:
             continue
         try:
             pairs.append((name, float(t.detach().expand(result.shape)[index])))

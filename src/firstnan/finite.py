@@ -19,6 +19,10 @@ _USUAL = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8", "float4")))
 
 
+# Inside vmap and the like a tensor has no values of its own that could be asked for.
+_in_transform = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def readable(t: Any) -> Tensor | None:
     """The plain floating tensor whose values stand for `t`, or None where there is none to read.
 
@@ -26,7 +30,7 @@ def readable(t: Any) -> Tensor | None:
     """
     kind = type(t)
     if (kind is Tensor or kind is torch.nn.Parameter) and t.dtype in _USUAL and t.layout is torch.strided:
-        return t.detach() if not (t.is_meta or t.is_nested) else None
+        return t.detach() if not (t.is_meta or t.is_nested or _in_transform(t)) else None
     if not isinstance(t, Tensor):
         return None
     if kind is Tensor or kind is torch.nn.Parameter:
@@ -46,7 +50,7 @@ def readable(t: Any) -> Tensor | None:
 
 def _plain(t: Tensor) -> Tensor | None:
     dtype = t.dtype
-    if not (dtype.is_floating_point or dtype.is_complex) or t.is_meta or t.is_nested:
+    if not (dtype.is_floating_point or dtype.is_complex) or t.is_meta or t.is_nested or _in_transform(t):
         return None
     plain: Tensor = t.detach()
     if plain.layout is torch.sparse_coo:

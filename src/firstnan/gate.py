@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from firstnan.finite import extremes, is_finite, norms, readable
-from firstnan.names import Slot
+from firstnan.names import Models
 from firstnan.records import History, Noticed, StepRecord
 
 _HISTORY = 64
@@ -96,6 +96,7 @@ class Gate:
         self.optimizers = 0
         self.trained = False
         self.in_step: Any = None
+        self._parameters: list[weakref.ref[Tensor]] = []
         self._buffers: list[list[Any]] = []
         """Slot, version at the last look, whether it held a NaN then."""
         self.skipping_since: int | None = None
@@ -120,9 +121,7 @@ class Gate:
         if self.optimizers == 0 and self._accumulating():
             self.steps.manual -= 1  # The step that the last backward seemed to end goes on.
         elif self.optimizers == 0:
-            bad = [leaf for ref in self._leaves if (leaf := ref()) is not None and not is_finite(leaf)]
-            if bad:
-                self.listener.trip(Noticed("parameter"), bad, before_update=False)
+            self._check_leaves()
         for root in self._unscaled(roots):
             plain = readable(root)
             if plain is None or not plain.numel():
@@ -271,9 +270,10 @@ class Gate:
                 self.listener.trip(noticed, bad, before_update=noticed.what == "loss")
         return float(sizes[-1])
 
-    def watch_buffers(self, slots: list[Slot]) -> None:
-        """From now on; one that holds a NaN already was given it on purpose."""
-        self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in slots]
+    def watch_models(self, models: Models) -> None:
+        """From now on; a buffer that holds a NaN already was given it on purpose."""
+        self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in models.slots]
+        self._parameters = [weakref.ref(p) for p, _ in models.parameters.values()]
 
     def _check_buffers(self) -> None:
         """Those that were written since the last look, by their version; small ones always."""
@@ -300,11 +300,21 @@ class Gate:
     def _leaves_of(self, roots: list[Tensor]) -> list[Tensor]:
         """The tensors that backward wrote gradients to; the graph is walked again only when they are replaced."""
         alive = [leaf for ref in self._leaves if (leaf := ref()) is not None]
-        if alive and len(alive) == len(self._leaves) and all(leaf.grad is not None for leaf in alive):
-            return alive
-        leaves = graph_leaves(roots)
-        self._leaves = [weakref.ref(leaf) for leaf in leaves]
-        return leaves
+        replaced = not alive or len(alive) != len(self._leaves) or any(leaf.grad is None for leaf in alive)
+        known = {id(leaf) for leaf in alive}
+        # Parts of a model may join later.
+        joined = [p for ref in self._parameters if (p := ref()) is not None and p.grad is not None]
+        new = [leaf for leaf in (graph_leaves(roots) if replaced else joined) if id(leaf) not in known]
+        self._leaves = [weakref.ref(leaf) for leaf in alive + new]
+        return alive + new
+
+    def _check_leaves(self) -> None:
+        """What the program updated by hand since the last backward."""
+        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        size = self._size(leaves, Noticed("parameter"))
+        bad = [] if size is None or math.isfinite(size) else [leaf for leaf in leaves if not is_finite(leaf)]
+        if bad:
+            self.listener.trip(Noticed("parameter"), bad, before_update=False)
 
     def _accumulating(self) -> bool:
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None and leaf.grad is not None]

@@ -9,67 +9,26 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from firstnan.examine import Detail, examine, numbers_in
+from firstnan.examine import examine, numbers_in
 from firstnan.finite import extremes, readable, surely_finite
 from firstnan.memory import Memory
 from firstnan.modules import ModuleStack
 from firstnan.ops import OpInfo, info, stay_finite, tensors_of
-from firstnan.records import Operand, OpEvent, Role, TensorStat, Trace
-from firstnan.site import Ownership, Spot, resolve
+from firstnan.recording import Raw, Read, finished
+from firstnan.records import Role, Trace
+from firstnan.site import Ownership
 
 _MOST_RAISED = 16
 _SMALL = 1 << 14  # Up to here a copy of what an in-place operator overwrites costs little.
 _LARGE = 1 << 18
 _sequence_number = torch._C._autograd._get_sequence_nr
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like carry no usable sequence number.
-
-
-@dataclass(slots=True)
-class Read:
-    """One tensor that an operator read."""
-
-    name: str
-    writer: int | None
-    """The event that wrote to it last; None: it came from outside."""
-    key: int | None
-    """Its memory."""
-    bad_writers: tuple[int, ...] = ()
-    """The events that left something non-finite there."""
-
-
-class Raw:
-    """One operator call as it is kept while the program runs: no strings are made, no source is read."""
-
-    __slots__ = (
-        "backward", "detail", "engine", "forward", "func", "grad", "inner", "module", "node", "outputs",
-        "python_backward", "raised", "reads", "region", "scalars", "spot", "step", "uninitialized", "writes",
-    )  # fmt: skip
-    func: OpInfo
-    spot: Spot | None
-    inner: Spot | None
-    engine: bool
-    backward: str
-    node: str | None
-    forward: int | None
-    module: tuple[str, str]
-    reads: list[Read]
-    outputs: list[tuple[Any, torch.dtype, float | None, float | None]]
-    writes: list[int]
-    detail: Detail | None
-    scalars: tuple[tuple[str, Any], ...]
-    step: int
-    region: str
-    raised: str | None
-    uninitialized: bool
-    python_backward: bool
-    grad: bool
 
 
 class Tracer:
@@ -85,7 +44,9 @@ class Tracer:
         """The optimizer calls the program back for its loss (LBFGS): what runs with gradients on is forward."""
         self.raws: list[Raw] = []
         self.memory = Memory()
-        self.modules = ModuleStack(self.follow)
+        self.modules = ModuleStack(self._called)
+        self.looks_for_training = False
+        """Until a step is seen, whichever thread calls a module with gradients on is taken for the one that trains."""
         self.trouble: str | None = None
         self._sequence: dict[int, int] = {}
         self._claimed = -1
@@ -107,6 +68,10 @@ class Tracer:
             self._mode.on = False
             self._sequence.clear()  # Autograd numbers its nodes for each thread anew.
             self._enter()
+
+    def _called(self) -> None:
+        if self.looks_for_training and self.region == "setup":
+            self.follow()
 
     def _enter(self) -> None:
         self._claimed = _sequence_number() - 1
@@ -335,68 +300,9 @@ class Tracer:
         raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
         raw.module = self.modules.here() if recomputing or raw.forward is None else self.raws[raw.forward].module
 
-    # The finished record.
-
     def trace(self) -> Trace:
         """Everything recorded so far, as plain values."""
-        return Trace(tuple(self._event(i, r) for i, r in enumerate(self.raws)))
-
-    def _event(self, index: int, raw: Raw) -> OpEvent:
-        detail, roles = raw.detail, self.memory.roles
-        role, label = next((roles[k] for k in raw.writes if k in roles), (None, ""))
-        return OpEvent(
-            index=index,
-            op=_given_name(raw) if raw.func.name == "tensor" else raw.func.name,
-            aten=raw.func.aten,
-            phase=raw.backward,  # type: ignore[arg-type]
-            step=raw.step,
-            inputs=tuple(self._operand(detail, i, read) for i, read in enumerate(raw.reads)),
-            outputs=detail.outputs if detail else tuple(_range("result", *output) for output in raw.outputs),
-            scalars=raw.scalars,
-            site=resolve(raw.spot) if raw.spot else None,
-            library_site=resolve(raw.inner) if raw.inner and (detail or raw.raised) else None,
-            module=raw.module[0],
-            module_type=raw.module[1],
-            node=raw.node,
-            forward=raw.forward,
-            born=detail.born if detail else 0,
-            nan_from_inf=detail.nan_from_inf if detail else 0,
-            on_purpose=detail.on_purpose if detail else False,
-            uninitialized=raw.uninitialized,
-            witness=detail.witness if detail else (),
-            bad_rows=detail.bad_rows if detail else (),
-            raised=raw.raised,
-            in_python_backward=raw.python_backward,
-            region=raw.region,  # type: ignore[arg-type]
-            role=role,
-            label=label,
-            grad=raw.grad,
-        )
-
-    def _operand(self, detail: Detail | None, position: int, read: Read) -> Operand:
-        role, label = self.memory.roles.get(read.key, (None, "")) if read.key is not None else (None, "")
-        if detail is None:
-            seen = None
-            if read.writer is not None and len(self.raws[read.writer].outputs) == 1:
-                seen = _range(read.name, *self.raws[read.writer].outputs[0])
-            return Operand(read.name, seen, read.writer, role, label)
-        given, guilty = detail.inputs[position], detail.guilty[position]
-        if not guilty:
-            return Operand(read.name, given, read.writer, role, label)
-        # What was last written is not always what was bad: views of one memory are written one by one.
-        # Where nobody left something bad, it comes from outside.
-        *also, writer = read.bad_writers or (None,)
-        return Operand(read.name, given, writer, role, label, guilty, tuple(i for i in also if i is not None))
-
-
-def _given_name(raw: Raw) -> str:
-    """`torch.from_numpy` and the like reach the dispatcher as one operator: the source tells them apart."""
-    code = resolve(raw.spot).code if raw.spot else ""
-    return next((n for n in ("from_numpy", "as_tensor", "asarray", "frombuffer") if f"{n}(" in code), "tensor")
-
-
-def _range(name: str, shape: Any, dtype: torch.dtype, low: float | None, high: float | None) -> TensorStat:
-    return TensorStat(name, tuple(shape), str(dtype).removeprefix("torch."), low, high)
+        return finished(self.raws, self.memory)
 
 
 def _in_checkpoint(frame: Any) -> bool:

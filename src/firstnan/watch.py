@@ -125,6 +125,7 @@ class Watch:
         tracer.step = self.gate.steps.current
         if self.trace_from is None or tracer.step >= self.trace_from - 1:
             tracer.start()
+            tracer.follow()
         else:
             tracer.stop()
 
@@ -191,6 +192,7 @@ class Watch:
             return
         self.replayer.fetched(iterator, batch, self.gate.steps.total)
         if self.tracer is not None and self.tracer.running:
+            self.tracer.follow()
             self.tracer.region = "step"
             self._mark_batch(batch)
 
@@ -284,6 +286,7 @@ class Watch:
         when_imported("torch._dynamo", lambda: torch.compiler.set_stance("force_eager"))
         self.tracer = tracer = Tracer(self.ownership)
         tracer.step = self.gate.steps.current
+        tracer.looks_for_training = True
         if self.mode is Mode.REPLAYING:
             tracer.region = "step"
             self._name_tensors()
@@ -311,7 +314,7 @@ class Watch:
             self._learned = True
             self.models = Models()
             self.replayer.watch_buffers(self.models.slots)
-            self.gate.watch_buffers(self.models.slots)
+            self.gate.watch_models(self.models)
 
     def _evidence(self, noticed: Noticed, tensors: list[Tensor]) -> Evidence:
         self.models = Models()
