@@ -2,7 +2,7 @@
 
     python benchmarks/run_overhead.py [--steps N] [--rounds R] [--json FILE] [--only whole|step] [PROGRAM...]
 
-whole: `python program` against `firstnan run program`, in turn, a process each (the gate on a healthy run).
+whole: `python program` against `firstnan run program`, a process each, a few steps in turn (a healthy run).
 step:  one process, step by step in turn: bare, under `detect_anomaly`, under the tracer.
 """
 
@@ -22,28 +22,55 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 WARM_UP = 5
+BLOCK = 4  # steps of one turn
+# Whether glibc gives memory back to the system and takes it again, step by step, is a lottery worth up to 10 %.
+STEADY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 Seconds = dict[str, list[float]]
 
 
-def run_program(program: Path, steps: int, prefix: list[str]) -> list[float]:
-    """Seconds of each step after the warm-up, of one run in a process of its own."""
-    environment = {**os.environ, "BENCH_TIMES": "1", "BENCH_STEPS": str(steps + WARM_UP)}
-    command = [sys.executable, *prefix, str(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    return seconds[WARM_UP:]
+class Program:
+    """A training program that runs in a process of its own and makes its steps when it is told to."""
+
+    def __init__(self, path: Path, prefix: list[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *prefix, str(path)],
+            env={**os.environ, **STEADY},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, steps: int) -> float:
+        """Seconds for this many steps."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise SystemExit("the program has no pipes")
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit("the program ended early")
+        return float(answer)
+
+    def end(self) -> None:
+        self._process.communicate()
 
 
-def measure_whole(program: Path, steps: int, rounds: int) -> Seconds:
-    """Both ways of running, in turn; the order changes every round, so that a drift hits both."""
+def measure_whole(path: Path, steps: int, rounds: int) -> Seconds:
+    """Plain python and `firstnan run`, both alive, a few steps each in turn: what slows the machine hits both.
+
+    Every round has two new processes, since where a process happens to lie in memory is worth a few per cent.
+    """
     ways = {"bare": [], "firstnan run": ["-m", "firstnan", "run"]}
     seconds: Seconds = {way: [] for way in ways}
-    for turn in range(rounds):
-        for way in sorted(ways, reverse=turn % 2 == 1):
-            # A round counts once, by its median: steps of one process are not independent.
-            seconds[way].append(statistics.median(run_program(program, steps, ways[way])))
+    for _ in range(rounds):
+        programs = {way: Program(path, prefix) for way, prefix in ways.items()}
+        for program in programs.values():
+            program.run(WARM_UP)
+        for _ in range(-(-steps // BLOCK)):
+            for way, program in programs.items():
+                seconds[way].append(program.run(BLOCK) / BLOCK)
+        for program in programs.values():
+            program.end()
     return seconds
 
 
