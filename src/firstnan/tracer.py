@@ -260,7 +260,7 @@ class Tracer:
         low: float | None = None
         high: float | None = None
         # Ranges are evidence in forward; elsewhere, and of large results, it only matters whether all is well.
-        quick = raw.backward != "forward" or t.numel() > _LARGE
+        quick = raw.backward != "forward" or t.numel() > (_LARGE if raw.grad else _SMALL)
         if not (known or (quick and surely_finite(t))) and (plain := readable(t)) is not None:
             low, high = extremes(plain) or (None, None)
         raw.outputs.append((t.shape, t.dtype, low, high))
