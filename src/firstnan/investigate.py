@@ -60,8 +60,11 @@ class Investigation:
     def end(self) -> int | None:
         watch = self.watch
         if watch is not None:
-            watch.program_ended()
-            watch.hooks.remove()
+            try:
+                watch.program_ended()
+                watch.hooks.remove()
+            except Exception as error:  # What was found so far is still to be told.
+                watch.internal_error(error)
             self.report = watch.report
             if watch.unresolved:
                 self._run_again(watch)
@@ -103,7 +106,11 @@ class Investigation:
             why = "where the bad value was made" if told else "its operators"
             step = "" if output or first.step is None else f" in step {first.step}"
             say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
-        second = self._second_run(None if output else first.step)
+        try:
+            second = self._second_run(None if output else first.step)
+        except OSError as error:
+            say(f"the program cannot be run again: {error}")
+            second = None
         if second is not None and second.origin is not None:
             same = second.noticed is not None and (output or told or first.noticed is None or second.step is not None)
             self.report = replace(
