@@ -43,7 +43,6 @@ class Investigation:
         self.began = time.monotonic()
         self.watch: Watch | None = None
         self.report = Report("clean")
-        self.trouble: str | None = None
 
     # What the runner calls.
 

@@ -40,7 +40,6 @@ _NAMES = {
     "fused_rms_norm": "rms_norm",
 }
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}
-_CREATES = {"tensor", "full", "full_like", "new_full", "scalar_tensor", "fill"}
 _MOST_ARGUMENTS = 32
 # Views whose schema does not say so.
 _VIEWS = {"unsafe_view", "reshape_alias"}
@@ -82,7 +81,6 @@ class OpInfo:
     view: bool
     pointwise: bool
     empty: bool
-    creates: bool
     tame: bool
     """Finite in, finite out: its result need not be read when what it reads is known to be finite."""
     inert: bool
@@ -122,7 +120,6 @@ def _describe(func: Any) -> OpInfo:
         view=view and name != "tensor",
         pointwise=torch.Tag.pointwise in tags,
         empty=name in _EMPTY,
-        creates=name in _CREATES,
         tame=name in _TAME,
         inert=name in ("detach", "alias") or name.startswith("sym_") or (name == "is_pinned"),
     )
@@ -140,7 +137,6 @@ def _higher_order(func: Any) -> OpInfo:
         view=False,
         pointwise=False,
         empty=False,
-        creates=False,
         tame=False,
         inert=False,
     )

@@ -5,37 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from firstnan.records import Cause, History, Origin, Trace
-from firstnan.rules import (  # imported for the rules they register
-    data as data,
-)
-from firstnan.rules import (
-    derivatives as derivatives,
-)
-from firstnan.rules import (
-    division as division,
-)
-from firstnan.rules import (
-    domain as domain,
-)
-from firstnan.rules import (
-    linalg as linalg,
-)
-from firstnan.rules import (
-    optimizer as optimizer,
-)
-from firstnan.rules import (
-    overflow as overflow,
-)
-from firstnan.rules import (
-    reductions as reductions,
-)
-from firstnan.rules import (
-    softmax as softmax,
-)
+from firstnan.rules import data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax
 from firstnan.rules.base import RULES
 from firstnan.rules.scene import Scene
 
 __all__ = ["explain"]
+
+FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
+"""Imported for the rules that they register."""
 
 SECOND = 0.6
 FAR_BEHIND = 0.5
