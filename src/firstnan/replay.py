@@ -16,8 +16,9 @@ from torch import Tensor
 from firstnan.finite import tensors_in
 from firstnan.names import Slot
 
-_MOST_BATCHES = 256
-_MOST_BYTES = 2 << 30
+# What is kept of one step; a step that takes more is replayed by a second run of the program.
+_MOST_BATCHES = 64
+_MOST_BYTES = 256 << 20
 _MOST_UPDATES = 16
 _BUFFER_BYTES = 256 << 20
 SMALL_BUFFER = 1 << 16
@@ -70,6 +71,11 @@ class Source:
     pending_indices: deque[Any] = field(default_factory=deque)
     again: Iterator[Handout] | None = None
 
+    def is_full(self) -> bool:
+        """Whether the step under way has taken more batches than may be kept."""
+        tensors = (t for h in self.recent for _, t in tensors_in(h.batch))
+        return len(self.recent) >= _MOST_BATCHES or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES
+
 
 class ReplayError(Exception):
     """The program asked for something that the replay does not have."""
@@ -90,7 +96,7 @@ class Replayer:
 
     def fetched(self, iterator: Any, batch: Any, updates: int) -> Handout:
         source = self._source(iterator)
-        if source.recent and (source.recent[-1].updates != updates or len(source.recent) >= _MOST_BATCHES):
+        if source.recent and (source.recent[-1].updates != updates or source.is_full()):
             self._look_for_changes(source.recent[-1])
             source.recent = []
         indices = source.pending_indices.popleft() if source.pending_indices else None

@@ -1,0 +1,61 @@
+"""Which step it is, and which parameters are looked at."""
+
+from __future__ import annotations
+
+import torch
+
+from firstnan import gate
+from firstnan.gate import Rounds, Steps
+
+
+class Optimizer:
+    """Stands where an optimizer would: steps are counted by identity."""
+
+
+def made(*optimizers: Optimizer) -> Steps:
+    steps = Steps()
+    for optimizer in optimizers:
+        steps.done[optimizer] = 0
+    return steps
+
+
+def test_one_optimizer_counts_from_zero() -> None:
+    one = Optimizer()
+    steps = made(one)
+    seen = []
+    for _ in range(3):
+        seen.append(steps.current)
+        steps.add(one)
+    assert seen == [0, 1, 2]
+
+
+def test_two_that_take_turns_count_each_for_itself() -> None:
+    one, other = Optimizer(), Optimizer()
+    steps = made(one, other)
+    seen = []
+    for _ in range(3):
+        for optimizer in (one, other):
+            seen.append(steps.current)
+            steps.add(optimizer)
+    assert seen == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_small_model_is_looked_at_whole() -> None:
+    parameters = [torch.zeros(10), torch.zeros(20)]
+    assert Rounds(thorough=False).due(parameters) == (parameters, True)
+
+
+def test_every_element_of_a_large_model_has_its_turn() -> None:
+    parameters = [torch.zeros(3 * gate._CHUNK + 5), torch.zeros(7), torch.zeros(gate._CHUNK)]
+    rounds = Rounds(thorough=False)
+    for _ in range(gate._ROUND):
+        parts, whole = rounds.due(parameters)
+        assert not whole
+        for part in parts:
+            part += 1
+    assert all(bool((p > 0).all()) for p in parameters)
+
+
+def test_a_thorough_look_takes_everything() -> None:
+    parameters = [torch.zeros(gate._SMALL_MODEL + 1)]
+    assert Rounds(thorough=True).due(parameters)[1]

@@ -1,0 +1,67 @@
+"""What is kept of the batches of a step, and what is put back."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from firstnan import replay
+from firstnan.names import Slot
+from firstnan.replay import Replayer
+
+
+class Source:
+    """Stands where a loader's iterator would: all that is asked of it is to be one object."""
+
+
+def test_batches_of_one_step_are_kept_and_those_of_the_last_one_dropped() -> None:
+    replayer, source = Replayer(), Source()
+    for updates, number in [(0, 1), (0, 2), (1, 3)]:
+        replayer.fetched(source, torch.full((2,), float(number)), updates)
+    assert [h.batch[0].item() for h in replayer.sources[source].recent] == [3.0]
+
+
+def test_a_step_without_end_does_not_keep_all_its_batches() -> None:
+    replayer, source = Replayer(), Source()
+    for _ in range(3 * replay._MOST_BATCHES):
+        replayer.fetched(source, torch.zeros(2), 0)
+    assert len(replayer.sources[source].recent) <= replay._MOST_BATCHES
+
+
+def test_large_batches_are_kept_up_to_a_size() -> None:
+    replayer, source = Replayer(), Source()
+    large = torch.empty(replay._MOST_BYTES // 8)  # half of what may be kept, never written: no real memory
+    for _ in range(10):
+        replayer.fetched(source, large, 0)
+    assert len(replayer.sources[source].recent) <= 3
+
+
+def test_random_numbers_and_buffers_are_as_they_were() -> None:
+    norm, replayer, source = nn.BatchNorm1d(3), Replayer(), Source()
+    replayer.watch_buffers([Slot(norm, name, name) for name in norm._buffers])
+    replayer.fetched(source, torch.randn(4, 3), 0)
+    before = norm.running_mean.clone()  # type: ignore[union-attr]
+    drawn = torch.rand(3), random.random()
+    norm(torch.randn(4, 3) + 5)
+    assert replayer.begin(source, 0) == 0
+    assert torch.equal(norm.running_mean, before)  # type: ignore[arg-type]
+    assert (torch.equal(torch.rand(3), drawn[0]), random.random()) == (True, drawn[1])
+
+
+def test_a_batch_that_the_step_wrote_into_cannot_be_handed_out_again() -> None:
+    replayer, source = Replayer(), Source()
+    batch = torch.ones(3)
+    replayer.fetched(source, batch, 0)
+    assert replayer.possible(0)
+    batch.mul_(2)
+    assert not replayer.possible(0)
+
+
+def test_the_sampler_tells_the_samples_of_each_batch() -> None:
+    replayer = Replayer()
+    iterator = iter(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
+    replayer.sampled(iterator, [4, 5])
+    assert replayer.fetched(iterator, next(iterator), 0).indices == [4, 5]
