@@ -358,3 +358,28 @@ def test_a_finding_is_on_disk_before_anything_else_is_tried(firstnan: Zygote, tm
     assert result.report is not None
     assert result.report["verdict"] == "nonfinite"
     assert result.report["step"] == 3
+
+
+@pytest.mark.parametrize("batches", ["DataLoader(TensorDataset(x), batch_size=4)", "x.split(4)"])
+def test_the_bad_update_is_not_written(firstnan: Zygote, tmp_path: Path, batches: str) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))\n"
+        "x[26] = 0\n"
+        "net = torch.nn.Linear(3, 3, bias=False)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "try:\n"
+        f"    for batch in {batches}:\n"
+        "        batch = batch[0] if isinstance(batch, list) else batch\n"
+        "        loss = net(batch).square().sum(1).sqrt().mean()\n"
+        "        optimizer.zero_grad()\n"
+        "        loss.backward()\n"
+        "        optimizer.step()\n"
+        "finally:\n"
+        "    print('weights finite:', bool(torch.isfinite(net.weight).all()))\n"
+    )
+    result = firstnan(["run", program], cwd=tmp_path)
+    assert (result.code, result.origin["line"], result.report["step"]) == (3, 10, 6)
+    assert result.stdout == "weights finite: True\n"
