@@ -9,10 +9,8 @@ step:  one process, step by step in turn: bare, under `detect_anomaly`, under th
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -20,11 +18,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-HERE = Path(__file__).parent
-WARM_UP = 5
+from side_by_side import PROGRAMS, STEADY, WARM_UP, Row, compare, load_training, show
+
 BLOCK = 4  # steps of one turn
-# Whether glibc gives memory back to the system and takes it again, step by step, is a lottery worth up to 10 %.
-STEADY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 Seconds = dict[str, list[float]]
 
 
@@ -88,22 +84,12 @@ def detecting_anomaly() -> AbstractContextManager[object]:
     return context
 
 
-def load_step(program: Path) -> Callable[[], None]:
-    spec = importlib.util.spec_from_file_location(program.stem, program)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"cannot load {program}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    step: Callable[[], None] = module.make_step()
-    return step
-
-
-def measure_step(program: Path, steps: int) -> Seconds:
+def measure_step(name: str, steps: int) -> Seconds:
     """Step by step in turn in this process; entering and leaving the context is part of the cost."""
     import warnings
 
     warnings.filterwarnings("ignore", message="Anomaly Detection")
-    step = load_step(program)
+    step = load_training(name).next_step
     ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
         "bare": nullcontext,
         "detect_anomaly": detecting_anomaly,
@@ -120,32 +106,8 @@ def measure_step(program: Path, steps: int) -> Seconds:
     return seconds
 
 
-def summary(seconds: Seconds) -> dict[str, dict[str, float]]:
-    """Per way: the median, the median of the ratios to the bare neighbour of the same turn with their spread, and the
-    ratio of the lower quartiles, which a busy machine disturbs least."""
-    rows = {}
-    for way, values in seconds.items():
-        ratios = [value / bare for value, bare in zip(values, seconds["bare"], strict=True)]
-        low, high = (min(ratios), max(ratios)) if len(ratios) < 4 else statistics.quantiles(ratios, n=4)[::2]
-        rows[way] = {
-            "milliseconds": 1000 * statistics.median(values),
-            "ratio": statistics.median(ratios),
-            "quiet": _lower_quartile(values) / _lower_quartile(seconds["bare"]),
-            "ratio_low": low,
-            "ratio_high": high,
-        }
-    return rows
-
-
-def _lower_quartile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=4)[0] if len(values) > 3 else min(values)
-
-
-def show(title: str, rows: dict[str, dict[str, float]]) -> None:
-    print(f"\n{title}\n  {'way':<16}{'ms a step':>10}{'ratio':>8}{'quiet':>8}   middle half of the ratios")
-    for way, row in rows.items():
-        spread = f"{row['ratio_low']:.3f} .. {row['ratio_high']:.3f}"
-        print(f"  {way:<16}{row['milliseconds']:>10.2f}{row['ratio']:>8.3f}{row['quiet']:>8.3f}   {spread}", flush=True)
+def summary(seconds: Seconds) -> dict[str, Row]:
+    return {way: compare(values, seconds["bare"]) for way, values in seconds.items()}
 
 
 def main() -> None:
@@ -156,15 +118,14 @@ def main() -> None:
     parser.add_argument("--only", choices=["whole", "step"], help="one of the two measurements")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     options = parser.parse_args()
-    results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    results: dict[str, dict[str, dict[str, Row]]] = {}
     for name in options.programs:
-        program = HERE / "programs" / f"{name}.py"
         found = results.setdefault(name, {})
         if options.only != "step":
-            found["whole"] = summary(measure_whole(program, options.steps, options.rounds))
+            found["whole"] = summary(measure_whole(PROGRAMS / f"{name}.py", options.steps, options.rounds))
             show(f"{name}: whole program, {options.rounds} rounds of {options.steps} steps", found["whole"])
         if options.only != "whole":
-            found["step"] = summary(measure_step(program, options.steps))
+            found["step"] = summary(measure_step(name, options.steps))
             show(f"{name}: step by step in one process, {options.steps} steps each", found["step"])
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

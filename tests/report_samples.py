@@ -8,6 +8,8 @@ from firstnan.records import (
     Batch,
     Cause,
     History,
+    LayerTrack,
+    NaNEvent,
     Noticed,
     OpEvent,
     Origin,
@@ -204,6 +206,35 @@ def divergence() -> Report:
     )
 
 
+def watched() -> Report:
+    """What a run with layer hooks and statistics knows besides."""
+    report = forward()
+    bad = TensorStat("['hidden']", (16, 32), "float32", -3.5, 2.0, nan=3, first_index=(0, 2))
+    layer = NaNEvent(
+        "nonfinite", "NaN in the output of encoder.1 (Linear)", step=11, batch=11, epoch=0, phase="forward",
+        what="output", layer="encoder.1", paths=("encoder.1", "decoder.tied"), layer_type="Linear", call=2, tensor=bad,
+        thread="MainThread", time=1700000000.125,
+    )  # fmt: skip
+    boundless = TensorStat("", (2,), "float16", -inf, nan, posinf=0, neginf=2, first_index=(0,))
+    return report.with_(
+        events=(
+            NaNEvent("spike", "gradient norm 81.2 is 40 times the usual", step=9, what="gradient", grad_norm=81.25),
+            NaNEvent("nonfinite", "an earlier one", step=10, phase="forward", what="input", layer="embed"),
+            NaNEvent("nonfinite", "the loss", step=11, phase="forward", what="loss", layer="criterion"),
+            layer,
+            NaNEvent("nonfinite", "and so on", step=11, phase="backward", what="output", layer="head",
+                     tensor=boundless, grad_norm=nan, rank=3),
+        ),
+        history=History(
+            layers=(
+                LayerTrack("encoder.layers.11.self_attention.out_proj", "backward", (7, 8, 9, 10),
+                           (1.0, 4.0, 90.0, 8e9), (0.25, 1.5, 31.0, 2.5e9)),
+                LayerTrack("encoder.1", "forward", (8, 9, 10, 11), (1.0, 1.1, 90.0, nan), (0.25, 0.25, 31.0, inf)),
+            ),
+        ),
+    )  # fmt: skip
+
+
 def clean() -> Report:
     return Report("clean", step=199)
 
@@ -225,6 +256,7 @@ SAMPLES = {
     "input": input_,
     "parameter": parameter,
     "divergence": divergence,
+    "watched": watched,
     "clean": clean,
     "minimal": minimal,
     "no_cause": no_cause,

@@ -18,6 +18,10 @@ LONGEST_FILE = 450
 # What `firstnan run` and `firstnan show` load before they know whether torch is wanted.
 TORCH_FREE = [
     "records",
+    "errors",
+    "events",
+    "stats",
+    "guard",
     "site",
     "blame",
     "rules",

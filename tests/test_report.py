@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import random
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from firstnan.records import Report
+from firstnan.records import NaNEvent, Report
 from firstnan.report import ReportError, load, render_text, write
 from firstnan.report.json import from_dict, to_dict
-from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer
+from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer, watched
 
 sample = pytest.mark.parametrize("make", SAMPLES.values(), ids=SAMPLES.keys())
 
@@ -102,6 +103,28 @@ def test_documented_example_loads() -> None:
     assert "10 │ torch.log(x + 1e-3)\n" in text
 
 
+def test_events_and_tracks_come_back_exactly() -> None:
+    report = watched()
+    data = json.loads(json.dumps(to_dict(report), allow_nan=False))
+    loaded = from_dict(data)
+    assert repr(loaded.events) == repr(report.events)  # repr: NaN is not equal to itself
+    assert repr(loaded.history.layers) == repr(report.history.layers)
+    for event in report.events:
+        assert repr(NaNEvent.from_dict(json.loads(json.dumps(event.to_dict(), allow_nan=False)))) == repr(event)
+
+
+def test_documented_form_of_an_event() -> None:
+    data = watched().events[-1].to_dict()
+    assert set(data) == {field.name for field in dataclasses.fields(NaNEvent)}
+    assert (data["kind"], data["phase"], data["what"], data["grad_norm"]) == ("nonfinite", "backward", "output", "nan")
+    tensor = data["tensor"]
+    assert (tensor["min"], tensor["max"], tensor["neginf"], tensor["inf"]) == ("-inf", "nan", 2, 2)
+    with pytest.raises(ReportError, match=r"event\.call: the number is too small"):
+        NaNEvent.from_dict({**data, "call": -1})
+    with pytest.raises(ReportError, match="event: expected an object, found list"):
+        NaNEvent.from_dict([])  # type: ignore[arg-type]
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     return {**to_dict(forward()), **changes}
 
@@ -128,7 +151,13 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "float too large": (changed(history={"steps": [{"loss": 10**400}]}), "history.steps[0].loss: the number is too"),
     "keys": (changed(environment={1: 2}), "environment: expected only strings"),
-    "object": (changed(events=[object()]), "events[0]: expected a JSON value, found object"),
+    "object": (changed(environment={"a": object()}), "environment: expected a JSON value, found object"),
+    "event": (changed(events=[3]), "events[0]: expected an object, found int"),
+    "event kind": (changed(events=[{"kind": "crash"}]), "events[0].kind: expected one of nonfinite, spike, explosion"),
+    "event what": (changed(events=[{"kind": "spike", "what": "x"}]), "events[0].what: expected one of input, output"),
+    "layers": (changed(history={"layers": [{"phase": "optimizer"}]}), "history.layers[0].phase: expected one of forw"),
+    "magnitude": (changed(history={"layers": [{"norm": [1, "x"]}]}), "history.layers[0].norm[1]: expected a number"),
+    "lengths": (changed(history={"layers": [{"norm": [1]}]}), "history.layers[0]: steps, norm and max_abs differ"),
     "dims": (changed(origin={"phase": "forward", "op": "x", "produced": {"shape": [1] * 65}}), "65 dimensions"),
     "flag": (changed(remedies=[{"title": "a", "tried": "yes"}]), "remedies[0].tried: expected true or false"),
 }
@@ -155,7 +184,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "binary": (b"\x80\x02\xff\xfe", "not JSON"),
     "half": (json.dumps(to_dict(forward())).encode()[:500], "not JSON"),
     "deep": (b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
-    "deep events": (json.dumps(changed(events=nested(200))).encode(), "events[0]: nested too deeply"),
+    "deep values": (json.dumps(changed(environment={"a": nested(200)})).encode(), "environment: nested too deeply"),
     "digits": (b'{"step": ' + b"9" * 5000 + b"}", "not JSON"),
     "NaN": (b'{"format": NaN}', "NaN stands where"),
 }
@@ -202,7 +231,7 @@ def test_fuzz_mutations_are_refused_or_rendered(seed: int) -> None:
     messages: list[str] = []
     rendered = 0
     for _ in range(100):
-        data = copy.deepcopy(to_dict(rng.choice([forward, backward, optimizer, input_, divergence])()))
+        data = copy.deepcopy(to_dict(rng.choice([forward, backward, optimizer, input_, divergence, watched])()))
         for container, key in rng.sample(list(places(data)), rng.choice([1, 1, 2, 5])):
             alike = [v for v in NASTY if type(v) is type(container[key])]  # the type right, the value not
             container[key] = rng.choice(alike if alike and rng.random() < 0.8 else NASTY)

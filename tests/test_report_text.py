@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from firstnan.records import Noticed, Origin, PathStep, Report, Site, TensorStat
+from firstnan.records import History, LayerTrack, Noticed, Origin, PathStep, Report, Site, TensorStat
 from firstnan.report import print_text, render_text, words
-from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer
+from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer, watched
 
 GOLDENS = Path(__file__).parent / "goldens"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -134,7 +134,7 @@ def optional_fields(record: Any) -> Iterator[Any]:
             yield dataclasses.replace(record, **{field.name: field.default})
 
 
-@pytest.mark.parametrize("make", [forward, backward, optimizer, input_, divergence])
+@pytest.mark.parametrize("make", [forward, backward, optimizer, input_, divergence, watched])
 def test_any_field_may_be_missing(make: Callable[[], Report]) -> None:
     report = make()
     assert report.origin is not None
@@ -319,6 +319,40 @@ def test_history_leaves_out_what_did_not_grow() -> None:
     assert "grad norm" in text
     assert "param norm" not in text
     assert "  lr " not in text
+
+
+def layer_lines(report: Report) -> list[str]:
+    _, found, rest = plain(report).partition("\nlayers    ")
+    return (rest.split("\n\n")[0]).split("\n          ") if found else []
+
+
+def test_layers_name_the_first_bad_one_of_the_failing_step() -> None:
+    report = watched()
+    assert layer_lines(report)[0] == (
+        "first bad: encoder.1 (Linear), call 2, output['hidden'], NaN 3 of 512, first at [0, 2]"
+    )
+    assert "first bad" not in plain(report.with_(step=12))
+    later = report.with_(events=report.events[-1:])
+    assert layer_lines(later)[0] == "first bad: head, gradient of its output, -Inf, all 2"
+    blank = dataclasses.replace(report.events[-1], tensor=None, phase="forward", what="input")
+    assert layer_lines(report.with_(events=(blank,)))[0] == "first bad: head, input, a non-finite value"
+
+
+def test_layers_show_how_they_grew() -> None:
+    report = watched().with_(events=())
+    first, second = layer_lines(report)
+    assert first.split() == ["….11.self_attention.out_proj", "backward", "▁▁▂█", "0.25", "->", "2.5e+09"]
+    assert second.split() == ["encoder.1", "forward", "▁▁█!", "0.25", "->", "31", "->", "inf"]
+    assert first.index("backward") == second.index("forward")
+    assert layer_lines(report.with_(history=History(layers=(LayerTrack("a", "forward"),)))) == []
+
+
+def test_many_long_tracks_stay_on_the_screen() -> None:
+    sizes = tuple(1.2345e-3 * 1.5**i for i in range(200))
+    tracks = tuple(LayerTrack("block." * i + "x", "backward", tuple(range(200)), sizes, sizes) for i in range(50))
+    lines = layer_lines(watched().with_(history=History(layers=tracks), events=()))
+    assert len(lines) == 6
+    assert all(len(line) <= 90 and "▁" in line for line in lines)
 
 
 def test_nothing_is_told_twice() -> None:

@@ -215,7 +215,7 @@ def test_the_first_overflows_of_a_scaler_are_normal(firstnan: Zygote, tmp_path: 
     result = firstnan(["run", PROGRAMS / "styles.py", "scaler_first_overflows"], cwd=tmp_path)
     assert result.code == 0
     assert result.report is not None
-    assert result.report["verdict"] == "clean"
+    assert (result.report or {})["verdict"] == "clean"
     assert result.stderr == ""
     assert 1 < float(result.stdout.split()[1]) < 2.0**127  # it did overflow
 
@@ -383,3 +383,39 @@ def test_the_bad_update_is_not_written(firstnan: Zygote, tmp_path: Path, batches
     result = firstnan(["run", program], cwd=tmp_path)
     assert (result.code, result.origin["line"], result.report["step"]) == (3, 10, 6)
     assert result.stdout == "weights finite: True\n"
+
+
+# --- an explosion that stays finite -------------------------------------------------------------------------------
+
+EXPLODES = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr={lr})
+    for step in range(100):
+        x = torch.randn(32, 10)
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(loss.item())
+"""
+
+
+def test_a_loss_that_explodes_and_stays_finite_is_warned_of_at_the_end(firstnan: Zygote, tmp_path: Path) -> None:
+    path = script(tmp_path, EXPLODES.format(lr=1.0))
+    result = firstnan(["run", path], cwd=tmp_path)
+    assert 1e20 < float(result.stdout) < float("inf")
+    assert result.code == 0
+    assert "warning: no NaN or Inf was found; training was lost all the same: Step" in result.stderr
+    assert (result.report or {})["verdict"] == "clean"
+    assert [event["kind"] for event in (result.report or {})["events"]] == ["explosion"]
+
+
+def test_the_same_training_with_a_good_learning_rate_is_left_in_peace(firstnan: Zygote, tmp_path: Path) -> None:
+    path = script(tmp_path, EXPLODES.format(lr=0.01))
+    result = firstnan(["run", path], cwd=tmp_path)
+    assert (result.code, result.stderr) == (0, "")
+    assert (result.report or {})["events"] == []

@@ -1,13 +1,11 @@
-"""A small CNN on random 32x32 images from a DataLoader; prints the seconds of each step when BENCH_TIMES is set."""
+"""A small CNN on random 32x32 images from a DataLoader."""
 
 import itertools
-import sys
-import time
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from training import Training, make_steady, serve
 
 CLASSES, BATCH = 10, 32
 
@@ -25,37 +23,16 @@ def make_loader() -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(images, labels), batch_size=BATCH, shuffle=True)
 
 
-def endless(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    for _ in itertools.count():
-        yield from loader
+def make_training() -> Training:
+    make_steady()
+    model, loader = make_model(), make_loader()
 
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(images), labels)
 
-def make_step() -> Callable[[], None]:
-    """One training step on the next batch, ready to be called."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model, batches = make_model(), endless(make_loader())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def step() -> None:
-        image, label = next(batches)
-        loss = nn.functional.cross_entropy(model(image), label)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def main() -> None:
-    """Makes as many steps as each line of standard input says, and answers with their seconds."""
-    step = make_step()
-    for line in sys.stdin:
-        start = time.perf_counter()
-        for _ in range(int(line)):
-            step()
-        print(time.perf_counter() - start, flush=True)
+    return Training(model, optimizer, itertools.chain.from_iterable(itertools.repeat(loader)), loss)
 
 
 if __name__ == "__main__":
-    main()
+    serve(make_training())

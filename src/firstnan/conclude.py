@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firstnan.blame import Verdict, blame
 from firstnan.datasource import bad_rows, find_maker
-from firstnan.finite import stat
+from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.gate import Gate
 from firstnan.names import Models
 from firstnan.records import Batch, Noticed, Origin, Report, Trace
@@ -155,3 +155,21 @@ def came_from_outside(origin: Origin) -> bool:
 
 def environment() -> dict[str, Any]:
     return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
+
+
+def bad_values(error: BaseException) -> list[Tensor]:
+    """NaN tensors (and infinite ones that are part of a graph) in the frames that the exception passed."""
+    found: list[Tensor] = []
+    at = error.__traceback__
+    while at is not None and len(found) < 32:
+        for value in list(at.tb_frame.f_locals.values()):
+            if not isinstance(value, torch.nn.Module):
+                found += [t for _, t in tensors_in(value, depth=2) if _is_bad(t)]
+        at = at.tb_next
+    return found
+
+
+def _is_bad(t: Tensor) -> bool:
+    if is_finite(t):
+        return False
+    return bool(torch.isnan(t).any()) or (t.requires_grad and t.numel() == 1)

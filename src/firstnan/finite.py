@@ -64,6 +64,18 @@ def _plain(t: Tensor) -> Tensor | None:
     return plain.float() if dtype in _NARROW else plain
 
 
+def reads_are_free(t: Tensor) -> bool:
+    """Whether looking at a value does not wait for a device."""
+    return t.is_cpu
+
+
+def read_all(values: list[Tensor]) -> list[float]:
+    """Many single values in one read: on a device, the one synchronisation of a step."""
+    home = values[-1].device
+    numbers: list[float] = torch.stack([v.to(home, torch.float32) for v in values]).tolist()
+    return numbers
+
+
 def extremes(t: Tensor) -> tuple[float, float] | None:
     """Least and greatest value of a readable tensor; a NaN anywhere makes both NaN; None if it is empty."""
     if t.numel() == 0:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from firstnan.finite import extremes, is_finite, norms, readable
+from firstnan.finite import is_finite, norms, readable, reads_are_free
+from firstnan.glance import Glance, is_plain
+from firstnan.guard import Alarm, Guard
 from firstnan.names import Models
+from firstnan.reads import Reads
 from firstnan.records import History, Noticed, StepRecord
+from firstnan.turns import ROUND, Rounds, Steps
 
 _HISTORY = 64
-_SMALL_MODEL = 1 << 14
-_SMALL_BUFFER = 1 << 14
-_CHUNK = 1 << 18
-_ROUND = 8
+_SMALL = 1 << 14
+_GRADIENT, _PARAMETER = Noticed("gradient"), Noticed("parameter")
 _SETTINGS = (
     "lr",
     "eps",
@@ -42,57 +44,30 @@ class Listener(Protocol):
     def step_begins(self, optimizer: Any, closure: bool) -> None: ...
     def step_ended(self, by_hand: bool = False) -> None: ...
     def suppresses(self, optimizer: Any) -> bool: ...
-
-
-class Steps:
-    """Counts training steps: those of the optimizer whose turn it is, or backward calls where there is none."""
-
-    def __init__(self) -> None:
-        self.done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.follows: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-        self.last: weakref.ref[Any] | None = None
-        self.total = 0
-        self.manual = 0
-
-    def add(self, optimizer: Any) -> None:
-        self.done[optimizer] = self.done.get(optimizer, 0) + 1
-        before = self.last() if self.last else None
-        if before is not None:
-            self.follows[before] = weakref.ref(optimizer)
-        self.last = weakref.ref(optimizer)
-        self.total += 1
-
-    def of(self, optimizer: Any) -> int:
-        return self.done.get(optimizer, 0)
-
-    @property
-    def current(self) -> int:
-        """The step that is under way: that of the optimizer which followed the last one the time before."""
-        if self.total == 0:
-            return self.manual
-        last = self.last() if self.last else None
-        following = self.follows.get(last) if last is not None else None
-        optimizer = following() if following is not None else None
-        if optimizer is not None:
-            return self.of(optimizer)
-        if last is None:
-            return self.total
-        return self._turn_of_a_newcomer(self.of(last))
-
-    def _turn_of_a_newcomer(self, count: int) -> int:
-        # After the very first step another optimizer may be about to make its own first one.
-        return 0 if count == 1 and any(n == 0 for n in self.done.values()) else count
+    def alarmed(self, alarm: Alarm, optimizer: Any) -> None: ...
 
 
 class Gate:
     """Looks at each step once, keeps the last steps' numbers, and says when something is not finite."""
 
-    def __init__(self, listener: Listener, *, thorough: bool = False) -> None:
+    def __init__(
+        self, listener: Listener, *, thorough: bool = False, frugal: bool = False, decides: bool = True
+    ) -> None:
         self.listener = listener
+        self.frugal = frugal
+        """Spares what it can: a norm is not computed for every step of a tiny model, and its parameters are looked at
+        after every eighth update only, or after one that `look_closely` asks for."""
+        self.look_closely = False
+        self.reads = Reads(decides)
+        self.new_guard: Callable[[], Guard] | None = Guard
+        self._glances: dict[int, Glance] = {}
+        self._guards: dict[int, Guard] = {}
+        """One for each optimizer: what is usual for one of a pair is not for the other."""
         self.thorough = thorough
         """Looks at every parameter after every update, however large the model is."""
         self.steps = Steps()
-        self.history: deque[StepRecord] = deque(maxlen=_HISTORY)
+        self._steps: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)
+        """What becomes a StepRecord when someone asks."""
         self.optimizers = 0
         self.trained = False
         self.in_step: Any = None
@@ -101,11 +76,13 @@ class Gate:
         """Slot, version at the last look, whether it held a NaN then."""
         self.skipping_since: int | None = None
         """The first of the updates that a gradient scaler has dropped without a good one in between."""
+        self.norm: float | None = None
+        """Of the gradients that the last update used."""
         self._loss: float | None = None
-        self._norm: float | None = None
-        self._deferred: list[tuple[Noticed, list[Tensor], Tensor]] = []
         self._leaves: list[weakref.ref[Tensor]] = []
         self._rounds: weakref.WeakKeyDictionary[Any, Rounds] = weakref.WeakKeyDictionary()
+        self._scaling = False
+        """A gradient scaler is at work: infinite gradients are its business until it has looked at them."""
         self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
 
     # Backward.
@@ -123,25 +100,27 @@ class Gate:
         elif self.optimizers == 0:
             self._check_leaves()
         for root in self._unscaled(roots):
+            if reads_are_free(root) and root.numel() == 1 and type(root) is Tensor and root.is_floating_point():
+                self._loss = root.item()
+                if not math.isfinite(self._loss):
+                    self.listener.trip(Noticed("loss"), [root], before_update=True)
+                continue
             plain = readable(root)
             if plain is None or not plain.numel():
                 continue
-            if plain.device.type != "cpu":
-                self._deferred.append((Noticed("loss"), [root], plain.abs().sum()))
+            if not reads_are_free(plain):
+                self.reads.add(Noticed("loss"), [plain], plain.abs().sum())
                 continue
-            ends = extremes(plain)
-            assert ends is not None
-            if plain.numel() == 1:
-                self._loss = ends[0]
-            if not (math.isfinite(ends[0]) and math.isfinite(ends[1])):
+            if not is_finite(plain):
                 self.listener.trip(Noticed("loss"), [root], before_update=True)
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         if self.in_step is not None:
             # The step called its closure (LBFGS): these gradients are used at once.
-            self._check_gradients(_parameters(self.in_step), before_update=False)
+            self._check_gradients(self.in_step, parameters_of(self.in_step), before_update=False)
         elif self.optimizers == 0:
-            self._check_gradients(self._leaves_of(roots), before_update=False)
+            if not self._scaling:
+                self._check_gradients(None, self._leaves_of(roots), before_update=False)
             self._end_manual_step()
 
     def gradients_returned(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
@@ -159,6 +138,7 @@ class Gate:
 
     def loss_scaled(self, given: Any, result: Any) -> None:
         """A gradient scaler may drive a finite loss to infinity on purpose: the unscaled one decides."""
+        self._scaling = True
         if isinstance(given, Tensor) and isinstance(result, Tensor):
             self._scaled = (weakref.ref(result), given.detach())
 
@@ -176,9 +156,15 @@ class Gate:
             drop_gradients(optimizer)
             return
         self.trained = True
-        self._check_gradients(_parameters(optimizer), before_update=not closure)
+        if optimizer not in self.steps.done:
+            self.optimizer_made(optimizer)
+        # A gradient scaler that leaves the decision to the optimizer's own kernel: infinities are its business.
+        if getattr(optimizer, "found_inf", None) is None:
+            self._check_gradients(optimizer, parameters_of(optimizer), before_update=not closure)
         self.in_step = optimizer
         self.listener.step_begins(optimizer, closure)
+        if self.in_step is optimizer:
+            self._watch_growth(self.steps.of(optimizer), optimizer)
 
     def after_update(self, optimizer: Any) -> None:
         if self.in_step is not optimizer:
@@ -186,17 +172,19 @@ class Gate:
         self.in_step = self.skipping_since = None
         step = self.steps.of(optimizer)
         self.steps.add(optimizer)
-        rounds = self._rounds.get(optimizer)
+        rounds, size, whole = self._rounds.get(optimizer), None, False
         if rounds is None:
             rounds = self._rounds[optimizer] = Rounds(self.thorough)
-        parts, whole = rounds.due([p for p in _parameters(optimizer) if p.grad is not None])
-        size = self._size(parts, Noticed("parameter"))
-        self.history.append(StepRecord(step, self._loss, self._norm, _rate(optimizer), size if whole else None))
+        if not self.frugal or self.look_closely or self.steps.total % ROUND == 1:
+            parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self.look_closely)
+            size = self._size(parts, _PARAMETER)
+        self.look_closely = False
+        self._steps.append((step, self._loss, self.norm, _rate(optimizer), size if whole else None))
         self._loss = None
         try:
             if size is not None and not math.isfinite(size):
                 self._check_parameters(optimizer, rounds)
-            if self.thorough or self.steps.total % _ROUND == 1:
+            if self.thorough or self.steps.total % ROUND == 1:
                 self._check_buffers()
         finally:
             self.listener.step_ended()
@@ -209,7 +197,7 @@ class Gate:
 
     def _check_parameters(self, optimizer: Any, rounds: Rounds) -> None:
         # One that never had a gradient does not train, whatever is in it.
-        bad = [p for p in _parameters(optimizer) if id(p) in rounds.trained and not is_finite(p)]
+        bad = [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
         if bad:
             self.listener.trip(Noticed("parameter"), bad, before_update=False)
 
@@ -220,21 +208,31 @@ class Gate:
         if self.skipping_since is None:
             self.skipping_since = self.steps.of(optimizer)
         if scale < 1.0:
-            bad = [p.grad for p in _parameters(optimizer) if p.grad is not None and not is_finite(p.grad)]
+            bad = [p.grad for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
             if bad:
                 self.listener.trip(Noticed("gradient"), bad, before_update=True)
         self.steps.add(optimizer)
         self._loss = None
         self.listener.step_ended()
 
-    def _check_gradients(self, parameters: Iterable[Tensor], *, before_update: bool) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self._norm = self._size(gradients, Noticed("gradient"))
-        if self._norm is not None and not math.isfinite(self._norm):
+    def _check_gradients(self, optimizer: Any, parameters: Iterable[Tensor], *, before_update: bool) -> None:
+        gradients = [g for p in parameters if (g := p.grad) is not None]
+        if self.frugal:
+            glance = self._glances.get(id(optimizer))
+            if glance is None:
+                glance = self._glances[id(optimizer)] = Glance()
+            if glance.suffices(gradients, self._loss):
+                self.norm = None
+                return
+        self.norm = self._size(gradients, _GRADIENT)
+        if self.norm is not None and not math.isfinite(self.norm):
             # A norm overflows on large finite numbers: only the elements decide.
             bad = [g for g in gradients if not is_finite(g)]
             if bad:
-                self.listener.trip(Noticed("gradient"), bad, before_update=before_update)
+                self.listener.trip(_GRADIENT, bad, before_update=before_update)
+            else:
+                wide = [r.double() for g in gradients if (r := readable(g)) is not None]
+                self.norm = math.hypot(*norms(wide).tolist())
 
     def _size(self, tensors: list[Tensor], noticed: Noticed) -> float | None:
         """The 2-norm of all of them, read at once on the CPU; elsewhere together with the next read."""
@@ -243,32 +241,51 @@ class Gate:
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # The context manager for it costs more than the rest of this function.
         try:
-            if all(map(_is_plain, tensors)):
+            if all(map(is_plain, tensors)):
                 sizes = torch.stack(torch._foreach_norm(tensors))
             else:
                 values = [r for t in tensors if (r := readable(t)) is not None and r.numel()]
                 if not values:
                     return None
                 sizes = norms(values)
-            if sizes.device.type == "cpu":
+            if reads_are_free(sizes):
                 return math.hypot(*sizes.tolist())
-            self._deferred.append((noticed, tensors, torch.linalg.vector_norm(sizes)))
+            self.reads.add(noticed, tensors, torch.linalg.vector_norm(sizes))
             return self._read() if noticed.what == "gradient" else None
         finally:
             torch._C._set_grad_enabled(recording)
 
     def _read(self) -> float | None:
-        """One read for everything that waits: losses, the last update, these gradients."""
-        waiting, self._deferred = self._deferred, []
-        home = waiting[-1][2].device
-        sizes = torch.stack([size.to(home, torch.float32) for *_, size in waiting]).tolist()
-        for (noticed, tensors, _), size in zip(waiting[:-1], sizes[:-1], strict=True):
-            if noticed.what == "loss":
-                self._loss = size
-            bad = [] if math.isfinite(size) else [t for t in tensors if not is_finite(t)]
-            if bad:
-                self.listener.trip(noticed, bad, before_update=noticed.what == "loss")
-        return float(sizes[-1])
+        """Looks at everything on a device that waits: losses, the last update, these gradients."""
+        norm = None
+        for one in self.reads.take():
+            if one.noticed.what == "loss":
+                self._loss = one.size
+            if one.noticed.what == "gradient":
+                norm = one.size
+                if self.reads.decides:
+                    continue  # who asked looks at it himself
+            # A size overflows on large finite numbers: only the elements decide, where they still exist.
+            bad = [] if math.isfinite(one.size) else [t for t in one.tensors if not is_finite(t)]
+            if bad or (math.isnan(one.size) and not one.tensors):
+                self.listener.trip(one.noticed, bad, before_update=self.reads.decides and one.noticed.what == "loss")
+        return norm if self.reads.decides or norm is None or math.isfinite(norm) else None
+
+    def _watch_growth(self, step: int, optimizer: Any) -> None:
+        if self.new_guard is None:
+            return
+        guard = self._guards.get(id(optimizer))
+        if guard is None:
+            guard = self._guards[id(optimizer)] = self.new_guard()
+        alarm = guard.observe(step, self.norm, self._loss)
+        if alarm is not None:
+            self.listener.alarmed(alarm, optimizer)
+
+    @property
+    def explosion(self) -> Alarm | None:
+        """A loss that left all bounds, stayed finite and never came back."""
+        found = [alarm for guard in self._guards.values() if (alarm := guard.unrecovered) is not None]
+        return min(found, key=lambda alarm: alarm.step, default=None)
 
     def watch_models(self, models: Models) -> None:
         """From now on; a buffer that holds a NaN already was given it on purpose."""
@@ -283,7 +300,7 @@ class Gate:
             if buffer is None or not buffer.is_floating_point():
                 continue
             # Batch norm writes its running statistics without counting a version.
-            if buffer._version != watched[1] or buffer.numel() <= _SMALL_BUFFER:
+            if buffer._version != watched[1] or buffer.numel() <= _SMALL:
                 watched[1] = buffer._version
                 written.append((watched, buffer))
         size = self._size([b for _, b in written], Noticed("buffer"))
@@ -324,62 +341,33 @@ class Gate:
         return bool(smallest.any())
 
     def _end_manual_step(self) -> None:
-        self.history.append(StepRecord(self.steps.manual, self._loss, self._norm))
+        self._watch_growth(self.steps.manual, None)
+        self._steps.append((self.steps.manual, self._loss, self.norm))
         self._loss = None
         self.steps.manual += 1
         self.listener.step_ended(by_hand=True)
 
     def past(self) -> History:
         """The last steps, the failing one included as far as it is known."""
-        steps = list(self.history)
+        steps = [StepRecord(*numbers) for numbers in self._steps]
         if self._loss is not None:
-            steps.append(StepRecord(self.steps.current, self._loss, self._norm))
+            steps.append(StepRecord(self.steps.current, self._loss, self.norm))
         last = self.in_step or (self.steps.last() if self.steps.last else None)
         return History(tuple(steps), *(describe(last) if last is not None else ()))
 
 
-class Rounds:
-    """Which parameters to look at after an update: all of a small model, of a large one an eighth in turn.
-
-    Reading every parameter after every step costs a large model more than all the rest; what a bad one does to the
-    loss is seen at once anyway.
-    """
-
-    def __init__(self, thorough: bool) -> None:
-        self._thorough = thorough
-        self.trained: set[int] = set()
-        self._chunks: list[tuple[int, int, int]] = []
-        self._shape: tuple[int, int] = (-1, -1)
-        self._next = 0
-
-    def due(self, parameters: list[Tensor]) -> tuple[list[Tensor], bool]:
-        """What to look at now, and whether that is everything."""
-        self.trained.update(map(id, parameters))
-        total = sum(p.numel() for p in parameters)
-        if self._thorough or total <= _SMALL_MODEL:
-            return parameters, True
-        if self._shape != (len(parameters), total):
-            self._shape, self._next = (len(parameters), total), 0
-            self._chunks = [
-                (i, start, min(start + _CHUNK, p.numel()))
-                for i, p in enumerate(parameters)
-                for start in range(0, p.numel(), _CHUNK)
-            ]
-        count = -(-len(self._chunks) // _ROUND)
-        turn = [self._chunks[(self._next + k) % len(self._chunks)] for k in range(count)]
-        self._next = (self._next + count) % len(self._chunks)
-        return [_piece(parameters[i], start, stop) for i, start, stop in turn], False
-
-
-def _piece(parameter: Tensor, start: int, stop: int) -> Tensor:
-    if stop - start == parameter.numel() or not _is_plain(parameter) or not parameter.is_contiguous():
-        return parameter
-    return parameter.detach().view(-1)[start:stop]
+def largest_gradient(optimizer: Any) -> tuple[Tensor, float]:
+    """The parameter with the largest gradient, and its share in the norm of all."""
+    found = [(p, g) for p in parameters_of(optimizer) if (g := readable(p.grad)) is not None and g.numel()]
+    sizes = norms([g.double() for _, g in found]).tolist()
+    at = max(range(len(sizes)), key=sizes.__getitem__)
+    # The whole relative to the largest, so that nothing overflows.
+    return found[at][0], 1 / math.hypot(*(size / sizes[at] for size in sizes)) ** 2 if sizes[at] else math.nan
 
 
 def drop_gradients(optimizer: Any) -> None:
     """Makes the coming update of this optimizer a no-op."""
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         parameter.grad = None
 
 
@@ -395,24 +383,31 @@ def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
     return type(optimizer).__name__, tuple(settings)
 
 
+def reaches(roots: list[Tensor], parameters: set[int]) -> bool:
+    """Whether one of these parameters (by identity) is part of the roots' graph."""
+    return any(id(leaf) in parameters for leaf in _leaves(roots))
+
+
 def graph_leaves(roots: list[Tensor]) -> list[Tensor]:
     """Every leaf tensor below these roots that wants a gradient and has one."""
+    return [leaf for leaf in _leaves(roots) if leaf.grad is not None]
+
+
+def _leaves(roots: list[Tensor]) -> Iterator[Tensor]:
     seen: set[Any] = set()
     stack: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]
-    leaves = []
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf.grad is not None:
-            leaves.append(leaf)
+        if leaf is not None:
+            yield leaf
         stack += [n for n, _ in node.next_functions]
-    return leaves
 
 
-def _parameters(optimizer: Any) -> list[Tensor]:
+def parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -423,8 +418,3 @@ def _rate(optimizer: Any) -> float | None:
 
 def _has_nan(t: Tensor | None) -> bool:
     return t is not None and not is_finite(t) and bool(torch.isnan(t).any())
-
-
-def _is_plain(t: Tensor) -> bool:
-    kind = type(t)
-    return (kind is Tensor or kind is torch.nn.Parameter) and t.dtype is torch.float32 and t.is_cpu and not t.is_sparse

@@ -10,17 +10,23 @@ from importlib.util import find_spec
 from types import ModuleType
 
 
-def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Calls `act` right after the module was imported, now if it already is."""
+def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
+    """Calls `act` right after the module was imported, now if it already is; what is returned calls that off."""
+    finder = _Finder(name, act)
     if name in sys.modules:
         act()
     else:
-        sys.meta_path.insert(0, _Finder(name, act))
+        sys.meta_path.insert(0, finder)
+    return finder.call_off
 
 
 class _Finder(MetaPathFinder):
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self.name, self.act = name, act
+
+    def call_off(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.name:

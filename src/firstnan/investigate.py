@@ -156,6 +156,8 @@ class Investigation:
         if self.report.verdict == "nonfinite":
             saved = self.options.json or self.options.output
             print_text(self.report, sys.stderr, saved=str(saved) if saved else "")
+        elif self.report.events:
+            say(f"warning: no NaN or Inf was found; {self.report.notes[0]}")
 
 
 def say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -33,24 +34,21 @@ class Slot:
 
 
 class Models:
-    """The outermost modules that live in this process, and every parameter and buffer by name."""
+    """Every parameter and buffer by name: of the models given, or of all that live in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: Mapping[str, Module] | None = None) -> None:
         self.parameters: dict[int, tuple[Tensor, str]] = {}
         self.buffers: dict[int, tuple[Tensor, str]] = {}
         self.slots: list[Slot] = []
-        modules = [o for o in gc.get_objects() if issubclass(type(o), Module) and "_modules" in o.__dict__]
-        inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
-        roots = [m for m in modules if id(m) not in inner and (m._modules or m._parameters or m._buffers)]
-        for root in roots:
-            self._collect(root)
+        for prefix, root in _outermost() if roots is None else roots.items():
+            self._collect(root, prefix)
 
-    def _collect(self, root: Any) -> None:
-        for name, parameter in root.named_parameters(remove_duplicate=False):
+    def _collect(self, root: Any, prefix: str) -> None:
+        for name, parameter in root.named_parameters(prefix, remove_duplicate=False):
             self.parameters.setdefault(id(parameter), (parameter, readable_path(name)))
-        for name, buffer in root.named_buffers(remove_duplicate=False):
+        for name, buffer in root.named_buffers(prefix, remove_duplicate=False):
             self.buffers.setdefault(id(buffer), (buffer, readable_path(name)))
-        for path, module in root.named_modules():
+        for path, module in root.named_modules(prefix=prefix):
             for name in module._buffers:
                 self.slots.append(Slot(module, name, readable_path(f"{path}.{name}" if path else name)))
 
@@ -63,3 +61,9 @@ class Models:
             if parameter.grad is tensor:
                 return name
         return ""
+
+
+def _outermost() -> list[tuple[str, Any]]:
+    modules = [o for o in gc.get_objects() if issubclass(type(o), Module) and "_modules" in o.__dict__]
+    inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
+    return [("", m) for m in modules if id(m) not in inner and (m._modules or m._parameters or m._buffers)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,37 +13,15 @@ from torch import Tensor
 
 from firstnan.finite import tensors_in
 from firstnan.names import Slot
+from firstnan.randomness import RandomState
 
 # What is kept of one step; a step that takes more is replayed by a second run of the program.
 _MOST_BATCHES = 64
 _MOST_BYTES = 256 << 20
 _MOST_UPDATES = 16
+_TESTED = 16  # So many steps are looked at from both ends, and then every so many.
 _BUFFER_BYTES = 256 << 20
 SMALL_BUFFER = 1 << 16
-
-
-@dataclass(slots=True)
-class RandomState:
-    """All random generators a step may draw from."""
-
-    python: Any
-    numpy: Any
-    cpu: Tensor
-    cuda: list[Tensor]
-
-    @classmethod
-    def now(cls) -> RandomState:
-        numpy = sys.modules.get("numpy")
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(random.getstate(), numpy.random.get_state() if numpy else None, torch.get_rng_state(), cuda)
-
-    def put_back(self) -> None:
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
 
 
 @dataclass(slots=True)
@@ -58,7 +34,8 @@ class Handout:
     """How many optimizer steps were done by then."""
     random: RandomState
     buffers: list[tuple[Slot, Tensor, Tensor]]
-    versions: list[tuple[Any, int]]
+    versions: list[int]
+    """Of the batch's tensors, where the very tensors are kept that the program has."""
     indices: Any = None
 
 
@@ -77,6 +54,10 @@ class Source:
         return len(self.recent) >= _MOST_BATCHES or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES
 
 
+class NamelessSource:
+    """Stands for what hands out batches where that cannot be referred to weakly, or is a function."""
+
+
 class ReplayError(Exception):
     """The program asked for something that the replay does not have."""
 
@@ -90,6 +71,10 @@ class Replayer:
         self.latest: Handout | None = None
         self.latest_iterator: weakref.ref[Any] | None = None
         self.modified = False
+        self._handouts = 0
+        self._draws = False
+        """Steps draw random numbers."""
+        self._testing: RandomState | None = None
         self._buffers: list[tuple[Slot, int]] = []
 
     # While the program is healthy.
@@ -101,13 +86,29 @@ class Replayer:
             source.recent = []
         indices = source.pending_indices.popleft() if source.pending_indices else None
         handout = Handout(
-            self._kept(batch), source.count, updates, RandomState.now(), self._copied_buffers(),
-            [(weakref.ref(t), t._version) for _, t in tensors_in(batch)], indices,
+            copied(batch) if self.modified else batch, source.count, updates, self._random(),
+            self.copied_buffers() if self._buffers else [], [] if self.modified else versions(batch), indices,
         )  # fmt: skip
         source.recent.append(handout)
         source.count += 1
         self.latest, self.latest_iterator = handout, weakref.ref(iterator)
         return handout
+
+    def body_ended(self) -> None:
+        """The program is done with the batch: did it draw random numbers?"""
+        if self._testing is not None:
+            self._draws = self._draws or self._testing != RandomState.now()
+            self._testing = None
+
+    def _random(self) -> RandomState:
+        """The state of the generators; an older one serves as well where steps were seen to draw nothing."""
+        self._handouts += 1
+        latest = self.latest
+        if latest is not None and not self._draws and self._handouts > _TESTED and self._handouts % _TESTED:
+            return latest.random
+        now = RandomState.now()
+        self._testing = None if self._draws else now
+        return now
 
     def passed(self, iterator: Any) -> None:
         """A batch was handed out that is not for training."""
@@ -130,18 +131,14 @@ class Replayer:
         if getattr(iterator, "_in_order", True):
             self._source(iterator).pending_indices.append(indices)
 
-    def _kept(self, batch: Any) -> Any:
-        # Where the program writes into its batches, only a copy can be handed out again.
-        return copied(batch) if self.modified else batch
-
     def _look_for_changes(self, handout: Handout) -> None:
-        if not self.modified:
-            self.modified = any((t := ref()) is not None and t._version != v for ref, v in handout.versions)
+        # Where the program writes into its batches, only a copy can be handed out again.
+        self.modified = self.modified or _was_written(handout)
 
     def watch_buffers(self, slots: list[Slot]) -> None:
         self._buffers = [(slot, b._version) for slot in slots if (b := slot.tensor()) is not None]
 
-    def _copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
+    def copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """Copies of the buffers that a step may change: all small ones, and large ones that were seen to change."""
         budget, copies = _BUFFER_BYTES, []
         for slot, version in self._buffers:
@@ -155,16 +152,17 @@ class Replayer:
                 copies.append((slot, buffer, buffer.detach().clone()))
         return copies
 
+    def forget(self) -> None:
+        """Lets go of every batch."""
+        self.sources.clear()
+        self.latest = self.latest_iterator = None
+
     # After a trip.
 
     def possible(self, updates: int) -> bool:
         """Whether the step under way began with a batch that is still here."""
         latest = self.latest
-        return (
-            latest is not None
-            and 0 <= updates - latest.updates <= _MOST_UPDATES
-            and not any((t := ref()) is not None and t._version != v for ref, v in latest.versions if not self.modified)
-        )
+        return latest is not None and 0 <= updates - latest.updates <= _MOST_UPDATES and not _was_written(latest)
 
     def begin(self, iterator: Any, updates: int) -> int:
         """Puts random state and buffers back; returns how many updates of this step are already in the weights."""
@@ -176,9 +174,7 @@ class Replayer:
         for s in self.sources.values():
             s.again = iter([h for h in s.recent if h.updates == latest.updates])
         first.random.put_back()
-        with torch.no_grad():
-            for slot, buffer, value in first.buffers:
-                slot.put(buffer, value)
+        put_back(first.buffers)
         torch.clear_autocast_cache()
         self.replaying = True
         return updates - latest.updates
@@ -189,6 +185,28 @@ class Replayer:
         if handout is None:
             raise ReplayError
         return handout.batch
+
+
+def put_back(buffers: list[tuple[Slot, Tensor, Tensor]]) -> None:
+    """Brings copies of buffers back to where they were taken."""
+    with torch.no_grad():
+        for slot, old, value in buffers:
+            slot.put(old, value)
+
+
+def versions(batch: Any) -> list[int]:
+    """How often each tensor of a batch was written."""
+    if type(batch) in (list, tuple) and all(type(t) is Tensor for t in batch):  # the usual case, four times as quick
+        return [_version(t) for t in batch]
+    return [_version(t) for _, t in tensors_in(batch)]
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _was_written(handout: Handout) -> bool:
+    return bool(handout.versions) and versions(handout.batch) != handout.versions
 
 
 def copied(batch: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import sys
 import sysconfig
 from dataclasses import replace
 from functools import lru_cache
@@ -22,6 +23,13 @@ _LIBRARY = tuple(
 _MAX_SOURCE_LINES = 8
 # What stands between an operator and a dispatch mode, in every stack.
 _PLUMBING = (f"torch{os.sep}_dynamo{os.sep}", f"torch{os.sep}_compile.py")
+
+
+def directories(frame: FrameType) -> list[str]:
+    """Where the user's code lies: the main program, and the file of this frame."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    names = [name for name in (main, frame.f_code.co_filename) if name and os.path.exists(name)]
+    return [os.path.dirname(os.path.realpath(name)) for name in names]
 
 
 class Ownership:

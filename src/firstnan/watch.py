@@ -7,24 +7,24 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
+from time import time
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from firstnan.conclude import Evidence, came_from_outside
+from firstnan.conclude import bad_values, came_from_outside
 from firstnan.finite import is_finite, tensors_in
 from firstnan.gate import Gate, drop_gradients
-from firstnan.hooks import Hooks, Stop, end_program
-from firstnan.importing import when_imported
-from firstnan.names import Models
-from firstnan.records import Noticed, Report
+from firstnan.guard import Alarm
+from firstnan.microscope import AGAIN, Microscope
+from firstnan.program_hooks import ProgramHooks, Stop, end_program
+from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.replay import Replayer, ReplayError
-from firstnan.site import Ownership, Spot
+from firstnan.site import Ownership
 from firstnan.tracer import Tracer
-
-_NOTHING = contextlib.nullcontext()
 
 
 class Mode(Enum):
@@ -58,10 +58,8 @@ class Watch:
         self.bad_output: Noticed | None = None
         self.gate = Gate(self, thorough=tracing)
         self.replayer = Replayer()
-        self.hooks = Hooks(self.gate, self)
-        self.tracer: Tracer | None = None
-        self.models: Models | None = None
-        self._entry: Spot | None = None
+        self.microscope = Microscope(ownership, self.gate, self.replayer)
+        self.hooks = ProgramHooks(self.gate, self)
         self._suspect: tuple[Noticed, int | None] | None = None
         self._handles_nan_itself = False
         self._output_event: int | None = None
@@ -71,7 +69,11 @@ class Watch:
         self._learned = False
         self.hooks.install()
         if tracing:
-            self._trace()
+            self.microscope.start(in_step=False)
+
+    @property
+    def tracer(self) -> Tracer | None:
+        return self.microscope.tracer
 
     # What the gate says.
 
@@ -110,7 +112,7 @@ class Watch:
             self._give_up()
         elif self.tracer is not None:
             self.tracer.in_optimizer, self.tracer.in_closure = True, closure
-            self._name_tensors()
+            self.microscope.name_tensors()
 
     def step_ended(self, by_hand: bool = False) -> None:
         self._suspect = None
@@ -129,10 +131,16 @@ class Watch:
         else:
             tracer.stop()
 
+    def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
+        """Growth is no failure yet; what it came to is told at the end."""
+
     def optimizer_made(self) -> None:
         if self.tracer is not None:
             # Another stage of training: what was done since the last update prepared it.
             self.tracer.relabel("between", "setup")
+
+    def concerns(self, roots: list[Tensor]) -> bool:
+        return True
 
     def backward_begins(self) -> None:
         if self._suspect is not None:
@@ -153,12 +161,12 @@ class Watch:
                 traceback.print_exception(error)
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
-        """What runs inside is our own and no part of the trace."""
-        return _NOTHING if self.tracer is None else self.tracer.pause()
+        return self.microscope.unseen()
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         if self.mode in (Mode.WAITING, Mode.REPLAYING) and torch.is_grad_enabled():
             return self._batch_again(iterator)
+        self.replayer.body_ended()
         tracer = self.tracer
         before = tracer.region if tracer else "step"
         if tracer is not None:
@@ -183,7 +191,7 @@ class Watch:
             batch = self.replayer.again(iterator)
         except ReplayError:
             self._give_up()
-        self._mark_batch(batch)
+        self.microscope.mark_batch(batch, sys._getframe())
         return batch
 
     def _handed_out(self, iterator: Any, batch: Any) -> None:
@@ -194,7 +202,7 @@ class Watch:
         if self.tracer is not None and self.tracer.running:
             self.tracer.follow()
             self.tracer.region = "step"
-            self._mark_batch(batch)
+            self.microscope.mark_batch(batch, sys._getframe())
 
     def value_read(self, tensor: Tensor, caller: Any) -> None:
         """The program looked at a value: if it stops now, that is why."""
@@ -248,14 +256,21 @@ class Watch:
                 self._conclude(Noticed("output"), [], [self._output_event])
             elif not self.gate.trained and self.bad_output is not None and self.tracer is None:
                 self.unresolved = True
-        if self.tracer is not None:
-            self.tracer.stop()
+        self.microscope.stop()
         self.mode = Mode.DONE
+        self._tell_of_explosion()
+
+    def _tell_of_explosion(self) -> None:
+        alarm = self.gate.explosion
+        if alarm is not None and self.report.verdict == "clean":
+            event = NaNEvent("explosion", alarm.text, alarm.step, grad_norm=alarm.norm, time=time())
+            text = f"training was lost all the same: {alarm.text}"
+            self.report = replace(self.report, events=(event,), history=self.gate.past(), notes=(text,))
 
     def _stopped_by(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> None:
         if self.mode is Mode.TRACING and self.tracer is not None:
-            raised = [i for i, r in enumerate(self.tracer.raws) if r.raised]
-            self._conclude(noticed, tensors, events + (raised[-1:] if noticed.what == "exception" else []))
+            raised = self.microscope.raised() if noticed.what == "exception" else []
+            self._conclude(noticed, tensors, events + raised)
         elif self.mode is Mode.WATCHING:
             self._found(noticed, tensors)
 
@@ -264,96 +279,38 @@ class Watch:
     def _found(self, noticed: Noticed, tensors: list[Tensor]) -> None:
         """Something is not finite: on disk before anything else is tried."""
         self.mode = Mode.DONE
-        self.report = self._evidence(noticed, tensors).preliminary()
+        self.report = self.microscope.evidence(noticed, tensors).preliminary()
         self.unresolved = True
         self.save(self.report)
 
     def _give_up(self) -> NoReturn:
         """The replay in this process cannot go on; another process will do it."""
-        if self.tracer is not None:
-            self.tracer.stop()
+        self.microscope.stop()
         self.mode = Mode.DONE
         end_program()
 
     def _begin_replay(self) -> None:
         self.mode = Mode.REPLAYING
-        for p, _ in self.models.parameters.values() if self.models else ():
-            p.grad = None
-        self._trace()
-
-    def _trace(self) -> None:
-        # Compiled functions run as they are written; asking for it now would load the compiler for nothing.
-        when_imported("torch._dynamo", lambda: torch.compiler.set_stance("force_eager"))
-        self.tracer = tracer = Tracer(self.ownership)
-        tracer.step = self.gate.steps.current
-        tracer.looks_for_training = True
-        if self.mode is Mode.REPLAYING:
-            tracer.region = "step"
-            self._name_tensors()
-        tracer.start()
-
-    def _name_tensors(self) -> None:
-        """Tells the tracer which tensors are weights and buffers."""
-        assert self.tracer is not None
-        if self.models is None:
-            self.models = Models()
-        for p, name in self.models.parameters.values():
-            self.tracer.give_role(p, "parameter", name)
-        for b, name in self.models.buffers.values():
-            self.tracer.give_role(b, "buffer", name)
-
-    def _mark_batch(self, batch: Any) -> None:
-        assert self.tracer is not None
-        self._entry = self.ownership.spots(sys._getframe(2))[0]
-        for label, t in tensors_in(batch, "batch"):
-            self.tracer.give_role(t, "input", label)
+        self.microscope.drop_gradients()
+        self.microscope.start(in_step=True)
 
     def _learn_buffers(self) -> None:
         """After the first step the models are there: their buffers are watched from now on."""
         if not self._learned:
             self._learned = True
-            self.models = Models()
-            self.replayer.watch_buffers(self.models.slots)
-            self.gate.watch_models(self.models)
-
-    def _evidence(self, noticed: Noticed, tensors: list[Tensor]) -> Evidence:
-        self.models = Models()
-        return Evidence(self.gate, self.replayer, self.models, self.ownership, noticed, tensors, self._entry)
+            models = self.microscope.models = self.microscope.find_models()
+            self.replayer.watch_buffers(models.slots)
+            self.gate.watch_models(models)
 
     def _conclude(self, noticed: Noticed, tensors: list[Tensor], events: list[int] | None = None) -> bool:
         """Blames, explains and saves; False where everything seen was put there on purpose."""
-        tracer = self.tracer
-        assert tracer is not None
-        replayed, running = self.mode is Mode.REPLAYING, tracer.running
-        tracer.stop()
-        evidence = self._evidence(noticed, tensors)
-        self._name_tensors()
-        how = "the failing batch was handed out again" if replayed else "every operator was traced as it ran"
-        report = evidence.conclude(tracer, list(events or []), how)
+        replayed = self.mode is Mode.REPLAYING
+        how = AGAIN if replayed else "every operator was traced as it ran"
+        report = self.microscope.conclude(noticed, tensors, list(events or []), how)
         if report is None:
-            if running:
-                tracer.start()
             return False
         self.report = report
         self.unresolved = replayed and (report.origin is None or came_from_outside(report.origin))
         self.mode = Mode.DONE
         self.save(report)
         return True
-
-
-def bad_values(error: BaseException) -> list[Tensor]:
-    """NaN tensors (and infinite ones that are part of a graph) in the frames that the exception passed."""
-    found: list[Tensor] = []
-    at = error.__traceback__
-    while at is not None and len(found) < 32:
-        for value in list(at.tb_frame.f_locals.values()):
-            if not isinstance(value, torch.nn.Module):
-                found += [t for _, t in tensors_in(value, depth=2) if _is_bad(t)]
-        at = at.tb_next
-    return found
-
-
-def _is_bad(t: Tensor) -> bool:
-    if is_finite(t):
-        return False
-    return bool(torch.isnan(t).any()) or (t.requires_grad and t.numel() == 1)

@@ -13,7 +13,7 @@ from firstnan.records import Report
 from firstnan.report import json, text
 from firstnan.report.fields import ReportError
 
-__all__ = ["FORMATS", "ReportError", "load", "print_text", "render_text", "write"]
+__all__ = ["FORMATS", "ReportError", "load", "print_text", "render_text", "write", "write_whole"]
 
 LARGEST_FILE = 256 * 2**20
 
@@ -70,11 +70,15 @@ def load(path: str | os.PathLike[str]) -> Report:
 
 def write(report: Report, path: str | os.PathLike[str], *, extension: str | None = None) -> None:
     """Writes the report in the format of the path's extension (or of that given), all of it or nothing."""
-    target = Path(os.path.realpath(path))  # a link stays a link
     render = FORMATS.get((extension or Path(path).suffix).lower())
     if render is None:
         raise ReportError(f"{os.fspath(path)}: a report is written as {' or '.join(FORMATS)}")
-    content = render(report).encode("utf-8")
+    write_whole(path, render(report))
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Puts `text` in place of the file in one move: whoever opens it sees the old one or the new one, never a part."""
+    target, content = Path(os.path.realpath(path)), text.encode("utf-8")  # a link stays a link
     if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
         target.write_bytes(content)
         return

@@ -29,6 +29,9 @@ class Fields:
     def _at(self, key: str) -> str:
         return f"{self._where}.{key}" if self._where else key
 
+    def error(self, message: str) -> ReportError:
+        return ReportError(f"{self._where}: {message}")
+
     def text(self, key: str, *, required: bool = False) -> str:
         value = self._data.get(key)
         if value is None and not required:
@@ -50,13 +53,10 @@ class Fields:
 
     def number(self, key: str) -> float:
         """A number that has to be there; the strings "nan", "inf" and "-inf" are numbers too."""
-        value = self._data.get(key)
-        if isinstance(value, bool) or not (isinstance(value, int | float) or value in ("nan", "inf", "-inf")):
-            raise _wrong(self._at(key), "a number", value)
-        try:
-            return float(value)
-        except OverflowError:
-            raise ReportError(f"{self._at(key)}: the number is too large") from None
+        return _number(self._data.get(key), self._at(key))
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        return tuple(_number(value, where) for value, where in self.items(key))
 
     def flag(self, key: str) -> bool | None:
         value = self._data.get(key)
@@ -154,6 +154,15 @@ def _integer(value: object, where: str, least: int = -LARGEST) -> int:
     if value < least:
         raise ReportError(f"{where}: the number is too small")
     return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not (isinstance(value, int | float) or value in ("nan", "inf", "-inf")):
+        raise _wrong(where, "a number", value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ReportError(f"{where}: the number is too large") from None
 
 
 def _wrong(where: str, expected: str, value: object) -> ReportError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast, get_args
+from dataclasses import asdict
+from typing import Any, cast, get_args, get_type_hints
 
 from firstnan.records import (
     FORMAT,
@@ -12,6 +13,8 @@ from firstnan.records import (
     Batch,
     Cause,
     History,
+    LayerTrack,
+    NaNEvent,
     Noticed,
     OpEvent,
     Origin,
@@ -30,6 +33,11 @@ from firstnan.report.fields import Fields, ReportError, json_value, names_and_va
 from firstnan.report.words import library_site
 
 REPRODUCED = ("deterministic", "transient", "not_replayed")
+_CHOICES = {
+    name: tuple(a for part in (hint, *get_args(hint)) for a in get_args(part) if isinstance(a, str))
+    for name, hint in get_type_hints(NaNEvent).items()
+}
+"""What an event's fields may say, where its record names them (`Literal`, or one of them or None)."""
 
 
 def render(report: Report) -> str:
@@ -72,11 +80,12 @@ def to_dict(report: Report) -> dict[str, Any]:
         "noticed": noticed,
         "reproduced": report.reproduced,
         "replay": report.replay,
-        "events": report.events,
+        "events": [event_to_dict(e) for e in report.events],
         "history": {
             "optimizer": report.history.optimizer,
             "settings": dict(report.history.settings),
             "steps": report.history.steps,
+            "layers": report.history.layers,
         },
         "rank": report.rank,
         "world_size": report.world_size,
@@ -144,6 +153,11 @@ def _stat_dict(stat: TensorStat) -> dict[str, Any]:
     }
 
 
+def event_to_dict(event: NaNEvent) -> dict[str, Any]:
+    """The event as plain JSON values; the keys are its attributes."""
+    return cast(dict[str, Any], plain({**asdict(event), "tensor": event.tensor and _stat_dict(event.tensor)}))
+
+
 def _cause_dict(cause: Cause) -> dict[str, Any]:
     return {
         "slug": cause.slug,
@@ -181,12 +195,38 @@ def from_dict(data: Mapping[str, Any]) -> Report:
         noticed=top.made("noticed", lambda f: Noticed(f.text("what"), f.text("name"))),
         reproduced=cast(Any, top.choice("reproduced", REPRODUCED, "not_replayed")),
         replay=top.text("replay"),
-        events=tuple(json_value(v, w) for v, w in top.items("events")),
+        events=tuple(_noticed_event(e) for e in top.children("events")),
         history=top.made("history", _history) or History(),
         rank=top.count("rank"),
         world_size=top.count("world_size", 1),
         environment=top.mapping("environment"),
         notes=top.texts("notes"),
+    )
+
+
+def event_from_dict(data: Mapping[str, Any]) -> NaNEvent:
+    """The event that `event_to_dict` wrote; ReportError where the data is anything else."""
+    return _noticed_event(Fields(data, "event"))
+
+
+def _noticed_event(f: Fields) -> NaNEvent:
+    return NaNEvent(
+        kind=cast(Any, f.choice("kind", _CHOICES["kind"])),
+        message=f.text("message"),
+        step=f.integer("step"),
+        batch=f.integer("batch"),
+        epoch=f.integer("epoch"),
+        phase=cast(Any, f.choice("phase", _CHOICES["phase"], "") or None),
+        what=cast(Any, f.choice("what", _CHOICES["what"], "") or None),
+        layer=f.text("layer"),
+        paths=f.texts("paths"),
+        layer_type=f.text("layer_type"),
+        call=f.count("call"),
+        tensor=f.made("tensor", _stat),
+        grad_norm=f.real("grad_norm"),
+        thread=f.text("thread"),
+        rank=f.count("rank"),
+        time=f.real("time") or 0.0,
     )
 
 
@@ -314,4 +354,13 @@ def _history(f: Fields) -> History:
         ),
         optimizer=f.text("optimizer"),
         settings=tuple(f.mapping("settings").items()),
+        layers=tuple(_track(t) for t in f.children("layers")),
     )
+
+
+def _track(f: Fields) -> LayerTrack:
+    steps, norm, max_abs = f.indices("steps") or (), f.numbers("norm"), f.numbers("max_abs")
+    if not len(steps) == len(norm) == len(max_abs):
+        raise f.error("steps, norm and max_abs differ in length")
+    phase = cast(Any, f.choice("phase", ("forward", "backward")))
+    return LayerTrack(f.text("layer"), phase, steps, norm, max_abs)

@@ -19,7 +19,7 @@ from firstnan.report.excerpt import Row, excerpt
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
 TAB = 4
-MOST = {"inputs": 5, "evidence": 4, "remedies": 3, "diff": 8, "causes": 3, "notes": 4}
+MOST = {"inputs": 5, "evidence": 4, "remedies": 3, "diff": 8, "causes": 3, "notes": 4, "layers": 6}
 
 Cells = list[tuple[str, bool]]
 """What a source line shows, one screen column or wide character an entry, and whether it is marked."""
@@ -200,6 +200,26 @@ class _Page:
             for name, values, growth in rows:
                 spark = words.sparkline(values, self.chars.spark)
                 yield "history", Text.assemble(f"{name:<12}", (spark, "magenta"), f"  {growth}")
+        yield from self._layers()
+
+    def _layers(self) -> Iterable[tuple[str, RenderableType]]:
+        """The first bad layer, and how those grew that grew."""
+        if first := words.first_bad_layer(self.report):
+            yield "layers", self._text(first)
+        tracks = [t for t in self.report.history.layers if t.max_abs][: MOST["layers"]]
+        names = [self._path_end(t.layer) for t in tracks]
+        widest = max(map(cell_len, names), default=0)
+        most = min(max(self.width - LABEL_WIDTH - widest - 42, 8), 40)  # what the phase and three numbers leave
+        for name, track in zip(names, tracks, strict=True):
+            values = track.max_abs[-most:]
+            head = f"{name}{' ' * (widest - cell_len(name))}  {track.phase:<8}  "
+            spark = words.sparkline(values, self.chars.spark)
+            yield "layers", Text.assemble(head, (spark, "magenta"), f"  {words.growth(values)}")
+
+    def _path_end(self, path: str, most: int = 28) -> str:
+        """A layer's path, cut at its beginning: the end tells more."""
+        shown = self.chars.show(path)
+        return shown if len(shown) <= most else self.chars.ellipsis + shown[len(self.chars.ellipsis) - most :]
 
     def _evidence(self, cause: Cause) -> list[str]:
         """The evidence without the lines that the table of values tells again."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from firstnan.records import Batch, Noticed, Origin, PathStep, Remedy, Report, Site, TensorStat, plain
+from firstnan.records import Batch, NaNEvent, Noticed, Origin, PathStep, Remedy, Report, Site, TensorStat, plain
 
 GROWTH = frozenset(
     ("divergence_lr", "exploding_gradient", "overflow", "exp_overflow", "low_precision_overflow", "optimizer_overflow")
@@ -295,8 +295,25 @@ def history_rows(report: Report, most: int = 40) -> list[tuple[str, list[float],
     for name, key in (("loss", "loss"), ("grad norm", "grad_norm"), ("param norm", "param_norm"), ("lr", "lr")):
         values = [v for v in (getattr(step, key) for step in steps) if v is not None]
         if len(values) >= 3 and _grew(values):
-            rows.append((name, values, _growth(values)))
+            rows.append((name, values, growth(values)))
     return rows
+
+
+def first_bad_layer(report: Report) -> str:
+    """The first layer that read or wrote a non-finite value in the failing step, where layers were watched."""
+    events = [e for e in report.events if e.kind == "nonfinite" and e.layer and e.what in ("input", "output")]
+    return next((f"first bad: {_layer_event(e)}" for e in events if e.step == report.step), "")
+
+
+def _layer_event(event: NaNEvent) -> str:
+    """`encoder.1 (Linear), output[0], NaN 3 of 512, first at [0, 2]`."""
+    stat = event.tensor
+    inside = stat.name if stat and stat.name.startswith(("[", ".")) else ""
+    of_gradient = "gradient of its " if event.phase == "backward" else ""
+    words = [event.layer + (f" ({event.layer_type})" if event.layer_type else "")]
+    words += [f"call {event.call}"] if event.call else []
+    words += [f"{of_gradient}{event.what}{inside}", _bad(stat) if stat and stat.bad else kind(stat)]
+    return ", ".join(words)
 
 
 def _grew(values: Sequence[float]) -> bool:
@@ -305,7 +322,7 @@ def _grew(values: Sequence[float]) -> bool:
     return bool(sizes) and max(sizes) >= 2 * min(sizes) > 0
 
 
-def _growth(values: Sequence[float]) -> str:
+def growth(values: Sequence[float]) -> str:
     """First, last finite, and last value, each once."""
     finite = [v for v in values if math.isfinite(v)]
     marks = [*finite[:1], *finite[1:][-1:]] + ([] if math.isfinite(values[-1]) else [values[-1]])

@@ -7,14 +7,16 @@ from dataclasses import replace
 from firstnan.records import Cause, History, Origin, Trace
 from firstnan.rules import data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax
 from firstnan.rules.base import RULES
+from firstnan.rules.growth import growth
 from firstnan.rules.scene import Scene
 
-__all__ = ["explain"]
+__all__ = ["explain", "from_history"]
 
 FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
 """Imported for the rules that they register."""
 
 SECOND = 0.6
+CLEAR_GROWTH = 1e6
 FAR_BEHIND = 0.5
 """A cause less than half as likely as the best is not worth a tired reader's time."""
 
@@ -33,6 +35,16 @@ def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
         best.setdefault(cause.slug, cause)
     found = list(best.values())
     return [c for c in found if c.confidence >= FAR_BEHIND * found[0].confidence] or [_unexplained(scene)]
+
+
+def from_history(history: History) -> Cause | None:
+    """What the steps before tell where no operator was seen: that the run was lost already, or nothing."""
+    rise = growth(history)
+    if rise is None or rise.factor < CLEAR_GROWTH:
+        return None
+    rule = next(r for r in RULES if r.slug == "divergence_lr")
+    why = f"In the steps before, {rise.sentence()}: every step made it worse, until the numbers ran out of range."
+    return Cause(rule.slug, rule.title, why, (rise.sentence(),), SECOND)
 
 
 def _all(scene: Scene) -> list[Cause]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from firstnan import gate
-from firstnan.gate import Rounds, Steps
+from firstnan import turns
+from firstnan.turns import Rounds, Steps
 
 
 class Optimizer:
@@ -46,9 +46,9 @@ def test_a_small_model_is_looked_at_whole() -> None:
 
 
 def test_every_element_of_a_large_model_has_its_turn() -> None:
-    parameters = [torch.zeros(3 * gate._CHUNK + 5), torch.zeros(7), torch.zeros(gate._CHUNK)]
+    parameters = [torch.zeros(3 * turns.CHUNK + 5), torch.zeros(7), torch.zeros(turns.CHUNK)]
     rounds = Rounds(thorough=False)
-    for _ in range(gate._ROUND):
+    for _ in range(turns.ROUND):
         parts, whole = rounds.due(parameters)
         assert not whole
         for part in parts:
@@ -57,5 +57,5 @@ def test_every_element_of_a_large_model_has_its_turn() -> None:
 
 
 def test_a_thorough_look_takes_everything() -> None:
-    parameters = [torch.zeros(gate._SMALL_MODEL + 1)]
+    parameters = [torch.zeros(turns.SMALL_MODEL + 1)]
     assert Rounds(thorough=True).due(parameters)[1]

@@ -1,0 +1,53 @@
+"""What both benchmarks share: loading a program, a steady process, and ratios to the bare program beside it."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+PROGRAMS = Path(__file__).parent / "programs"
+sys.path.insert(0, str(PROGRAMS))  # as it is when one of them is run as a script
+
+if TYPE_CHECKING:
+    from training import Training  # imports torch, which a process that only starts others can do without
+
+WARM_UP = 5
+# Whether glibc gives memory back to the system and takes it again, step by step, is a lottery worth up to 10 %.
+STEADY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
+Row = dict[str, float]
+
+
+def load_training(name: str) -> Training:
+    """The training of `programs/NAME.py`, at its first step."""
+    training: Training = importlib.import_module(name).make_training()
+    return training
+
+
+def compare(values: Sequence[float], bare: Sequence[float]) -> Row:
+    """Seconds beside the seconds of a bare neighbour: the median, the median of the ratios with their spread, and the
+    ratio of the lower quartiles, which a busy machine disturbs least."""
+    ratios = [own / other for own, other in zip(values, bare, strict=True)]
+    low, high = (min(ratios), max(ratios)) if len(ratios) < 4 else statistics.quantiles(ratios, n=4)[::2]
+    return {
+        "milliseconds": 1000 * statistics.median(values),
+        "ratio": statistics.median(ratios),
+        "quiet": _lower_quartile(values) / _lower_quartile(bare),
+        "ratio_low": low,
+        "ratio_high": high,
+    }
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4)[0] if len(values) > 3 else min(values)
+
+
+def show(title: str, rows: dict[str, Row], file: TextIO | None = None) -> None:
+    out = file or sys.stdout
+    print(f"\n{title}\n  {'way':<16}{'ms a step':>10}{'ratio':>8}{'quiet':>8}   middle half of the ratios", file=out)
+    for way, row in rows.items():
+        numbers = f"{row['milliseconds']:>10.2f}{row['ratio']:>8.3f}{row['quiet']:>8.3f}"
+        print(f"  {way:<16}{numbers}   {row['ratio_low']:.3f} .. {row['ratio_high']:.3f}", file=out, flush=True)

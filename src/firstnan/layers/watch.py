@@ -1,0 +1,220 @@
+"""The hooks on a model's layers: put on, taken off, and what they hand to forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from firstnan.layers.backward import Backward
+from firstnan.layers.choose import Layer, Trackable, layers_of
+from firstnan.layers.forward import Forward
+from firstnan.layers.found import Sink
+from firstnan.layers.tensors import Call, Here, Waiting, floating, version_of
+
+# Layers that wait to be thought about: their tensors are kept alive until then.
+_MOST_PASSED = 6
+
+
+class LayerWatch:
+    """Watches the layers of `roots` (prefix of the names -> model) and tells `sink` of every tensor that is not finite.
+
+    `trackable` replaces the choice of layers, `skip` takes types, names or globs out of it, `statistics` tells the
+    sink the magnitudes of every output and of its gradient too.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Module],
+        sink: Sink,
+        *,
+        trackable: Trackable | None = None,
+        skip: Iterable[type | str] = (),
+        statistics: bool = False,
+    ) -> None:
+        self.training_thread: int | None = None
+        """The thread whose forward passes are the training step; None: every thread that records gradients."""
+        self.trouble: Exception | None = None
+        """The first error of our own."""
+        self.rests: Callable[[], bool] = lambda: False
+        """Whether nothing is looked at for now: asked when a model is called, and when a gradient comes."""
+        self._roots, self._trackable, self._skip = dict(roots), trackable, tuple(skip)
+        self._statistics = statistics
+        self._lock = threading.Lock()
+        self._on = False
+        self._step = 0
+        self._handles: list[Any] = []
+        self._here = Here()
+        self._waiting = Waiting()
+        self._forward = Forward(sink, self._waiting, statistics)
+        self._backward = Backward(sink, self._waiting, statistics, self._run_awake)
+
+    def attach(self) -> None:
+        """Sets the hooks on the modules that the models have now."""
+        with self._lock:
+            if self._on:
+                return
+            self._here = Here()
+            for root in self._roots.values():
+                enter = _Hook(root, partial(self._run, self._enter))
+                self._handles.append(root.register_forward_pre_hook(enter))
+            for module, layer in layers_of(self._roots, self._trackable, self._skip):
+                self._handles.append(module.register_forward_hook(_LayerHook(module, layer, self), with_kwargs=True))
+            for root in self._roots.values():
+                leave = _Hook(root, partial(self._run, self._leave))
+                self._handles.append(root.register_forward_hook(leave, always_call=True))
+            self._on = True
+
+    def detach(self) -> None:
+        """Takes every hook away, those on the graph and on tensors included."""
+        with self._lock:
+            self._on = False
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._backward.detach()
+            self._waiting.clear()
+            self._here = Here()
+
+    def new_step(self) -> None:
+        """From here on calls are counted from 0 again."""
+        self._step += 1
+        self._backward.new_step()
+
+    def collect(self) -> list[Tensor]:
+        """Single values on devices where a read waits; once they are read, hand them to `judge` in this order."""
+        return self._waiting.collect()
+
+    def judge(self, values: list[float]) -> None:
+        """Tells the sink what the values of the oldest `collect` mean."""
+        self._run(self._waiting.judge, values)
+
+    def _run(self, function: Callable[..., None], *args: Any) -> None:
+        """Every hook comes through here: an error of our own is kept and goes no further."""
+        if torch.compiler.is_compiling() or not self._on:
+            return
+        try:
+            function(*args)
+        except Exception as error:
+            self.trouble = self.trouble or error
+
+    def _run_awake(self, function: Callable[..., None], *args: Any) -> None:
+        if not self.rests():
+            self._run(function, *args)
+
+    def _blind(self) -> bool:
+        """Whether not to look: told so, or inside a functional transform or a tracer, where tensors have no values."""
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        return in_transform or torch._C._get_tracing_state() is not None or self.rests()
+
+    def _enter(self, module: Module, args: Any) -> None:
+        here = self._here
+        if here.depth == 0 or here.entered != self._step:  # else an interrupted call would never end
+            # Asked once for a whole model: so much of a hook's time goes into asking torch.
+            here.recording, here.again, here.blind = torch.is_grad_enabled(), _again(), self._blind()
+            plain = not (here.again or here.blind or self._statistics or torch.is_inference_mode_enabled())
+            here.depth, here.entered, here.passed = 0, self._step, [] if plain else None
+        here.depth += 1
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        here = self._here
+        here.depth = max(0, here.depth - 1)
+        if here.depth == 0:
+            self._catch_up(here)
+            self._forward.close(here)
+            here.passed = None
+
+    def _catch_up(self, here: Here) -> None:
+        """Thinks about layers that have run; several at once, since code that ran a moment ago runs much faster."""
+        passed = here.passed
+        if not passed:
+            return
+        here.passed = []
+        for layer, t, version, node, made, made_version, made_node in passed:
+            call = self._call(here, layer, here.recording, False)
+            read = [("", here.known(t, version), t, node)]
+            outputs = [("", here.known(made, made_version), made, made_node)]
+            self._forward.called(here, call, read, outputs)
+            if made_node is not None:
+                self._backward.follow(call, read, outputs)
+
+    def _called(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
+        here = self._here
+        self._catch_up(here)
+        again, blind = (here.again, here.blind) if here.depth else (_again(), self._blind())
+        if blind:
+            return
+        recording = torch.is_grad_enabled()
+        call = self._call(here, layer, recording or (here.depth > 0 and here.recording), again)
+        given = floating(args[0] if len(args) == 1 else args)
+        for name, value in kwargs.items():
+            given += floating(value, name)
+        outputs = floating(output)
+        # What the layer wrote in place is known as it was before, if at all.
+        written = [id(t) for _, t in outputs]
+        read = []
+        for place, t in given:
+            known = here.before(t) if id(t) in written else here.known(t, version_of(t))
+            if known is not None:
+                read.append((place, known, t, t.grad_fn))
+        made = [(place, here.known(t, version_of(t)), t, t.grad_fn) for place, t in outputs]
+        if not again:
+            self._forward.called(here, call, read, made)
+        if recording and made:
+            self._backward.follow(call, read, made)
+
+    def _call(self, here: Here, layer: Layer, trains: bool, again: bool) -> Call:
+        in_step = again or (trains and self.training_thread in (None, here.thread))
+        return Call(layer, here.number(layer, self._step, again), in_step, here.name)
+
+
+def _again() -> bool:
+    """Activation checkpointing runs layers again during backward: the same calls, looked at already."""
+    return torch._C._current_autograd_node() is not None
+
+
+class _Hook:
+    """A hook on a user's module; a copy of the module, by deepcopy or pickle, gets one that does nothing."""
+
+    def __init__(self, module: Module, function: Callable[..., None]) -> None:
+        self._module, self._function = weakref.ref(module), function
+
+    def __call__(self, module: Module, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module is self._module() or module.__dict__.get("_is_replica"):
+            self._function(module, *args)
+
+    def __reduce__(self) -> Any:
+        # A function of the standard library that takes anything and returns None: a saved model needs no firstnan.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _LayerHook(_Hook):
+    """After every call of a layer: of the usual one, one tensor in and one out, it only takes a note."""
+
+    def __init__(self, module: Module, layer: Layer, watch: LayerWatch) -> None:
+        super().__init__(module, partial(watch._run, watch._called, layer))
+        self._layer, self._watch = layer, watch
+
+    def __call__(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not (module is self._module() or module.__dict__.get("_is_replica")):
+            return
+        here = self._watch._here
+        passed = here.passed
+        if passed is not None and self._layer.faithful and len(args) == 1 and not kwargs:
+            t = args[0]
+            usual = type(t) is Tensor and type(output) is Tensor and t is not output
+            if usual and output.is_floating_point() and not t.is_inference():
+                passed.append((self._layer, t, t._version, t.grad_fn, output, output._version, output.grad_fn))
+                if len(passed) >= _MOST_PASSED:
+                    self._watch._run(self._watch._catch_up, here)
+                return
+        self._function(args, kwargs, output)

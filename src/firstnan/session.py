@@ -1,0 +1,450 @@
+"""What a detector does while it is attached: hears of trips, has the step played again, and does as it was told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.nn import Module
+
+from firstnan.closer import Closer
+from firstnan.conclude import bad_values
+from firstnan.errors import NonFiniteError
+from firstnan.events import EventLog
+from firstnan.gate import Gate, drop_gradients, reaches
+from firstnan.guard import Alarm, Guard
+from firstnan.hooks import TrainingHooks
+from firstnan.journal import Journal, one_line, rank
+from firstnan.last_call import LastCalls
+from firstnan.layers import LayerWatch
+from firstnan.microscope import AGAIN, Microscope
+from firstnan.names import Models
+from firstnan.policy import Settings
+from firstnan.records import NaNEvent, Noticed, Report
+from firstnan.recovery import Recovery
+from firstnan.replay import NamelessSource, Replayer, ReplayError, put_back
+from firstnan.site import Ownership
+from firstnan.stats import Statistics
+
+_CLOSELY = 3
+"""So many failures are looked at closely; where training goes on, those after them are only counted."""
+log = logging.getLogger("firstnan")
+
+
+class Mode(Enum):
+    WATCHING = auto()
+    WAITING = auto()
+    """Tripped; when this step has been played to its end it is played again."""
+    REPLAYING = auto()
+    SKIPPING = auto()
+    """Nothing of this step is written."""
+
+
+# Two detectors may stand at one optimizer: while one of them has a step played again the other holds still.
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Session:
+    """Listens to the gate and to torch on behalf of one detector (a gate.Listener and a hooks.Audience)."""
+
+    def __init__(
+        self,
+        roots: dict[str, Module],
+        optimizers: list[Any],
+        settings: Settings,
+        ownership: Ownership,
+        events: EventLog,
+        stats: Statistics | None,
+        layers: Callable[[Journal], LayerWatch] | None,
+    ) -> None:
+        self.roots, self.optimizers, self.settings = roots, optimizers, settings
+        self.mode = Mode.WATCHING
+        self.report: Report | None = None
+        self.training_thread: int | None = None
+        self.own_source = NamelessSource()
+        self.through_us = False
+        self.gate = Gate(self, frugal=True, decides=settings.policy in ("raise", "skip"))
+        self.gate.new_guard = None if settings.guard == "off" else lambda: Guard(settings.max_grad_norm)
+        self.replayer = Replayer()
+        self.models = Models(roots)
+        self.microscope = Microscope(ownership, self.gate, self.replayer, lambda: Models(roots))
+        self.journal = Journal(events, stats, self.gate.steps, self.replayer, self.models)
+        self.layers = layers(self.journal) if layers is not None else None
+        self.hooks = TrainingHooks(self.gate, self, optimizers)
+        self.last_calls = LastCalls(roots.values(), self.replayer, self.internal_error)
+        every = settings.snapshot_every if settings.policy == "rollback" else None
+        self.recovery = Recovery(self.models, optimizers, every)
+        self._closer = Closer(self.microscope, self.last_calls, self.recovery, self.hooks)
+        self._lock = threading.RLock()
+        self._busy = False
+        """Something of ours runs that looks like training."""
+        self._streak = self._looked = self._to_suppress = 0
+        self._suppressed = self._told = self._more_to_come = False
+        self._first: tuple[Noticed, Report] | None = None
+        """The trip whose step is being played again."""
+        self._complained = False
+
+    # From the first line to the last.
+
+    def begin(self) -> None:
+        self.microscope.models = self.models
+        self.replayer.watch_buffers(self.models.slots)
+        self.gate.watch_models(self.models)
+        for optimizer in self.optimizers:
+            self.gate.optimizer_made(optimizer)
+        self.hooks.install()
+        self.last_calls.attach()
+        if self.layers is not None:
+            # What is played again is seen whole.
+            self.layers.rests = lambda: self.microscope.running
+            self.gate.reads.passenger = self.layers
+            self.layers.attach()
+        _sessions.add(self)
+
+    def end(self) -> None:
+        if self.mode is Mode.SKIPPING:
+            with contextlib.suppress(NonFiniteError):  # told already
+                self._skip_ends()
+        _sessions.discard(self)
+        self.hooks.remove()
+        self.last_calls.detach()
+        if self.layers is not None:
+            self.layers.detach()
+            self._tell_of_trouble(self.layers)
+        self.microscope.stop()
+        self.replayer.forget()
+
+    def _tell_of_trouble(self, layers: LayerWatch) -> None:
+        if layers.trouble is not None:
+            self.internal_error(layers.trouble)
+
+    def left(self, error: BaseException | None) -> Report | None:
+        """The loop was left, perhaps because of a bad value: what is known of it."""
+        if self._first is None and isinstance(error, Exception) and not isinstance(error, NonFiniteError):
+            bad = bad_values(error)
+            noticed = Noticed("exception", type(error).__name__)
+            self._first = (noticed, self._known(noticed, bad)) if bad else None
+        first, self._first = self._first, None
+        if first is None:
+            return None
+        noticed, report = first
+        if self.mode is Mode.REPLAYING:
+            report = self.microscope.conclude(noticed, [], self.microscope.raised(), AGAIN) or report
+        else:
+            report = self._looked_closer(report, noticed, before_update=True)
+        self.microscope.stop()
+        self.report = self.journal.completed(report)
+        return self.report
+
+    # What the gate says.
+
+    def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
+        if noticed.what == "loss" and not self._trains_ours(tensors):
+            return
+        if self.mode is Mode.REPLAYING:
+            report = self.microscope.conclude(noticed, tensors, [], AGAIN) or self._known(noticed, tensors)
+            self._first = None
+            self._settle(report, before_update)
+        elif self.mode is Mode.WATCHING and not self._told and not self._held():
+            self._told = True
+            self._tripped(noticed, tensors, before_update)
+
+    def _tripped(self, noticed: Noticed, tensors: list[Tensor], before_update: bool) -> None:
+        report, late = self._known(noticed, tensors), self.gate.reads.late
+        if late:
+            report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(_LATE,))
+        self.journal.tripped(noticed, tensors, report.step, self.gate.norm)
+        # Once bad weights were written every step is bad, and none of them says more.
+        closely = not late and self._looked < _CLOSELY and not (self.settings.policy == "warn" and self._streak)
+        self._looked += closely
+        if closely or self.settings.policy != "warn":
+            self.recovery.remember_schedules()
+        if closely and before_update and self._can_play_again():
+            self._first = (noticed, report)
+            self.mode = Mode.WAITING
+            return
+        if closely:
+            report = self._looked_closer(report, noticed, before_update)
+        self._settle(report, before_update)
+
+    def _can_play_again(self) -> bool:
+        undone = self.gate.in_step is None or self.recovery.backup is not None
+        return self.through_us and self._alone() and undone and self.replayer.possible(self.gate.steps.total)
+
+    def _alone(self) -> bool:
+        """Whether a step can be kept from the weights and played again by this process alone."""
+        # Other ranks would not take part in the replay's collectives.
+        return bool(self.optimizers) and rank()[1] == 1
+
+    def _trains_ours(self, roots: list[Tensor]) -> bool:
+        """Whether this loss trains our models: that of another one is none of our business."""
+        graphs = [r for r in roots if r.grad_fn is not None]
+        return not graphs or reaches(graphs, set(self.models.parameters))
+
+    def _known(self, noticed: Noticed, tensors: list[Tensor]) -> Report:
+        return self.microscope.evidence(noticed, tensors).preliminary()
+
+    def _looked_closer(self, report: Report, noticed: Noticed, before_update: bool) -> Report:
+        self._busy = True
+        try:
+            return self._closer.look(report, noticed, before_update=before_update, advise=not self.through_us)
+        except Exception as error:  # The replay is our idea: what goes wrong with it is no news to the program.
+            self.internal_error(error)
+            return report
+        finally:
+            self._busy = False
+
+    def suppresses(self, optimizer: Any) -> bool:
+        """No update may be written between a trip and its replay, nor twice by the replay, nor of a bad step."""
+        if self.mode is Mode.SKIPPING:
+            self._drop_update(optimizer)
+        elif self.mode is Mode.REPLAYING and self._more_to_come:
+            # A loop that counts its batches counts these too, and updates its weights too early.
+            return True
+        elif self.mode is Mode.REPLAYING and self._to_suppress > 0:
+            self._to_suppress -= 1
+            return True
+        return self.mode in (Mode.WAITING, Mode.SKIPPING) or self._held()
+
+    def _drop_update(self, optimizer: Any) -> None:
+        self._suppressed = True
+        self.gate.steps.add(optimizer)
+
+    def _held(self) -> bool:
+        """Another detector is having this very step played again, or skipped."""
+        return len(_sessions) > 1 and any(
+            other is not self
+            and other.mode is not Mode.WATCHING
+            and any(mine is theirs for mine in self.optimizers for theirs in other.optimizers)
+            for other in list(_sessions)
+        )
+
+    def step_begins(self, optimizer: Any, closure: bool) -> None:
+        self._trains_here()
+        if self.mode in (Mode.WAITING, Mode.SKIPPING):
+            # The gate tripped on these very gradients and goes on: nothing of them may be written.
+            drop_gradients(optimizer)
+            self.gate.in_step = None
+            if self.mode is Mode.SKIPPING:
+                self._drop_update(optimizer)
+            return
+        if self.mode is Mode.REPLAYING and not closure:
+            self._not_again()
+        self.recovery.before_update(optimizer, closure, self.gate.norm)
+        self.gate.look_closely = self.recovery.backup is not None
+
+    def step_ended(self, by_hand: bool = False) -> None:
+        if self.mode is Mode.WAITING:
+            # Bad numbers appeared inside the update: it is undone, and will be made again.
+            self.recovery.undo_update()
+            optimizer = self.gate.steps.last() if self.gate.steps.last else None
+            self.gate.steps.take_back(optimizer)
+            return
+        self._told, told = False, self._told
+        if self.mode is Mode.SKIPPING:
+            self._undo()
+            self._suppressed = True
+            return
+        self.journal.counts.steps += 1
+        if not told:
+            self._streak = 0
+        self.last_calls.forget()
+        if self.layers is not None:
+            self.layers.new_step()
+        self.recovery.after_update(self.gate.steps.current)
+
+    def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
+        clips = self.settings.guard == "clip"
+        target = (self.settings.max_grad_norm or alarm.usual) if clips else None
+        self.journal.alarmed(alarm, optimizer, clip_to=target)
+
+    # What torch says.
+
+    def concerns(self, roots: list[Tensor]) -> bool:
+        if self._busy or self.training_thread not in (None, threading.get_ident()):
+            return False
+        called, self.last_calls.called = self.last_calls.called, False
+        return called or bool(self.optimizers)
+
+    def backward_begins(self) -> None:
+        if not self.through_us:
+            self.body_ended()
+
+    def optimizer_made(self) -> None:
+        """Only those that were given are followed."""
+
+    def internal_error(self, error: Exception) -> None:
+        if not self._complained:
+            self._complained = True
+            log.error("firstnan: internal error: %s: %s (training goes on)", type(error).__name__, error)
+            if "FIRSTNAN_DEBUG" in os.environ:
+                traceback.print_exception(error)
+
+    def unseen(self) -> contextlib.AbstractContextManager[Any]:
+        return self._unseen() if self.microscope.running else self._lock
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        with self._lock, self.microscope.unseen():
+            yield
+
+    def _trains_here(self) -> None:
+        self.training_thread = threading.get_ident()
+        if self.layers is not None:
+            self.layers.training_thread = self.training_thread
+
+    # What the loop says.
+
+    def plays_again(self) -> None:
+        """The loop takes its batches or makes its steps through us: a failing step is played again whole."""
+        if not self.through_us:
+            self.through_us = True
+            if self._alone():
+                self.last_calls.keep_less()
+
+    def handed_out(self, source: Any, batch: Any) -> None:
+        self._trains_here()
+        try:
+            with self._lock:
+                self.replayer.fetched(source, batch, self.gate.steps.total)
+        except Exception as error:
+            self.internal_error(error)
+
+    def body_ended(self) -> None:
+        """The loop asks for the next batch, the function of a step has returned, or another backward begins."""
+        self.replayer.body_ended()
+        if self.mode is Mode.REPLAYING:
+            self._not_again()
+        if self.mode is Mode.SKIPPING and self._suppressed:
+            self._skip_ends()
+
+    def again(self, source: Any) -> Iterator[Any]:
+        """The batches of the failing step once more, as they were first handed out, under the tracer."""
+        try:
+            self._to_suppress = self.replayer.begin(source, self.gate.steps.total)
+        except ReplayError:
+            self._cannot_again()
+            return
+        self.recovery.put_back_schedules()
+        self.gate.reads.forget()
+        self.mode = Mode.REPLAYING
+        self.microscope.drop_gradients()
+        self.microscope.start(in_step=True)
+        batches = []
+        with contextlib.suppress(ReplayError):
+            while True:
+                batches.append(self.replayer.again(source))
+        for i, batch in enumerate(batches):
+            self._more_to_come = i + 1 < len(batches)
+            if self.microscope.running:
+                self.microscope.mark_batch(batch, sys._getframe())
+            yield batch
+        self.body_ended()
+
+    # What is done about it.
+
+    def _settle(self, report: Report, before_update: bool) -> None:
+        """A failure is known as well as it will be: now the policy decides."""
+        self.microscope.stop()
+        self.mode = Mode.WATCHING
+        self.report = report = self.journal.completed(report)
+        policy, counts = self.settings.policy, self.journal.counts
+        self._streak += 1
+        if policy == "warn":
+            # Once the weights are lost every step is bad: said ever more rarely.
+            if self._streak.bit_count() == 1:
+                told = report.origin is not None or report.notes
+                log.warning("%s", NonFiniteError(report) if told else f"step {report.step}: {one_line(report)}")
+            return
+        if policy == "raise":
+            self._stop()
+        if self._streak > self.settings.streak:
+            self._stop(f"{self._streak} steps in a row were not finite")
+        if policy == "skip":
+            counts.skipped += 1
+            self.journal.add(NaNEvent("skipped", f"step {report.step}: skipped: {one_line(report)}", report.step))
+        else:
+            counts.rolled_back += 1
+            to = f"after step {self.recovery.good_step - 1}" if self.recovery.good_step else "before training"
+            text = f"step {report.step}: rolled back to the state {to}: {one_line(report)}"
+            self.journal.add(NaNEvent("rolled_back", text, report.step))
+        # What remains of this step must not be written either. A backward still to come needs the weights as they are.
+        self.mode, self._suppressed = Mode.SKIPPING, not before_update
+        if not self.through_us:
+            self.last_calls.before_call = self._called
+
+    def _called(self) -> None:
+        """In a plain loop a bad step ends where the model is called for the next one."""
+        if self._suppressed and self.training_thread in (None, threading.get_ident()):
+            self.hooks.guard(self.body_ended)
+
+    def _go_back(self) -> bool:
+        """Brings back the weights and the optimizer's state; False where they were not kept."""
+        return self.recovery.roll_back() if self.settings.policy == "rollback" else self.recovery.undo_update()
+
+    def _undo(self) -> None:
+        if not self._go_back():
+            self._stop(
+                "the update itself was bad and is written; no state to go back to was kept (`rollback` keeps one)"
+            )
+
+    def _stop(self, *why: str) -> NoReturn:
+        """Ends training; the state of before is worth more than what the bad step made of it."""
+        assert self.report is not None
+        self._go_back()
+        if self.settings.policy != "rollback":
+            put_back(self._buffers_before())
+        self.report = replace(self.report, notes=(*self.report.notes, *why))
+        raise NonFiniteError(self.report)
+
+    def _buffers_before(self) -> list[Any]:
+        first = self.last_calls.first or self.replayer.latest
+        return first.buffers if first is not None else []
+
+    def _skip_ends(self) -> None:
+        self.mode, self._told = Mode.WATCHING, False
+        self.last_calls.before_call = None
+        self.gate.reads.forget()
+        if self.settings.policy == "rollback":
+            self._undo()
+            self.recovery.clean_up([])
+        else:
+            self.recovery.clean_up(self._buffers_before())
+        self.last_calls.forget()
+
+    def _cannot_again(self) -> None:
+        """The batches of the bad step are gone; nothing of it was written."""
+        assert self._first is not None
+        (noticed, report), self._first = self._first, None
+        report = replace(report, notes=("the loop's part in this step could not be played again",))
+        self._settle(self._looked_closer(report, noticed, before_update=True), before_update=True)
+        if self.mode is Mode.SKIPPING:
+            self._skip_ends()
+
+    def _not_again(self) -> None:
+        """The same step was finite when it was played again."""
+        assert self._first is not None
+        (_, report), self._first = self._first, None
+        self.microscope.stop()
+        self.mode = Mode.WATCHING
+        notes = ("the same step was finite when it was played again",)
+        self.report = report = replace(self.journal.completed(report), reproduced="transient", notes=notes)
+        if self.settings.policy == "raise":
+            raise NonFiniteError(report)
+        log.warning("%s", NonFiniteError(report))
+
+
+_LATE = (
+    "noticed a step later, since no update waits for the device here: on_nonfinite='raise' and 'skip' look before the "
+    "update, and can show where the value is born"
+)

@@ -1,0 +1,138 @@
+"""`trace()`: every operator of a block, forward and backward, from its first line on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from firstnan.errors import NonFiniteError
+from firstnan.gate import Gate
+from firstnan.guard import Alarm
+from firstnan.hooks import TrainingHooks
+from firstnan.microscope import Microscope
+from firstnan.records import Noticed, Report
+from firstnan.replay import Replayer
+from firstnan.site import Ownership, directories
+
+_HOW = "every operator was traced as it ran"
+
+
+@contextmanager
+def trace() -> Iterator[Block]:
+    """Records every operator of the block and raises NonFiniteError where a bad value reaches training.
+
+        with firstnan.trace():
+            loss = model(x).log().mean()
+            loss.backward()
+
+    That is at `backward()` for a bad loss, after it or at the optimizer's step for bad gradients, and at the end of
+    the block for a NaN that is still in use there. The error says which line made it, from what, and why.
+    """
+    block = Block(Ownership(tuple(directories(sys._getframe(2)))))
+    block.begin()
+    try:
+        yield block
+    except NonFiniteError:
+        raise
+    except Exception as error:
+        block.explain(error)
+        raise
+    else:
+        block.last_look()
+    finally:
+        block.end()
+
+
+class Block:
+    """The block under way; `report` is what was found in it (a gate.Listener and a hooks.Audience)."""
+
+    def __init__(self, ownership: Ownership) -> None:
+        self.report: Report | None = None
+        self.replayer = Replayer()
+        self.gate = Gate(self, thorough=True)
+        self.gate.new_guard = None
+        self.microscope = Microscope(ownership, self.gate, self.replayer)
+        self.hooks = TrainingHooks(self.gate, self)
+
+    def begin(self) -> None:
+        self.hooks.install()
+        self.microscope.start(in_step=True)
+
+    def end(self) -> None:
+        self.microscope.stop()
+        self.hooks.remove()
+
+    def last_look(self) -> None:
+        """At the end of the block: a NaN that was born in it and is still there."""
+        tracer = self.microscope.tracer
+        if self.report is None and tracer is not None:
+            self._conclude(Noticed("output"), [], sorted(tracer.memory.roots()))
+
+    def explain(self, error: Exception) -> None:
+        """The block ended by an error of its own: says in a note where a bad value came from, if there is one."""
+        tracer = self.microscope.tracer
+        with contextlib.suppress(Exception):
+            if tracer is not None:
+                events = sorted(tracer.memory.roots()) + self.microscope.raised()
+                self._conclude(Noticed("exception", type(error).__name__), [], events, told=error)
+
+    def _conclude(
+        self, noticed: Noticed, tensors: list[Tensor], events: list[int], told: Exception | None = None
+    ) -> None:
+        report = self.microscope.conclude(noticed, tensors, events, _HOW)
+        if report is None or report.origin is None:
+            return
+        self.report = report
+        if told is None:
+            raise NonFiniteError(report)
+        told.add_note(str(NonFiniteError(report)))
+
+    # What the gate says.
+
+    def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
+        self.report = self.microscope.conclude(noticed, tensors, [], _HOW)
+        if self.report is not None:
+            raise NonFiniteError(self.report)
+
+    def suppresses(self, optimizer: Any) -> bool:
+        return False
+
+    def step_begins(self, optimizer: Any, closure: bool) -> None:
+        tracer = self.microscope.tracer
+        if tracer is not None:
+            tracer.in_optimizer, tracer.in_closure = True, closure
+            # Before its first step an optimizer from before the block is not known, and backward seemed to be the step.
+            tracer.step = self.gate.steps.of(optimizer)
+
+    def step_ended(self, by_hand: bool = False) -> None:
+        tracer = self.microscope.tracer
+        if tracer is not None:
+            tracer.in_optimizer = False
+            tracer.forget_healthy()
+            tracer.step = self.gate.steps.current
+
+    def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
+        """There is no guard here."""
+
+    # What torch says.
+
+    def concerns(self, roots: list[Tensor]) -> bool:
+        return True
+
+    def backward_begins(self) -> None:
+        """Part of the block like everything else."""
+
+    def optimizer_made(self) -> None:
+        """Part of the block like everything else."""
+
+    def internal_error(self, error: Exception) -> None:
+        logging.getLogger("firstnan").error("internal error: %s: %s", type(error).__name__, error)
+
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
+        return self.microscope.unseen()

@@ -1,0 +1,640 @@
+"""The detector in the training loops that people write: what it finds, where, and what it leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from firstnan import NaNDetector, NonFiniteError, Report
+from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
+
+
+def sgd(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def loader_of(given: list[tuple[Tensor, Tensor]], **options: Any) -> DataLoader[Any]:
+    xs, ys = zip(*given, strict=True)
+    return DataLoader(TensorDataset(torch.cat(xs), torch.cat(ys)), batch_size=len(xs[0]), **options)
+
+
+def train(detector: NaNDetector, model: nn.Module, optimizer: torch.optim.Optimizer, given: Any) -> list[float]:
+    losses = []
+    for x, y in detector.batches(given):
+        optimizer.zero_grad()
+        loss = (model(x) * y.log()).mean()  # born: loss code
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def found(model: nn.Module, optimizer: Any, given: Any) -> Report:
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        train(detector, model, optimizer, given)
+    assert detector.report is caught.value.report
+    return caught.value.report
+
+
+# Loops through `batches`.
+
+
+def test_a_nan_of_the_loss_code_is_found_in_its_line() -> None:
+    model = seeded()
+    report = found(model, sgd(model), with_bad_target(batches(), 3))
+    assert birthplace(report) == "loss code"
+    assert (report.step, report.noticed.what, report.reproduced) == (3, "loss", "deterministic")
+    assert (report.batch.index, report.batch.size) == (3, 4)
+    assert report.cause.slug == "log_of_negative"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_with_and_without_workers(workers: int) -> None:
+    model = seeded()
+    report = found(model, sgd(model), loader_of(with_bad_target(batches(), 2), num_workers=workers))
+    assert birthplace(report) == "loss code"
+    assert (report.step, report.batch.index) == (2, 2)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, "generator", "map"])
+def test_anything_that_can_be_iterated_is_a_loader(kind: Any) -> None:
+    given: Any = with_bad_target(batches(), 1)
+    shapes = {"generator": (b for b in given), "map": map(tuple, given)}
+    model = seeded()
+    report = found(model, sgd(model), shapes[kind] if isinstance(kind, str) else kind(given))
+    assert birthplace(report) == "loss code"
+    assert (report.step, report.batch.index) == (1, 1)
+
+
+class Logs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(self.inner(x))  # born: model
+
+
+def test_a_nan_of_the_model_is_found_in_its_line_and_layer() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Logs())
+    report = found(model, sgd(model), batches(2))
+    assert birthplace(report) == "model"
+    assert report.origin.module == "1"
+    assert report.step == 0
+
+
+def test_a_gradient_that_breaks_in_backward_only() -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    given = batches(4)
+    given[2] = (torch.zeros_like(given[2][0]), given[2][1])
+    before: list[Tensor] = []
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x, _ in detector.batches(given):
+            optimizer.zero_grad()
+            before.append(model.scale.weight.detach().clone())
+            model(x).mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert birthplace(report) == "derivative in the model"
+    assert (report.step, report.noticed.what, report.noticed.name) == (2, "gradient", "scale.weight")
+    assert torch.equal(model.scale.weight, before[-1])
+
+
+@pytest.mark.parametrize("bad", [4, 5])
+def test_gradients_that_are_accumulated_over_several_batches(bad: int) -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    parts = 0
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x, y in detector.batches(with_bad_target(batches(9), bad)):
+            loss = (model(x) * y.log()).mean()  # born: one part
+            loss.backward()
+            parts += 1
+            if parts % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    report = caught.value.report
+    assert birthplace(report) == "one part"
+    assert (report.step, report.batch.index) == (1, bad)
+
+
+def test_accumulation_by_the_number_of_the_batch() -> None:
+    """The replayed batches are counted by the loop too, so that its updates come at other batches."""
+    model = seeded()
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for i, (x, y) in enumerate(detector.batches(with_bad_target(batches(12), 6))):
+            loss = (model(x) * y.log()).mean()  # born: one part of four
+            loss.backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    report = caught.value.report
+    assert birthplace(report) == "one part of four"
+    assert (report.step, report.batch.index, report.reproduced) == (1, 6, "deterministic")
+
+
+def test_batches_that_the_loop_writes_into() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    given = [(x, -y if i == 5 else y) for i, (x, y) in enumerate(batches(8))]
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x, y in detector.batches(given):
+            optimizer.zero_grad()
+            y.mul_(2).sub_(0.5)
+            loss = (model(x) * y.log()).mean()  # born: written batch
+            loss.backward()
+            optimizer.step()
+    report = caught.value.report
+    assert birthplace(report) == "written batch"
+    assert report.reproduced == "deterministic"
+    # Handed out as it was, not as the loop had left it: twice and half off once only.
+    assert report.origin.inputs[0].min == pytest.approx(float((given[5][1]).min()))
+
+
+def test_the_replay_draws_the_same_random_numbers() -> None:
+    """Which samples are bad depends on the mask alone."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = sgd(model, 0.0)
+    masks: list[list[int]] = []
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x in detector.batches([torch.ones(16, 2)] * 400):
+            optimizer.zero_grad()
+            kept = nn.functional.dropout(x, 0.5)
+            masks.append(torch.nonzero((kept == 0).all(1)).flatten().tolist())
+            bad = (kept.sum(1) - 0.5).log() if len(masks[-1]) == 1 else kept.sum(1)  # born: mask
+            (bad.mean() + model(torch.cat([x, x], 1)).mean()).backward()
+            optimizer.step()
+    report = caught.value.report
+    assert birthplace(report) == "mask"
+    assert masks[-1] == masks[-2]
+    assert list(report.batch.bad_samples) == masks[-1]
+
+
+def test_several_epochs_count_on() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    good, bad = batches(4), with_bad_target(batches(4), 2)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for epoch in range(3):
+            train(detector, model, optimizer, bad if epoch == 2 else good)
+    report = caught.value.report
+    assert (report.step, report.batch.index) == (10, 2)
+    event = report.events[0]
+    assert (event.kind, event.step, event.epoch, event.batch, event.what) == ("nonfinite", 10, 2, 2, "loss")
+    assert detector.summary()["steps"] == 10
+
+
+def test_one_batches_object_may_be_passed_over_again() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    with NaNDetector(model, optimizer) as detector:
+        handed_out = detector.batches(loader_of(batches(3)))
+        assert len(handed_out) == 3
+        assert sum(1 for _ in range(2) for _ in handed_out) == 6
+        with pytest.raises(TypeError, match="has no len"):
+            len(detector.batches(iter(())))
+
+
+def test_a_single_tensor_and_a_dict_as_batch() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    given = [{"x": x, "y": y} for x, y in with_bad_target(batches(3), 1)]
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for batch in detector.batches(given):
+            optimizer.zero_grad()
+            (model(batch["x"]) * batch["y"].log()).mean().backward()  # born: dict
+            optimizer.step()
+    assert birthplace(caught.value.report) == "dict"
+
+
+def test_bad_data_is_blamed_on_the_line_that_takes_it() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    given = batches(4)
+    given[1][0][2, 3] = float("nan")
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x, y in detector.batches(given):  # born: data
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert report.origin.phase == "input"
+    assert birthplace(report) == "data"
+    assert list(report.batch.bad_samples) == [2]
+
+
+# Two optimizers.
+
+
+def test_two_networks_that_take_turns() -> None:
+    torch.manual_seed(0)
+    makes, judges = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = sgd(judges), sgd(makes)
+    updates = 0
+    with (
+        pytest.raises(NonFiniteError) as caught,
+        NaNDetector({"G": makes, "D": judges}, [first, second]) as detector,
+    ):
+        for i, (x, y) in enumerate(detector.batches(batches(6))):
+            first.zero_grad()
+            (judges(makes(x).detach()) - y).square().mean().backward()
+            before = judges.weight.detach().clone()
+            first.step()
+            updates += not torch.equal(before, judges.weight)
+            second.zero_grad()
+            score = judges(makes(x)).abs() + 1
+            (score - (2e3 if i >= 3 else 0)).log().mean().backward()  # born: generator
+            second.step()
+    report = caught.value.report
+    assert birthplace(report) == "generator"
+    assert report.step == 3
+    assert report.origin.phase == "forward"
+    # The discriminator's update of the failing step is in the weights already and is not made twice.
+    assert updates == 4
+
+
+def test_two_optimizers_on_one_loss() -> None:
+    model = seeded()
+    pair = [sgd(model.first), torch.optim.Adam([*model.norm.parameters(), *model.last.parameters()])]
+    before: dict[str, Tensor] = {}
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, pair) as detector:
+        for x, y in detector.batches(with_bad_target(batches(5), 3)):
+            before = {n: p.detach().clone() for n, p in model.named_parameters()}
+            for optimizer in pair:
+                optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()  # born: shared loss
+            for optimizer in pair:
+                optimizer.step()
+    assert birthplace(caught.value.report) == "shared loss"
+    assert caught.value.report.step == 3
+    assert not differences(before, dict(model.named_parameters()))
+
+
+# Other ways to write a loop.
+
+
+def test_a_step_that_is_a_function() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+
+    def one_step(x: Tensor, *, y: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = (model(x) * y.log()).mean()  # born: function
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x, y in with_bad_target(batches(4), 2):
+            result = detector.step(one_step, x, y=y)
+            assert isinstance(result, float)
+    report = caught.value.report
+    assert birthplace(report) == "function"
+    assert (report.step, report.batch.index, report.batch.size) == (2, 2, 4)
+
+
+def test_a_plain_loop_says_that_the_loss_was_outside() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer):
+        for x, y in with_bad_target(batches(4), 2):
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert report.step == 2
+    assert any("the loss code" in note and "detector.batches" in note for note in report.notes)
+    assert any("born after them, in the loss code" in note for note in report.notes)
+
+
+def test_a_plain_loop_still_sees_into_the_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Logs())
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer):
+        for x, _ in batches(2):
+            model(x).mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert birthplace(report) == "model"
+    assert any("loss code was outside" in note for note in report.notes)
+
+
+def test_a_plain_loop_still_sees_the_derivatives_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer):
+        for x in (torch.ones(4, 4), torch.zeros(4, 4)):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    assert birthplace(caught.value.report) == "derivative in the model"
+    assert caught.value.report.step == 1
+
+
+def test_a_closure() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    before: list[Tensor] = []
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x, y in detector.batches(with_bad_target(batches(4), 2)):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = (model(x) - y.log()).square().mean()  # born: closure
+                loss.backward()
+                return loss
+
+            before.append(model.weight.detach().clone())
+            optimizer.step(closure)
+    report = caught.value.report
+    assert birthplace(report) == "closure"
+    assert report.step == 2
+    assert torch.equal(model.weight, before[-1])
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_updates_by_hand(through: bool) -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    given = [torch.ones(4, 4), torch.ones(4, 4), torch.zeros(4, 4)]
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model) as detector:
+        for x in detector.batches(given) if through else given:
+            model(x).mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad
+                    p.grad = None
+    assert birthplace(caught.value.report) == "derivative in the model"
+    assert caught.value.report.step == 2
+
+
+# Values that the update itself makes.
+
+
+@pytest.mark.parametrize("through", [True, False])
+def test_adam_without_eps(through: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+    given = [torch.tensor([[1.0, 1.0, 1.0, 0.0]])]
+    before = model.weight.detach().clone()
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x in detector.batches(given) if through else given:
+            model(x).mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert (report.origin.phase, report.step) == ("optimizer", 0)
+    assert report.noticed.what == "parameter"
+    assert torch.equal(model.weight, before)
+
+
+def test_an_infinite_learning_rate() -> None:
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for i, (x, _) in enumerate(detector.batches(batches(5))):
+            if i == 3:
+                optimizer.param_groups[0]["lr"] = float("inf")
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert (report.origin.phase, report.step) == ("optimizer", 3)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# What is no business of the detector's.
+
+
+def test_a_nan_in_an_evaluation_between_the_steps_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    with NaNDetector(model, optimizer) as detector:
+        for x, y in detector.batches(batches(4)):
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                assert model(torch.full_like(x, float("nan"))).isnan().all()
+            model.train()
+    assert detector.report is None
+    assert detector.summary() == {
+        "steps": 4, "nonfinite": 0, "skipped": 0, "rolled_back": 0, "clipped": 0, "warnings": 0,
+        "events": 0, "events_dropped": 0,
+    }  # fmt: skip
+    assert not caplog.records
+
+
+def test_the_loss_of_another_model_is_none_of_its_business() -> None:
+    ours, theirs = seeded(), seeded(seed=5)
+    optimizer = sgd(ours)
+    with NaNDetector(ours, optimizer) as detector:
+        for x, y in detector.batches(batches(3)):
+            (theirs(x) * (-y).log()).mean().backward()
+            optimizer.zero_grad()
+            (ours(x) * y.log()).mean().backward()
+            optimizer.step()
+    assert detector.report is None
+
+
+def test_leaving_the_loop_early_is_no_failure() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    with NaNDetector(model, optimizer) as detector:
+        for x, y in detector.batches(batches(5)):
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+            break
+    assert detector.report is None
+    assert detector.summary()["steps"] == 1
+
+
+def test_leaving_the_loop_at_the_bad_step_is_one() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x, y in detector.batches(with_bad_target(batches(5), 1)):
+            loss = (model(x) * y.log()).mean()
+            loss.backward()
+            optimizer.step()
+            if loss.isnan():
+                break
+    assert caught.value.report.step == 1
+    assert detector.report is caught.value.report
+
+
+def test_an_exception_of_the_program_is_given_a_note() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Logs())
+    optimizer = sgd(model)
+    with pytest.raises(RuntimeError, match="loss is nan") as caught, NaNDetector(model, optimizer) as detector:
+        for x, _ in detector.batches(batches(2)):
+            loss = model(x).mean()
+            if loss.isnan():
+                raise RuntimeError("loss is nan")
+    assert birthplace(detector.report) == "model"
+    assert "log" in caught.value.__notes__[0]
+
+
+def test_a_loop_that_goes_through_the_detector_is_not_told_to() -> None:
+    model = seeded()
+    with pytest.raises(RuntimeError, match="nan"), NaNDetector(model, sgd(model)) as detector:
+        for x, y in detector.batches(with_bad_target(batches(2), 1)):
+            loss = (model(x) * y.log()).mean()
+            if loss.isnan():
+                raise RuntimeError("nan")
+    assert any("in the loss code" in note for note in detector.report.notes)
+    assert not any("detector.batches" in note for note in detector.report.notes)
+
+
+def test_what_was_not_looked_at_is_not_blamed() -> None:
+    """Left before it could be played again, with a derivative of the model that broke."""
+    torch.manual_seed(0)
+    model = Rooted()
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x in detector.batches([torch.zeros(4, 4)]):
+            model(x).mean().backward()
+            optimizer.step()
+            break
+    assert caught.value.report.noticed.what == "gradient"
+    assert not any("born" in note for note in caught.value.report.notes)
+    assert any("what came back to them in backward was not kept" in note for note in caught.value.report.notes)
+
+
+def test_an_exception_without_bad_values_is_left_alone() -> None:
+    model = seeded()
+    with pytest.raises(KeyError) as caught, NaNDetector(model, sgd(model)) as detector:
+        for _ in detector.batches(batches(2)):
+            raise KeyError("x")
+    assert not hasattr(caught.value, "__notes__")
+    assert detector.report is None
+
+
+def test_an_exception_in_the_replay_keeps_what_is_known() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match="seen") as caught, NaNDetector(model, optimizer) as detector:
+        seen = set()
+        for x, y in detector.batches(with_bad_target(batches(4), 2)):
+            if id(x) in seen:
+                raise ValueError("seen")
+            seen.add(id(x))
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+    assert detector.report.step == 2
+    assert detector.report.noticed.what == "loss"
+    assert "loss" in caught.value.__notes__[0]
+
+
+# Healthy training.
+
+
+def healthy(policy: str | None, through: str, workers: int) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    model = seeded(dropout=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    losses: list[float] = []
+
+    def one_step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = (model(x) - y + torch.rand_like(y) * 0.1).square().mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+
+    def loop(detector: NaNDetector | None) -> None:
+        given = loader_of(batches(10), shuffle=True, num_workers=workers)
+        for _ in range(2):
+            for x, y in detector.batches(given) if detector is not None and through == "batches" else given:
+                if detector is not None and through == "step":
+                    detector.step(one_step, x, y)
+                else:
+                    one_step(x, y)
+
+    if policy is None:
+        loop(None)
+    else:
+        with NaNDetector(model, optimizer, on_nonfinite=policy, snapshot_every=3) as detector:  # type: ignore[arg-type]
+            loop(detector)
+        assert detector.summary()["steps"] == 20
+    return losses, state_of(model, optimizer, schedule), randomness()
+
+
+@pytest.mark.parametrize("through", ["batches", "step", "plain"])
+@pytest.mark.parametrize("policy", ["raise", "warn", "skip", "rollback"])
+def test_healthy_training_is_the_same_to_the_last_bit(policy: str, through: str) -> None:
+    expected, got = healthy(None, through, 0), healthy(policy, through, 0)
+    assert got[0] == expected[0]
+    assert not differences(expected[1], got[1])
+    assert not differences(expected[2], got[2])
+
+
+def test_healthy_training_with_workers_is_the_same_to_the_last_bit() -> None:
+    expected, got = healthy(None, "batches", 2), healthy("raise", "batches", 2)
+    assert got[0] == expected[0]
+    assert not differences(expected[1], got[1])
+    assert not differences(expected[2], got[2])
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ((3,), TypeError, "model is no torch.nn.Module but int"),
+        (([],), ValueError, "no model"),
+        (({"a": 3},), TypeError, r"model\[a\] is no torch.nn.Module"),
+        ((nn.Linear(1, 1), "adam"), TypeError, "optimizer is no torch.optim.Optimizer but str"),
+        ((nn.Linear(1, 1), nn.Linear(1, 1)), TypeError, "optimizer is no torch.optim.Optimizer but Linear"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(arguments: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        NaNDetector(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"on_nonfinite": "ignore"}, "raise, warn, skip, rollback, not 'ignore'"),
+        ({"on_nonfinite": "skip"}, "needs the optimizer"),
+        ({"on_nonfinite": "rollback"}, "needs the optimizer"),
+        ({"guard": "loud"}, "guard is warn, clip or off"),
+        ({"max_grad_norm": 0}, "positive number"),
+        ({"max_grad_norm": float("nan")}, "positive number"),
+        ({"streak": -1}, "streak is a whole number of at least 0"),
+        ({"snapshot_every": 0}, "snapshot_every is a whole number of at least 1"),
+        ({"snapshot_every": 2.5}, "whole number"),
+        ({"max_events": -1}, "max_events is a whole number of at least 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NaNDetector(nn.Linear(1, 1), **options)
+
+
+def test_a_detector_that_is_not_attached_says_so() -> None:
+    detector = NaNDetector(nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="not attached"):
+        next(iter(detector.batches([1])))
+    with pytest.raises(RuntimeError, match="not attached"):
+        detector.step(print)
+    assert detector.report is None
+    assert detector.summary() == {"events": 0, "events_dropped": 0}

@@ -1,0 +1,462 @@
+"""What is done about a bad step: the state afterwards, compared to the last bit with what it should be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from firstnan import NaNDetector, NonFiniteError
+from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+}
+
+
+class Run:
+    """A model, its optimizer and a schedule that moves with every step."""
+
+    def __init__(self, optimizer: str = "adamw", model: nn.Module | None = None) -> None:
+        self.model = seeded() if model is None else model
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss = self.loss(x, y)
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.model(x)
+        return (out * y.log()).mean()  # born: loss
+
+    def state(self) -> dict[str, Any]:
+        return state_of(self.model, self.optimizer, self.schedule)
+
+
+class BackwardRun(Run):
+    """The loss stays finite; its derivative does not where a target is zero."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.model(x) * y).abs().sqrt().mean()  # born: derivative
+
+
+def drive(run: Run, detector: NaNDetector, given: Iterable[Batch], through: str) -> None:
+    for x, y in detector.batches(given) if through == "batches" else given:
+        if through == "step":
+            detector.step(run.step, x, y)
+        else:
+            run.step(x, y)
+
+
+def undisturbed(kind: type[Run], given: Iterable[Batch], optimizer: str = "adamw") -> dict[str, Any]:
+    run = kind(optimizer)
+    for x, y in given:
+        run.step(x, y)
+    return run.state()
+
+
+def without(given: list[Batch], *which: int) -> list[Batch]:
+    return [b for i, b in enumerate(given) if i not in which]
+
+
+# skip
+
+
+@pytest.mark.parametrize("through", ["batches", "step", "plain"])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("bad", [(0,), (3,), (5,), (2, 3)])
+def test_a_skipped_step_never_was(through: str, optimizer: str, bad: tuple[int, ...]) -> None:
+    given = batches(6)
+    run = Run(optimizer)
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+        drive(run, detector, with_bad_target(given, *bad), through)
+    assert not differences(undisturbed(Run, without(given, *bad), optimizer), run.state())
+    assert detector.summary()["skipped"] == detector.summary()["nonfinite"] == len(bad)
+
+
+@pytest.mark.parametrize("through", ["batches", "step", "plain"])
+@pytest.mark.parametrize("bad", [(0,), (3,), (5,)])
+def test_a_step_skipped_for_its_gradients_never_was(through: str, bad: tuple[int, ...]) -> None:
+    given = batches(6)
+    run = BackwardRun()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+        drive(run, detector, with_bad_target(given, *bad, value=0.0), through)
+    assert not differences(undisturbed(BackwardRun, without(given, *bad)), run.state())
+    assert detector.report is not None
+    assert detector.report.noticed.what == "gradient"
+    if through != "plain":
+        assert birthplace(detector.report) == "derivative"
+
+
+def test_many_skips_are_all_exact_though_few_are_looked_at_closely() -> None:
+    given, bad = batches(16), (1, 3, 5, 7, 9, 11)
+    run = Run()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+        drive(run, detector, with_bad_target(given, *bad), "batches")
+    assert not differences(undisturbed(Run, without(given, *bad)), run.state())
+    assert detector.summary()["skipped"] == 6
+
+
+@pytest.mark.parametrize("through", ["batches", "plain"])
+def test_skip_when_the_update_itself_is_bad(through: str) -> None:
+    """The gradient of an unused weight is zero, and Adam without eps divides zero by zero."""
+
+    def run(given: list[Tensor], detect: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
+        optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+        def loop(handed_out: Iterable[Tensor]) -> None:
+            for x in handed_out:
+                optimizer.zero_grad()
+                model[0](x).sum().backward()
+                optimizer.step()
+                schedule.step()
+
+        if not detect:
+            loop(given)
+        else:
+            with NaNDetector(model, optimizer, on_nonfinite="skip") as detector:
+                loop(detector.batches(given) if through == "batches" else given)
+            assert detector.summary()["skipped"] == 1
+            assert detector.report.origin.phase == "optimizer"
+        return state_of(model, optimizer, schedule)
+
+    good = [torch.rand(3, 4) + 1 for _ in range(3)]
+    bad = torch.tensor([[1.0, 2.0, 3.0, 0.0]])
+    # First of all: later on the running averages of Adam are not zero any more.
+    assert not differences(run(good, detect=False), run([bad, *good], detect=True))
+
+
+@pytest.mark.parametrize("through", [True, False])
+@pytest.mark.parametrize(("parts", "bad"), [(2, 4), (2, 5), (10, 19)])
+def test_a_whole_accumulated_step_is_skipped(parts: int, bad: int, through: bool) -> None:
+    def run(given: list[Batch], detect: bool) -> dict[str, Any]:
+        run = Run()
+
+        def loop(handed_out: Iterable[Batch]) -> None:
+            for number, (x, y) in handed_out:
+                run.loss(x, y).backward()
+                if number % parts == parts - 1:
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+                    run.schedule.step()
+
+        numbered: Any = list(enumerate(given))
+        if not detect:
+            loop(numbered)
+        else:
+            with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+                loop(detector.batches(numbered) if through else numbered)
+            assert detector.summary()["skipped"] == 1
+        return run.state()
+
+    given = batches(3 * parts)
+    step = range(bad // parts * parts, (bad // parts + 1) * parts)
+    assert not differences(run(without(given, *step), False), run(with_bad_target(given, bad), True))
+
+
+def test_skip_with_two_optimizers_on_one_loss() -> None:
+    def run(given: list[Batch], detect: bool) -> dict[str, Any]:
+        model = seeded()
+        pair = [torch.optim.SGD(model.first.parameters(), 0.1, momentum=0.9), torch.optim.Adam(model.last.parameters())]
+
+        def loop(handed_out: Iterable[Batch]) -> None:
+            for x, y in handed_out:
+                for o in pair:
+                    o.zero_grad()
+                (model(x) * y.log()).mean().backward()
+                for o in pair:
+                    o.step()
+
+        if not detect:
+            loop(given)
+        else:
+            with NaNDetector(model, pair, on_nonfinite="skip") as detector:
+                loop(detector.batches(given))
+            assert detector.summary()["skipped"] == 1
+        return state_of(model, *pair)
+
+    given = batches(6)
+    assert not differences(run(without(given, 2), False), run(with_bad_target(given, 2), True))
+
+
+def test_skip_inside_a_closure() -> None:
+    def run(given: list[Batch], detect: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def loop(handed_out: Iterable[Batch]) -> None:
+            for x, y in handed_out:
+
+                def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = (model(x) - y.log()).square().mean()
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+
+        if not detect:
+            loop(given)
+        else:
+            with NaNDetector(model, optimizer, on_nonfinite="skip") as detector:
+                loop(detector.batches(given))
+            assert detector.summary()["skipped"] == 2
+        return state_of(model, optimizer)
+
+    given = batches(6)
+    assert not differences(run(without(given, 0, 3), False), run(with_bad_target(given, 0, 3), True))
+
+
+def test_leaving_the_loop_at_a_skipped_step_leaves_nothing_of_it() -> None:
+    given = batches(4)
+    run = Run()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+        for i, (x, y) in enumerate(with_bad_target(given, 2)):
+            run.step(x, y)
+            if i == 2:
+                break
+    assert detector.summary()["skipped"] == 1
+    assert not differences(undisturbed(Run, given[:2]), run.state())
+
+
+def test_a_step_whose_batches_are_gone_is_skipped_too(caplog: pytest.LogCaptureFixture) -> None:
+    """The inner loop is left at its bad step, so that nobody asks for its batch again."""
+    given = batches(6)
+    run = Run()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+        for part in detector.batches([given[:3], given[3:]]):
+            for x, y in detector.batches(with_bad_target(part, 1)):
+                run.step(x, y)
+                if (y < 0).any():
+                    break
+    assert detector.summary()["skipped"] == 2
+    assert not differences(undisturbed(Run, [given[0], given[3]]), run.state())
+    assert "the loop's part in this step could not be played again" in detector.report.notes
+    assert len(caplog.records) == 3
+
+
+def test_too_many_skips_in_a_row_end_training() -> None:
+    given = batches(9)
+    run = Run()
+    with (
+        pytest.raises(NonFiniteError) as caught,
+        NaNDetector(run.model, run.optimizer, on_nonfinite="skip", streak=2) as detector,
+    ):
+        drive(run, detector, with_bad_target(given, 1, 2, 4, 5, 6), "batches")
+    assert any("3 steps in a row" in note for note in caught.value.report.notes)
+    assert caught.value.report.step == 6
+    assert detector.report is caught.value.report
+    assert not differences(undisturbed(Run, without(given, 1, 2, 4, 5, 6, 7, 8)), run.state())
+    assert detector.summary()["skipped"] == 4
+
+
+def test_skips_are_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    run, heard = Run(), []
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip", on_event=heard.append) as detector:
+        drive(run, detector, with_bad_target(batches(6), 1, 4), "batches")
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [w.split(":")[1] for w in warnings if "skipped:" in w] == [" step 1", " step 4"]
+    assert "log_of_negative" in warnings[0]
+    assert warnings[-1] == "firstnan: 4 steps, 2 nonfinite, 2 skipped"
+    assert [(e.kind, e.step) for e in heard] == [("nonfinite", 1), ("skipped", 1), ("nonfinite", 4), ("skipped", 4)]
+    assert list(detector.events) == heard
+
+
+# rollback
+
+
+@pytest.mark.parametrize("through", ["batches", "step", "plain"])
+@pytest.mark.parametrize("bad", [0, 1, 3, 4, 5])
+def test_rollback_goes_to_the_last_snapshot(through: str, bad: int) -> None:
+    """Kept before training and after every second step; the steps since are lost, and the schedule is not."""
+    given = batches(6)
+    run, states = Run(), []
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="rollback", snapshot_every=2) as detector:
+        states.append(state_of(run.model, run.optimizer))
+        for i, batch in enumerate(given):
+            drive(run, detector, with_bad_target([batch], *([0] if i == bad else [])), through)
+            states.append(state_of(run.model, run.optimizer))
+            if i == bad:
+                break
+    assert detector.summary()["rolled_back"] == 1
+    now = state_of(run.model, run.optimizer)
+    kept = states[bad // 2 * 2]
+    settings = [name for name in now if "param_groups" in name]
+    assert not [d for d in differences(kept, now) if d not in settings]
+
+
+def test_training_goes_on_from_the_snapshot() -> None:
+    given = batches(7)
+    run = Run()
+    run.schedule = torch.optim.lr_scheduler.ConstantLR(run.optimizer, 1.0)
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="rollback", snapshot_every=2) as detector:
+        drive(run, detector, with_bad_target(given, 3), "batches")
+    expected = Run()
+    expected.schedule = torch.optim.lr_scheduler.ConstantLR(expected.optimizer, 1.0)
+    for x, y in without(given, 2, 3):
+        expected.step(x, y)
+    assert not differences(state_of(expected.model, expected.optimizer), state_of(run.model, run.optimizer))
+    assert detector.summary()["rolled_back"] == 1
+
+
+def test_rollback_when_the_update_itself_is_bad() -> None:
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    states = []
+    with NaNDetector(model, optimizer, on_nonfinite="rollback", snapshot_every=1) as detector:
+        for i, (x, y) in enumerate(detector.batches(batches(4))):
+            states.append(state_of(model))
+            optimizer.zero_grad()
+            (model(x) * y).mean().backward()
+            optimizer.param_groups[0]["lr"] = float("inf") if i == 2 else 0.1
+            optimizer.step()
+    assert detector.summary()["rolled_back"] == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not differences(states[2], states[3])
+
+
+def test_a_bad_state_is_never_kept() -> None:
+    """A weight that goes bad between two looks must not become what is gone back to."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with NaNDetector(model, optimizer, on_nonfinite="rollback", snapshot_every=1, streak=100) as detector:
+        for i, (x, y) in enumerate(batches(12)):
+            optimizer.zero_grad()
+            (model(x) * y).mean().backward()
+            optimizer.step()
+            if i == 4:
+                good = state_of(model)
+            if i == 5:
+                with torch.no_grad():
+                    model.last.weight[0, 0] = float("nan")
+            if i == 6:
+                break
+    assert detector.summary()["rolled_back"] == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert good
+
+
+def test_rollbacks_in_a_row_end_training() -> None:
+    run = Run()
+    with (
+        pytest.raises(NonFiniteError, match="3 steps in a row") as caught,
+        NaNDetector(run.model, run.optimizer, on_nonfinite="rollback", streak=2) as detector,
+    ):
+        drive(run, detector, with_bad_target(batches(8), 2, 3, 4, 5), "batches")
+    assert detector.summary()["rolled_back"] == 2
+    assert caught.value.report.step == 4
+
+
+# warn
+
+
+def odd_loss(model: nn.Module, x: Tensor, y: Tensor, bad: bool) -> Tensor:
+    """A NaN that never reaches the gradients."""
+    out: Tensor = model(x).mean() * y.mean()
+    return out + torch.zeros(()).log() * 0 if bad else out
+
+
+@pytest.mark.parametrize("through", ["batches", "step", "plain"])
+def test_warn_makes_the_update_once(through: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Run):
+        number = 0
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return odd_loss(self.model, x, y, bad=bool(y[0] < 0))
+
+    given = with_bad_target(batches(6), 2)
+    run = Odd()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="warn") as detector:
+        drive(run, detector, given, through)
+    assert not differences(undisturbed(Odd, given), run.state())
+    summary = detector.summary()
+    assert (summary["steps"], summary["nonfinite"], summary["skipped"]) == (6, 1, 0)
+    assert "Step 2" in caplog.text or "step 2" in caplog.text
+    assert caplog.records[-1].getMessage() == "firstnan: 6 steps, 1 nonfinite"
+
+
+@pytest.mark.parametrize("through", ["batches", "plain"])
+def test_warn_lets_a_lost_run_go_on_as_it_would(through: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = with_bad_target(batches(20), 2)
+    run = Run()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="warn") as detector:
+        drive(run, detector, given, through)
+    assert not differences(undisturbed(Run, given), run.state())
+    assert detector.summary()["nonfinite"] == 18
+    assert detector.summary()["steps"] == 20
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert 2 <= len(warnings) <= 8  # said ever more rarely, and once at the end
+
+
+# raise
+
+
+@pytest.mark.parametrize("through", ["batches", "step", "plain"])
+@pytest.mark.parametrize("kind", [Run, BackwardRun])
+def test_raise_leaves_the_weights_of_before(through: str, kind: type[Run]) -> None:
+    given = batches(5)
+    run = kind()
+    bad = with_bad_target(given, 3, value=-1.0 if kind is Run else 0.0)
+    with pytest.raises(NonFiniteError), NaNDetector(run.model, run.optimizer) as detector:
+        drive(run, detector, bad, through)
+    parts = [n for n in undisturbed(kind, given[:3]) if "weight" in n or "bias" in n or ".state." in n]
+    expected, now = undisturbed(kind, given[:3]), run.state()
+    assert parts
+    assert not [n for n in parts if not torch.equal(torch.as_tensor(expected[n]), torch.as_tensor(now[n]))]
+
+
+# Gradient scalers.
+
+
+def scaled_run(detector: NaNDetector, run: Run, given: list[Batch], scale: float, factor: float) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for x, y in detector.batches(given):
+        run.optimizer.zero_grad()
+        loss = (run.model(x) * y.log()).mean() * factor
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    return scaler
+
+
+def test_the_first_overflows_of_a_gradient_scaler_are_no_trip(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    with NaNDetector(run.model, run.optimizer, guard="off") as detector:
+        scaler = scaled_run(detector, run, batches(12), 2.0**20, 1e35)
+    assert scaler.get_scale() < 2.0**18
+    assert detector.report is None
+    assert detector.summary()["nonfinite"] == 0
+    assert detector.summary()["steps"] == 12
+
+
+def test_a_nan_under_a_gradient_scaler_is_found() -> None:
+    run = Run()
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(run.model, run.optimizer) as detector:
+        scaled_run(detector, run, with_bad_target(batches(6), 3), 2.0**4, 1.0)
+    assert caught.value.report.step == 3
+    assert caught.value.report.cause.slug == "log_of_negative"
+
+
+def test_a_skipped_step_under_a_gradient_scaler_never_was() -> None:
+    given = batches(6)
+    run, expected = Run(), Run()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+        scaled_run(detector, run, with_bad_target(given, 3), 2.0**4, 1.0)
+    assert detector.summary()["skipped"] == 1
+    with NaNDetector(expected.model, expected.optimizer) as other:
+        scaled_run(other, expected, without(given, 3), 2.0**4, 1.0)
+    assert not differences(expected.state(), run.state())

@@ -1,0 +1,258 @@
+"""`trace()`: what it says of a block of code, when it keeps quiet, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import firstnan
+from firstnan import NonFiniteError, Report
+from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
+
+
+def found(caught: Any) -> Report:
+    report: Report = caught.value.report
+    return report
+
+
+def test_a_block_without_training_raises_at_its_end() -> None:
+    x = torch.tensor([1.0, -1.0])
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace() as block:
+        y = x.log()  # born: forward only
+        z = y * 2
+        reached = z.shape
+    assert reached == (2,)
+    assert birthplace(found(caught)) == "forward only"
+    assert found(caught).cause.slug == "log_of_negative"
+    assert block.report is found(caught)
+
+
+def test_without_gradients_too() -> None:
+    with pytest.raises(NonFiniteError) as caught, torch.no_grad(), firstnan.trace():
+        y = torch.zeros(3) / torch.zeros(3)  # born: no gradients
+        kept = y + 1
+    assert kept.isnan().all()
+    assert birthplace(found(caught)) == "no gradients"
+
+
+def test_a_bad_loss_raises_at_its_backward() -> None:
+    model = seeded()
+    x, y = with_bad_target(batches(1), 0)[0]
+    reached = []
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        loss = (model(x) * y.log()).mean()  # born: loss of a block
+        reached.append("loss")
+        loss.backward()
+        reached.append("after")
+    assert birthplace(found(caught)) == "loss of a block"
+    assert found(caught).noticed.what == "loss"
+    assert reached == ["loss"]
+
+
+def test_a_gradient_that_breaks_in_backward() -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model.scale.weight.detach().clone()
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        model(torch.zeros(2, 4)).sum().backward()
+        optimizer.step()
+    assert birthplace(found(caught)) == "derivative in the model"
+    assert (found(caught).origin.phase, found(caught).noticed.what) == ("backward", "gradient")
+    assert torch.equal(model.scale.weight, before)
+
+
+def test_a_gradient_without_an_optimizer() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        x.sqrt().sum().backward()  # born: no optimizer
+    assert birthplace(found(caught)) == "no optimizer"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_update_that_breaks(inside: bool) -> None:
+    """The optimizer may have been made before the block."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        if inside:
+            optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+        model(torch.zeros(2, 4)).sum().backward()
+        optimizer.step()
+    assert found(caught).origin.phase == "optimizer"
+    assert found(caught).step == 0
+
+
+def test_several_steps_in_a_block() -> None:
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        for x, y in with_bad_target(batches(5), 3):
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()  # born: fourth step
+            optimizer.step()
+    assert birthplace(found(caught)) == "fourth step"
+    assert found(caught).step == 3
+
+
+def test_an_exception_of_the_block_is_given_a_note() -> None:
+    with pytest.raises(ValueError, match="mine") as caught, firstnan.trace() as block:
+        probabilities = torch.zeros(3).log().softmax(0)  # born: before the exception
+        if probabilities.isnan().any():
+            raise ValueError("mine")
+    assert birthplace(block.report) == "before the exception"
+    assert block.report.noticed.what == "exception"
+    assert len(caught.value.__notes__) == 1
+    assert "before the exception" in caught.value.__notes__[0]
+
+
+def test_an_operator_that_refuses_a_nan_is_given_a_note() -> None:
+    with pytest.raises(RuntimeError, match="probability tensor") as caught, firstnan.trace() as block:
+        broken = torch.zeros(2) / 0  # born: refused
+        torch.multinomial(broken, 1)
+    assert birthplace(block.report) == "refused"
+    assert "refused" in caught.value.__notes__[0]
+
+
+def test_an_exception_without_a_nan_is_left_alone() -> None:
+    with pytest.raises(KeyError) as caught, firstnan.trace() as block:
+        {}[torch.ones(2).sum().item()]
+    assert not hasattr(caught.value, "__notes__")
+    assert block.report is None
+
+
+# Silence.
+
+
+def test_a_mask_is_silent() -> None:
+    with firstnan.trace() as block:
+        scores = torch.randn(4, 4, requires_grad=True)
+        mask = torch.triu(torch.full((4, 4), float("-inf")), 1)
+        weights = (scores + mask).softmax(1)
+        filled = scores.masked_fill(mask.isinf(), float("-inf")).softmax(1)
+        (weights * filled).sum().backward()
+        lowest = torch.full((3,), float("inf"))
+        least = torch.minimum(lowest, torch.ones(3))
+    assert block.report is None
+    assert least.isfinite().all()
+
+
+def test_a_nan_that_is_replaced_is_silent() -> None:
+    with firstnan.trace() as block:
+        x = torch.tensor([1.0, -1.0])
+        y = x.log().nan_to_num()
+        z = torch.where(x > 0, x.sqrt(), 0.0)
+    assert block.report is None
+    assert (y + z).isfinite().all()
+
+
+def test_a_nan_that_nobody_holds_any_more_is_silent() -> None:
+    with firstnan.trace() as block:
+        x = torch.tensor([1.0, -1.0]).log()
+        x = torch.ones(2)
+    assert block.report is None
+    assert x.sum() == 2
+
+
+def test_a_nan_from_before_the_block_is_not_its_own() -> None:
+    old = torch.full((2,), float("nan"))
+    with firstnan.trace() as block:
+        torch.ones(2).add(1)
+    assert block.report is None
+    assert old.isnan().all()
+
+
+def test_a_healthy_block_changes_nothing() -> None:
+    def run(traced: bool) -> tuple[Any, Any]:
+        model = seeded(dropout=0.3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def loop() -> None:
+            for x, y in batches(5):
+                optimizer.zero_grad()
+                (model(x) * y.log()).mean().backward()
+                optimizer.step()
+
+        if traced:
+            with firstnan.trace() as block:
+                loop()
+            assert block.report is None
+        else:
+            loop()
+        return state_of(model, optimizer), randomness()
+
+    expected, got = run(False), run(True)
+    assert not differences(expected[0], got[0])
+    assert not differences(expected[1], got[1])
+
+
+# What is left, and what is around.
+
+
+def test_nothing_is_left_on_the_model_or_the_optimizer() -> None:
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [
+        {k: (dict(v) if isinstance(v, dict) else v) for k, v in vars(o).items() if k not in ("_buffers", "state")}
+        for o in (*model.modules(), optimizer)
+    ]
+    with pytest.raises(NonFiniteError), firstnan.trace():
+        for x, y in with_bad_target(batches(2), 1):
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+    after = [
+        {k: (dict(v) if isinstance(v, dict) else v) for k, v in vars(o).items() if k not in ("_buffers", "state")}
+        for o in (*model.modules(), optimizer)
+    ]
+    for one, other in zip(before, after, strict=True):
+        assert one.keys() == other.keys()
+        assert [k for k in one if "hook" in k and one[k] != other[k]] == []
+
+
+def test_blocks_one_after_the_other_and_inside_each_other() -> None:
+    for _ in range(2):
+        with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+            y = torch.tensor(-1.0).sqrt()  # born: again
+            del_later = y
+        assert birthplace(found(caught)) == "again"
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace() as outer:
+        with firstnan.trace() as inner:
+            torch.ones(2).sum()
+        y = torch.tensor(-1.0).sqrt()  # born: outer
+    assert inner.report is None
+    assert birthplace(outer.report) == "outer"
+    assert del_later.isnan()
+
+
+def test_a_block_inside_a_watched_loop() -> None:
+    """The detector's step goes on being watched; the block's error is the program's own."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with firstnan.NaNDetector(model, optimizer) as detector:
+        for x, y in detector.batches(batches(3)):
+            with firstnan.trace() as block:
+                optimizer.zero_grad()
+                (model(x) * y.log()).mean().backward()
+                optimizer.step()
+            assert block.report is None
+    assert detector.summary()["steps"] == 3
+
+
+def test_another_thread_is_no_part_of_the_block() -> None:
+    def work() -> None:
+        kept.append(torch.tensor(-1.0).log())
+
+    kept: list[Tensor] = []
+    with firstnan.trace() as block:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        torch.ones(2).sum()
+    assert kept[0].isnan()
+    assert block.report is None
