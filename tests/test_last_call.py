@@ -243,9 +243,15 @@ def test_less_is_kept_where_the_loop_is_played_again(kits: Any) -> None:
     model = nn.Linear(4, 2)
     kit = kits(model)
     kit.calls.keep_less()
-    out = model(torch.ones(1, 4))
-    assert len(kit.calls.calls) == 1
+    x, source = torch.ones(1, 4), Kit
+    kit.calls.replayer.fetched(source, x, 0)
+    out = model(x)
     assert not out._backward_hooks
+    assert not kit.calls.calls
+    (call,) = kit.calls.mine()
+    assert call.args[0] is x
+    assert not kit.calls.make_again(call, kit.microscope).bad
+    kit.microscope.stop()
     kit.calls.detach()
     assert not model._forward_pre_hooks
     assert not model._forward_hooks

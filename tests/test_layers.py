@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import architectures as arch
 from architectures import ARCHITECTURES, break_backward, break_forward, faithful
@@ -268,6 +269,33 @@ def test_backward_names_the_call_that_failed() -> None:
     with watching(model) as (_, sink):
         model(x).sum().backward()
     assert (sink.found[0].layer, sink.found[0].call) == ("a.0", 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_running_a_layer_again_in_backward_counts_no_call(reentrant: bool) -> None:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for _ in range(3):
+                x = checkpoint(self.block, x, use_reentrant=reentrant)
+            return x
+
+    model, x = Repeated(), torch.randn(2, 4)
+    break_backward(model.block[0])
+    with watching(model) as (watch, sink):
+        for _ in range(2):
+            model(x).sum().backward()
+            calls = [f.call for f in sink.found if f.layer == "block.0" and f.what == "input"]
+            assert calls == [2, 1, 0]
+            sink.found.clear()
+            watch.new_step()
+        model(x).sum().backward()
+        model(torch.full((2, 4), torch.nan))
+        assert sink.found[-1].call == 5
 
 
 @pytest.mark.parametrize(

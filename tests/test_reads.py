@@ -145,6 +145,21 @@ def test_what_is_noticed_late_is_said_to_be(value: float, read_all: list[int], c
     assert "checkpoint" not in caplog.text
 
 
+def test_what_waits_is_no_part_of_the_replay(read_all: list[int]) -> None:
+    """The second loss of the bad step is never looked at, since its optimizer is held."""
+    (one, first), (two, second) = setup(), setup()
+    with pytest.raises(NonFiniteError) as caught, NaNDetector([one, two], [first, second]) as detector:
+        for x, y in detector.batches(with_bad_target(batches(3), 1)):
+            first.zero_grad()
+            (one(x) * y.log()).mean().backward()  # born: first loss
+            first.step()
+            second.zero_grad()
+            (two(x) / (y + 1)).mean().backward()
+            second.step()
+    assert birthplace(caught.value.report) == "first loss"
+    assert caught.value.report.step == 1
+
+
 def test_values_wait_until_they_are_taken_together(read_all: list[int]) -> None:
     reads = Reads(decides=True)
     reads.add(Noticed("loss"), [], torch.tensor(2.0))

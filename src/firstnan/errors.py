@@ -1,6 +1,10 @@
-"""What is raised when training meets a value that is not finite; needs no torch."""
+"""What is raised when a value is not finite, and how an error of our own is told; needs no torch."""
 
 from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
 
 from firstnan.records import Report
 
@@ -22,3 +26,18 @@ class NonFiniteError(ArithmeticError):
         from firstnan.report import render_text
 
         return render_text(report, width=WIDTH).rstrip()
+
+
+class InternalErrors:
+    """Errors of our own: the first is told, and none ever stops the program."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._said = False
+
+    def __call__(self, error: Exception) -> None:
+        if not self._said:
+            self._said = True
+            self._say(f"firstnan: internal error: {type(error).__name__}: {error} (the program goes on)")
+            if "FIRSTNAN_DEBUG" in os.environ:
+                traceback.print_exception(error)

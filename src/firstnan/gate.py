@@ -40,6 +40,11 @@ _SETTINGS = (
 class Listener(Protocol):
     """What the gate tells of the program; a trip may end the program by raising out of these."""
 
+    @property
+    def is_calm(self) -> bool:
+        """Nothing is being replayed, skipped or held: a step may pass at a glance."""
+        ...
+
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None: ...
     def step_begins(self, optimizer: Any, closure: bool) -> None: ...
     def step_ended(self, by_hand: bool = False) -> None: ...
@@ -61,6 +66,8 @@ class Gate:
         self.reads = Reads(decides)
         self.new_guard: Callable[[], Guard] | None = Guard
         self._glances: dict[int, Glance] = {}
+        self._glanced = False
+        """The update under way was let through at a glance."""
         self._guards: dict[int, Guard] = {}
         """One for each optimizer: what is usual for one of a pair is not for the other."""
         self.thorough = thorough
@@ -152,6 +159,11 @@ class Gate:
     # The optimizer's step.
 
     def before_update(self, optimizer: Any, closure: bool) -> None:
+        glance = self._glances.get(id(optimizer))
+        if glance is not None and self.listener.is_calm and not closure and glance.suffices(optimizer, self._loss):
+            self.in_step, self.norm, self._glanced = optimizer, None, True
+            return
+        self._glanced = False
         if self.listener.suppresses(optimizer):
             drop_gradients(optimizer)
             return
@@ -172,10 +184,18 @@ class Gate:
         self.in_step = self.skipping_since = None
         step = self.steps.of(optimizer)
         self.steps.add(optimizer)
+        if self._glanced:
+            self._steps.append((step, self._loss, None, _rate(optimizer)))
+            self._loss = None
+            self.listener.step_ended()
+            return
         rounds, size, whole = self._rounds.get(optimizer), None, False
         if rounds is None:
             rounds = self._rounds[optimizer] = Rounds(self.thorough)
-        if not self.frugal or self.look_closely or self.steps.total % ROUND == 1:
+        # Where most steps pass at a glance, this one is looked at closely in all respects.
+        glance = self._glances.get(id(optimizer))
+        closely = self.look_closely or (glance is not None and glance.applies)
+        if not self.frugal or closely or self.steps.total % ROUND == 1:
             parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self.look_closely)
             size = self._size(parts, _PARAMETER)
         self.look_closely = False
@@ -217,15 +237,11 @@ class Gate:
 
     def _check_gradients(self, optimizer: Any, parameters: Iterable[Tensor], *, before_update: bool) -> None:
         gradients = [g for p in parameters if (g := p.grad) is not None]
-        if self.frugal:
-            glance = self._glances.get(id(optimizer))
-            if glance is None:
-                glance = self._glances[id(optimizer)] = Glance()
-            if glance.suffices(gradients, self._loss):
-                self.norm = None
-                return
         self.norm = self._size(gradients, _GRADIENT)
-        if self.norm is not None and not math.isfinite(self.norm):
+        if self.norm is None or math.isfinite(self.norm):
+            if self.frugal and optimizer is not None:
+                self._glances.setdefault(id(optimizer), Glance()).learn(optimizer, gradients, self._loss)
+        else:
             # A norm overflows on large finite numbers: only the elements decide.
             bad = [g for g in gradients if not is_finite(g)]
             if bad:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from firstnan.finite import reads_are_free
 
 _FEW = 32
 _SMALL = 1 << 17
-_EVERY = 4
-_LEARNING = 64
-_AGAIN = 256
+_EVERY = 8
+_LEARNING = 16
 _JUMP = 4.0
 _RISE = 1.5
 
@@ -21,36 +20,43 @@ _RISE = 1.5
 class Glance:
     """Adds the gradients up: a sum is finite only if every element is, and it jumps when they do.
 
-    It costs half of a norm. The norm itself is computed in every fourth step, and when the sum or the loss has risen.
+    That costs half of a norm. All the rest is done in every eighth step, in the first ones, and when the sum, the loss
+    or the learning rate is not what it was.
     """
 
     def __init__(self) -> None:
         self._steps = 0
-        self._usual = 0.0
-        """The largest sum, by magnitude, of steps in which the norm was computed too."""
-        self._loss = math.inf
-        self._applies = False
+        self._sum = 0.0
+        """The largest sum, by magnitude, of the steps that were looked at closely."""
+        self._loss = 0.0
+        self._rate: Any = None
+        self.applies = False
 
-    def suffices(self, gradients: list[Tensor], loss: float | None) -> bool:
-        """Whether everything is finite and nothing asks for the norm."""
+    def suffices(self, optimizer: Any, loss: float | None) -> bool:
+        """Whether everything is finite and nothing asks for a closer look."""
         self._steps += 1
-        due = self._steps % _EVERY == 0 or self._steps <= _LEARNING
-        if due:
-            self._applies = _are_few_and_small(gradients)
-        if not self._applies:
+        if not self.applies or self._steps % _EVERY == 0 or loss is None or not abs(loss) <= _RISE * self._loss:
             return False
         total = 0.0
-        for gradient in gradients:
-            total += gradient.sum().item()
-        size = abs(total)
-        risen = loss is not None and abs(loss) > _RISE * self._loss
-        if not due and not risen and size <= _JUMP * self._usual:
-            return True
-        if size < math.inf:
-            self._usual = size if self._steps % _AGAIN == 0 else max(size, self._usual)
-        if loss is not None and due:
-            self._loss = abs(loss)
-        return False
+        for group in optimizer.param_groups:
+            if group.get("lr") is not self._rate:
+                return False
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None:
+                    total += gradient.sum().item()
+        return abs(total) <= _JUMP * self._sum  # never so of a NaN
+
+    def learn(self, optimizer: Any, gradients: list[Tensor], loss: float | None) -> None:
+        """After a closer look that found nothing: this is how it looks when all is well."""
+        if not _are_few_and_small(gradients):
+            self.applies = False
+            return
+        # What is usual changes slowly as a model learns.
+        self._sum = max(0.95 * self._sum, abs(sum(g.sum().item() for g in gradients)))
+        self._loss = max(0.95 * self._loss, abs(loss)) if loss is not None else self._loss
+        self._rate = optimizer.param_groups[0].get("lr")
+        self.applies = self._steps >= _LEARNING
 
 
 def _are_few_and_small(gradients: list[Tensor]) -> bool:

@@ -51,10 +51,8 @@ class TrainingHooks:
             ]
             self._patches.put(Optimizer, "__init__", self._optimizer_init)
         for optimizer in self._optimizers or ():
-            self._handles += [
-                optimizer.register_step_pre_hook(self._before_update),
-                optimizer.register_step_post_hook(self._after_update),
-            ]
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            self._handles.append(optimizer.register_step_post_hook(self._after_update))
         self._patches.put(torch.autograd, "backward", self._backward)
         self._patches.put(torch.autograd, "grad", self._grad)
         self._patches.put(torch.amp.GradScaler, "scale", self._scale)

@@ -61,7 +61,8 @@ class LastCalls:
         self._trouble = trouble
         self.called = False
         """A model was called, with gradients, since the last backward."""
-        self._making = False
+        self._making = self._light = False
+        self._last: tuple[Module, Any, Any, int, bool] | None = None
         self._before_handles: list[Any] = []
         self._after_handles: list[Any] = []
 
@@ -74,7 +75,7 @@ class LastCalls:
         """The loop goes through us and is played again whole: what came back to the model is of no use."""
         for handle in self._after_handles:
             handle.remove()
-        self._after_handles = []
+        self._after_handles, self._light = [], True
 
     def detach(self) -> None:
         self.keep_less()
@@ -85,9 +86,14 @@ class LastCalls:
 
     def forget(self) -> None:
         """An update was made: another step begins."""
-        self.calls, self.first = [], None
+        self.calls, self.first, self._last = [], None, None
 
     def _before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._light and self.before_call is None:
+            # As little as possible: this may be every step of a model that takes less than a millisecond.
+            if torch.is_grad_enabled() and not self._making:
+                self._last = (module, args, kwargs, threading.get_ident(), torch._C._is_any_autocast_enabled())
+            return
         if self._making or torch.compiler.is_compiling() or torch._C._current_autograd_node() is not None:
             return
         if self.before_call is not None:
@@ -102,13 +108,9 @@ class LastCalls:
         self.called = True
         if len(self.calls) >= _MOST_CALLS:
             del self.calls[0]
-        latest = self.replayer.latest
-        if self._after_handles or latest is None:
-            random, buffers = RandomState.now(), self.replayer.copied_buffers()
-            seen = versions((*args, *kwargs.values()))
-        else:
-            random, buffers, seen = latest.random, latest.buffers, None
-        autocast = [(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]
+        random, buffers = RandomState.now(), self.replayer.copied_buffers()
+        seen = versions((*args, *kwargs.values()))
+        autocast = [one for one in _autocast() if torch.is_autocast_enabled(one[0])]
         call = Call(module, args, kwargs, threading.get_ident(), autocast, seen, random, buffers)
         self.calls.append(call)
         self.first = self.first or call
@@ -127,7 +129,13 @@ class LastCalls:
 
     def mine(self) -> list[Call]:
         """Those of this thread: another one may use the same model for something else."""
-        thread = threading.get_ident()
+        thread, latest = threading.get_ident(), self.replayer.latest
+        if self._last is not None and latest is not None:
+            module, args, kwargs, where, mixed = self._last
+            devices = {p.device.type for p in module.parameters()}
+            autocast = [one for one in _autocast() if mixed and one[0] in devices]
+            last = Call(module, args, kwargs, where, autocast, None, latest.random, latest.buffers)
+            return [last] if where == thread else []
         return [call for call in self.calls if call.thread == thread]
 
     def make_again(self, call: Call, microscope: Microscope) -> Outcome:
@@ -185,3 +193,7 @@ class _Keeper:
         call = self.call()
         if call is not None:
             call.gradients[self.index] = gradient.detach()
+
+
+def _autocast() -> list[tuple[str, torch.dtype]]:
+    return [(device, torch.get_autocast_dtype(device)) for device in _DEVICES]

@@ -71,6 +71,7 @@ class Replayer:
         self.latest: Handout | None = None
         self.latest_iterator: weakref.ref[Any] | None = None
         self.modified = False
+        self._latest_source: Source | None = None
         self._handouts = 0
         self._draws = False
         """Steps draw random numbers."""
@@ -91,7 +92,9 @@ class Replayer:
         )  # fmt: skip
         source.recent.append(handout)
         source.count += 1
-        self.latest, self.latest_iterator = handout, weakref.ref(iterator)
+        self.latest = handout
+        if source is not self._latest_source:
+            self.latest_iterator, self._latest_source = weakref.ref(iterator), source
         return handout
 
     def body_ended(self) -> None:
@@ -118,6 +121,8 @@ class Replayer:
             source.pending_indices.popleft()
 
     def _source(self, iterator: Any) -> Source:
+        if self.latest_iterator is not None and self.latest_iterator() is iterator and self._latest_source is not None:
+            return self._latest_source
         source = self.sources.get(iterator)
         if source is None:
             source = self.sources[iterator] = Source()
@@ -155,7 +160,7 @@ class Replayer:
     def forget(self) -> None:
         """Lets go of every batch."""
         self.sources.clear()
-        self.latest = self.latest_iterator = None
+        self.latest = self.latest_iterator = self._latest_source = None
 
     # After a trip.
 

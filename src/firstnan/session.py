@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +17,7 @@ from torch.nn import Module
 
 from firstnan.closer import Closer
 from firstnan.conclude import bad_values
-from firstnan.errors import NonFiniteError
+from firstnan.errors import InternalErrors, NonFiniteError
 from firstnan.events import EventLog
 from firstnan.gate import Gate, drop_gradients, reaches
 from firstnan.guard import Alarm, Guard
@@ -68,6 +66,7 @@ class Session:
         layers: Callable[[Journal], LayerWatch] | None,
     ) -> None:
         self.roots, self.optimizers, self.settings = roots, optimizers, settings
+        self.internal_error = InternalErrors(log.error)
         self.mode = Mode.WATCHING
         self.report: Report | None = None
         self.training_thread: int | None = None
@@ -92,7 +91,6 @@ class Session:
         self._suppressed = self._told = self._more_to_come = False
         self._first: tuple[Noticed, Report] | None = None
         """The trip whose step is being played again."""
-        self._complained = False
 
     # From the first line to the last.
 
@@ -147,6 +145,10 @@ class Session:
         return self.report
 
     # What the gate says.
+
+    @property
+    def is_calm(self) -> bool:
+        return self.mode is Mode.WATCHING and not self._told and len(_sessions) == 1
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
         if noticed.what == "loss" and not self._trains_ours(tensors):
@@ -283,13 +285,6 @@ class Session:
     def optimizer_made(self) -> None:
         """Only those that were given are followed."""
 
-    def internal_error(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
-            log.error("firstnan: internal error: %s: %s (training goes on)", type(error).__name__, error)
-            if "FIRSTNAN_DEBUG" in os.environ:
-                traceback.print_exception(error)
-
     def unseen(self) -> contextlib.AbstractContextManager[Any]:
         return self._unseen() if self.microscope.running else self._lock
 
@@ -408,8 +403,12 @@ class Session:
         raise NonFiniteError(self.report)
 
     def _buffers_before(self) -> list[Any]:
-        first = self.last_calls.first or self.replayer.latest
-        return first.buffers if first is not None else []
+        """As they were when the bad step began, which may have taken several batches."""
+        latest, first = self.replayer.latest, self.last_calls.first
+        if first is not None or latest is None:
+            return first.buffers if first is not None else []
+        handouts = (h for source in self.replayer.sources.values() for h in source.recent)
+        return next((h for h in handouts if h.updates == latest.updates), latest).buffers
 
     def _skip_ends(self) -> None:
         self.mode, self._told = Mode.WATCHING, False

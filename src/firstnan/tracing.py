@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from firstnan.errors import NonFiniteError
+from firstnan.errors import InternalErrors, NonFiniteError
 from firstnan.gate import Gate
 from firstnan.guard import Alarm
 from firstnan.hooks import TrainingHooks
@@ -52,8 +52,11 @@ def trace() -> Iterator[Block]:
 class Block:
     """The block under way; `report` is what was found in it (a gate.Listener and a hooks.Audience)."""
 
+    is_calm = False
+
     def __init__(self, ownership: Ownership) -> None:
         self.report: Report | None = None
+        self.internal_error = InternalErrors(logging.getLogger("firstnan").error)
         self.replayer = Replayer()
         self.gate = Gate(self, thorough=True)
         self.gate.new_guard = None
@@ -130,9 +133,6 @@ class Block:
 
     def optimizer_made(self) -> None:
         """Part of the block like everything else."""
-
-    def internal_error(self, error: Exception) -> None:
-        logging.getLogger("firstnan").error("internal error: %s: %s", type(error).__name__, error)
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         return self.microscope.unseen()

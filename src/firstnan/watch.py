@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from firstnan.conclude import bad_values, came_from_outside
+from firstnan.errors import InternalErrors
 from firstnan.finite import is_finite, tensors_in
 from firstnan.gate import Gate, drop_gradients
 from firstnan.guard import Alarm
@@ -39,6 +38,8 @@ class Mode(Enum):
 class Watch:
     """Everything that happens inside the program's process, from the import of torch to the end."""
 
+    is_calm = False  # Whoever starts a program under watch asks for the closest look.
+
     def __init__(
         self,
         *,
@@ -52,6 +53,7 @@ class Watch:
         self.ownership, self.save = ownership, save
         self.trace_from, self.outputs_decide, self.may_replay = trace_from, outputs_decide, may_replay
         self.mode = Mode.TRACING if tracing else Mode.WATCHING
+        self.internal_error = InternalErrors(lambda text: print(text, file=sys.stderr))
         self.report = Report("clean")
         self.unresolved = False
         """The program has to be run again for the whole answer."""
@@ -65,7 +67,6 @@ class Watch:
         self._output_event: int | None = None
         self._to_suppress = 0
         self._stepped_while_waiting: set[int] = set()
-        self._complained = False
         self._learned = False
         self.hooks.install()
         if tracing:
@@ -152,13 +153,6 @@ class Watch:
             self.tracer.region = "step"
 
     # What the hooks say.
-
-    def internal_error(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
-            print(f"firstnan: internal error: {type(error).__name__}: {error} (the program goes on)", file=sys.stderr)
-            if "FIRSTNAN_DEBUG" in os.environ:
-                traceback.print_exception(error)
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         return self.microscope.unseen()
