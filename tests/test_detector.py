@@ -638,3 +638,16 @@ def test_a_detector_that_is_not_attached_says_so() -> None:
         detector.step(print)
     assert detector.report is None
     assert detector.summary() == {"events": 0, "events_dropped": 0}
+
+
+def test_a_model_that_is_fed_by_another_ones_graph(caplog: pytest.LogCaptureFixture) -> None:
+    makes, judges = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    optimizer = sgd(judges)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(judges, optimizer):
+        for scale in (1.0, 1.0, -1.0):
+            optimizer.zero_grad()
+            (judges(makes(torch.ones(2, 4))) * scale).log().mean().backward()
+            optimizer.step()
+    assert "internal error" not in caplog.text
+    assert caught.value.report.step == 2
+    assert "born after them, in the loss code" in caught.value.report.notes[0]

@@ -10,8 +10,8 @@ from torch import Tensor
 from firstnan.finite import reads_are_free
 
 _FEW = 32
-_SMALL = 1 << 17
-_EVERY = 8
+_SMALL = 1 << 18
+_EVERY = 16
 _LEARNING = 16
 _JUMP = 4.0
 _RISE = 1.5
@@ -20,8 +20,8 @@ _RISE = 1.5
 class Glance:
     """Adds the gradients up: a sum is finite only if every element is, and it jumps when they do.
 
-    That costs half of a norm. All the rest is done in every eighth step, in the first ones, and when the sum, the loss
-    or the learning rate is not what it was.
+    That costs half of a norm. All the rest is done in every sixteenth step, in the first ones, and when the sum, the
+    loss or the learning rate is not what it was.
     """
 
     def __init__(self) -> None:

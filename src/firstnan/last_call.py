@@ -18,7 +18,7 @@ from firstnan.microscope import Microscope
 from firstnan.names import Slot
 from firstnan.patches import Hook
 from firstnan.randomness import RandomState
-from firstnan.replay import Replayer, put_back, versions
+from firstnan.replay import Replayer, copied, put_back, versions
 
 _MOST_CALLS = 8
 _DEVICES = ("cpu", "cuda")
@@ -150,10 +150,12 @@ class LastCalls:
         try:
             put_back(call.buffers)
             call.random.put_back()
+            # Copies, since the graph that an input came out of may be gone.
+            args, kwargs = copied((call.args, call.kwargs))
             tracer = microscope.start(in_step=True)
-            for label, t in tensors_in((call.args, call.kwargs)):
+            for label, t in tensors_in((args, kwargs)):
                 tracer.give_role(t, "input", f"the model's input {label}")
-            outputs = self._run(call)
+            outputs = self._run(call, args, kwargs)
             bad = [t for t in outputs if not is_finite(t)] or [
                 p.grad for p in parameters if p.grad is not None and not is_finite(p.grad)
             ]
@@ -168,12 +170,12 @@ class LastCalls:
             now.put_back()
             self._making = False
 
-    def _run(self, call: Call) -> list[Tensor]:
+    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device, dtype in call.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
-            output = call.module(*call.args, **call.kwargs)
+            output = call.module(*args, **kwargs)
         found = [t for _, t in tensors_in(output)]
         pairs = [(found[i], g) for i, g in call.gradients.items() if i < len(found) and found[i].shape == g.shape]
         if pairs and all(is_finite(t) for t in found):

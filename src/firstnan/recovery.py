@@ -49,7 +49,6 @@ class Recovery:
 
     def after_update(self, steps: int) -> None:
         """The update was good."""
-        self.backup = None
         if self.every is not None and steps % self.every == 0:
             self.keep(steps)
 

@@ -263,7 +263,9 @@ class Session:
         self.last_calls.forget()
         if self.layers is not None:
             self.layers.new_step()
-        self.recovery.after_update(self.gate.steps.current)
+        self.recovery.backup = None
+        if self.recovery.every is not None:
+            self.recovery.after_update(self.gate.steps.current)
 
     def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
         clips = self.settings.guard == "clip"

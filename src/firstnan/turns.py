@@ -23,14 +23,19 @@ class Steps:
         self.last: weakref.ref[Any] | None = None
         self.total = 0
         self.manual = 0
+        self._alone = False
+        """The last two steps were of one and the same optimizer."""
 
     def add(self, optimizer: Any) -> None:
         self.done[optimizer] = self.done.get(optimizer, 0) + 1
+        self.total += 1
         before = self.last() if self.last else None
+        if before is optimizer and self._alone:
+            return  # the usual case, a hundred thousand times
+        self._alone = before is optimizer
         if before is not None:
             self.follows[before] = weakref.ref(optimizer)
         self.last = weakref.ref(optimizer)
-        self.total += 1
 
     def take_back(self, optimizer: Any) -> None:
         """The last step is undone."""
