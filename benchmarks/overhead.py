@@ -46,7 +46,7 @@ class Model:
 
 
 MODELS = {
-    "mlp": Model("tiny MLP", 40, 800, first=20),
+    "mlp": Model("tiny MLP", 40, 800, first=70),
     "cnn": Model("CNN", 8, 240),
     "gpt": Model("GPT 4 M", 4, 120),
     "gpt30m": Model("GPT 30 M", 2, 40),

@@ -12,7 +12,7 @@ from firstnan.finite import reads_are_free
 _FEW = 32
 _SMALL = 1 << 18
 _EVERY = 16
-_LEARNING = 16
+_LEARNING = 64
 _JUMP = 4.0
 _RISE = 1.5
 
