@@ -162,7 +162,11 @@ class Memory:
         self._bad = {k: w for k, w in self._bad.items() if k in alive}
         self._empty = {k: w for k, w in self._empty.items() if k in alive}
         self._outside = {k: w for k, w in self._outside.items() if k in alive}
-        return {index for writers in self._bad.values() for index, _ in writers} | set(self._empty.values())
+        return self.bad() | set(self._empty.values())
+
+    def bad(self) -> set[int]:
+        """The events that left something non-finite."""
+        return {index for writers in self._bad.values() for index, _ in writers}
 
     def renumber(self, new: dict[int, int], in_use: set[int | None]) -> None:
         """Events have new numbers; those without one are gone."""

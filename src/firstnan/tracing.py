@@ -65,7 +65,8 @@ class Block:
 
     def begin(self) -> None:
         self.hooks.install()
-        self.microscope.start(in_step=True)
+        # The names of weights are looked up when there is something to tell.
+        self.microscope.start(in_step=False).region = "step"
 
     def end(self) -> None:
         self.microscope.stop()
@@ -75,20 +76,20 @@ class Block:
         """At the end of the block: a NaN that was born in it and is still there."""
         tracer = self.microscope.tracer
         if self.report is None and tracer is not None:
-            self._conclude(Noticed("output"), [], sorted(tracer.memory.roots()))
+            self._conclude(Noticed("output"), [], sorted(tracer.memory.roots() & tracer.memory.bad()))
 
     def explain(self, error: Exception) -> None:
         """The block ended by an error of its own: says in a note where a bad value came from, if there is one."""
         tracer = self.microscope.tracer
         with contextlib.suppress(Exception):
             if tracer is not None:
-                events = sorted(tracer.memory.roots()) + self.microscope.raised()
+                events = sorted(tracer.memory.roots() & tracer.memory.bad()) + self.microscope.raised()
                 self._conclude(Noticed("exception", type(error).__name__), [], events, told=error)
 
     def _conclude(
         self, noticed: Noticed, tensors: list[Tensor], events: list[int], told: Exception | None = None
     ) -> None:
-        report = self.microscope.conclude(noticed, tensors, events, _HOW)
+        report = self.microscope.conclude(noticed, tensors, events, _HOW) if events else None
         if report is None or report.origin is None:
             return
         self.report = report
