@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from firstnan.events import EventLog
+from firstnan.detector.events import EventLog
 from firstnan.records import NaNEvent
 
 

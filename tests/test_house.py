@@ -19,8 +19,6 @@ LONGEST_FILE = 450
 TORCH_FREE = [
     "records",
     "errors",
-    "events",
-    "stats",
     "guard",
     "site",
     "blame",

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from firstnan.detector.last_call import LastCalls
 from firstnan.gate import Gate
-from firstnan.last_call import LastCalls
 from firstnan.microscope import Microscope
 from firstnan.names import Models
 from firstnan.replay import Replayer

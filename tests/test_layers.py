@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import architectures as arch
 from architectures import ARCHITECTURES, break_backward, break_forward, faithful
 from firstnan import finite
-from firstnan.layers import Found, LayerWatch
+from firstnan.detector.layers import Found, LayerWatch
 
 
 class Collector:

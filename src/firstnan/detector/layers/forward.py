@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from firstnan import finite
-from firstnan.layers.found import Sink, What
-from firstnan.layers.tensors import (
+from firstnan.detector.layers.found import Sink, What
+from firstnan.detector.layers.tensors import (
     BAD,
     FINITE,
     ONLY_NEGATIVE_INF,

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import unserializable_hook
 
 from firstnan import finite
-from firstnan.layers.found import Sink, What
-from firstnan.layers.tensors import (
+from firstnan.detector.layers.found import Sink, What
+from firstnan.detector.layers.tensors import (
     FINITE,
     Call,
     Known,

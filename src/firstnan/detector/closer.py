@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from firstnan.detector.last_call import Call, LastCalls
+from firstnan.detector.recovery import Recovery
 from firstnan.hooks import TrainingHooks
-from firstnan.last_call import Call, LastCalls
 from firstnan.microscope import Microscope
 from firstnan.records import Noticed, Report
-from firstnan.recovery import Recovery
 from firstnan.rules import from_history
 
 _OUTSIDE = "the loss code was outside what could be replayed"

@@ -12,15 +12,15 @@ from typing import Any, get_args
 
 from torch.nn import Module
 
+from firstnan.detector.events import EventLog
+from firstnan.detector.layers import LayerWatch, Sink
+from firstnan.detector.policy import Policy, Settings
+from firstnan.detector.session import Mode, Session
+from firstnan.detector.stats import Statistics
 from firstnan.errors import NonFiniteError
-from firstnan.events import EventLog
-from firstnan.layers import LayerWatch, Sink
-from firstnan.policy import Policy, Settings
 from firstnan.records import NaNEvent, Report
 from firstnan.replay import NamelessSource
-from firstnan.session import Mode, Session
 from firstnan.site import Ownership, directories
-from firstnan.stats import Statistics
 
 log = logging.getLogger("firstnan")
 

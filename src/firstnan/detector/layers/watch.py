@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from firstnan.layers.backward import Backward
-from firstnan.layers.choose import Layer, Trackable, layers_of
-from firstnan.layers.forward import Forward
-from firstnan.layers.found import Sink
-from firstnan.layers.tensors import Call, Here, Waiting, floating, version_of
+from firstnan.detector.layers.backward import Backward
+from firstnan.detector.layers.choose import Layer, Trackable, layers_of
+from firstnan.detector.layers.forward import Forward
+from firstnan.detector.layers.found import Sink
+from firstnan.detector.layers.tensors import Call, Here, Waiting, floating, version_of
 
 # Layers that wait to be thought about: their tensors are kept alive until then.
 _MOST_PASSED = 6

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from firstnan import finite
-from firstnan.layers.choose import Layer
-from firstnan.layers.found import Found, Phase, What
+from firstnan.detector.layers.choose import Layer
+from firstnan.detector.layers.found import Found, Phase, What
 
 # What is known of the values of a tensor, the worst last. Negative infinity alone is often a mask, made on purpose.
 UNKNOWN: Final = 0

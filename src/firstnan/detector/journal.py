@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.events import EventLog
+from firstnan.detector.events import EventLog
+from firstnan.detector.layers import Found
+from firstnan.detector.stats import Statistics
 from firstnan.finite import stat
 from firstnan.gate import largest_gradient, parameters_of
 from firstnan.guard import Alarm
-from firstnan.layers import Found
 from firstnan.names import Models
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
 from firstnan.replay import Replayer
-from firstnan.stats import Statistics
 from firstnan.turns import Steps
 
 _EVENTS_IN_REPORT = 32

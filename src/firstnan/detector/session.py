@@ -15,24 +15,24 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.nn import Module
 
-from firstnan.closer import Closer
 from firstnan.conclude import bad_values
+from firstnan.detector.closer import Closer
+from firstnan.detector.events import EventLog
+from firstnan.detector.journal import Journal, one_line, rank
+from firstnan.detector.last_call import LastCalls
+from firstnan.detector.layers import LayerWatch
+from firstnan.detector.policy import Settings
+from firstnan.detector.recovery import Recovery
+from firstnan.detector.stats import Statistics
 from firstnan.errors import InternalErrors, NonFiniteError
-from firstnan.events import EventLog
 from firstnan.gate import Gate, drop_gradients, reaches
 from firstnan.guard import Alarm, Guard
 from firstnan.hooks import TrainingHooks
-from firstnan.journal import Journal, one_line, rank
-from firstnan.last_call import LastCalls
-from firstnan.layers import LayerWatch
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.names import Models
-from firstnan.policy import Settings
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.recovery import Recovery
 from firstnan.replay import NamelessSource, Replayer, ReplayError, put_back
 from firstnan.site import Ownership
-from firstnan.stats import Statistics
 
 _CLOSELY = 3
 """So many failures are looked at closely; where training goes on, those after them are only counted."""
@@ -391,9 +391,7 @@ class Session:
 
     def _undo(self) -> None:
         if not self._go_back():
-            self._stop(
-                "the update itself was bad and is written; no state to go back to was kept (`rollback` keeps one)"
-            )
+            self._stop("the update itself was bad and is written; no state to go back to was kept")
 
     def _stop(self, *why: str) -> NoReturn:
         """Ends training; the state of before is worth more than what the bad step made of it."""
