@@ -46,10 +46,10 @@ class Model:
 
 
 MODELS = {
-    "mlp": Model("tiny MLP", 40, 800, first=70),
-    "cnn": Model("CNN", 8, 240),
-    "gpt": Model("GPT 4 M", 4, 120),
-    "gpt30m": Model("GPT 30 M", 2, 40),
+    "mlp": Model("tiny MLP", 40, 600, first=70),
+    "cnn": Model("CNN", 8, 192),
+    "gpt": Model("GPT 4 M", 4, 96),
+    "gpt30m": Model("GPT 30 M", 2, 28),
 }
 
 

@@ -77,6 +77,8 @@ class Replayer:
         """Steps draw random numbers."""
         self._testing: RandomState | None = None
         self._buffers: list[tuple[Slot, int]] = []
+        self._kept: list[tuple[Slot, Tensor, Tensor]] = []
+        self._kept_at: int | None = None
 
     # While the program is healthy.
 
@@ -88,7 +90,7 @@ class Replayer:
         indices = source.pending_indices.popleft() if source.pending_indices else None
         handout = Handout(
             copied(batch) if self.modified else batch, source.count, updates, self._random(),
-            self.copied_buffers() if self._buffers else [], [] if self.modified else versions(batch), indices,
+            self._step_buffers(updates) if self._buffers else [], [] if self.modified else versions(batch), indices,
         )  # fmt: skip
         source.recent.append(handout)
         source.count += 1
@@ -142,6 +144,18 @@ class Replayer:
 
     def watch_buffers(self, slots: list[Slot]) -> None:
         self._buffers = [(slot, b._version) for slot in slots if (b := slot.tensor()) is not None]
+
+    def _step_buffers(self, updates: int) -> list[tuple[Slot, Tensor, Tensor]]:
+        """The buffers as they are when a step begins, copied into the same memory in every step."""
+        kept, self._kept_at, before = self._kept, updates, self._kept_at
+        if before == updates and kept:
+            return kept
+        if not kept or updates % _TESTED == 0 or any(slot.tensor() is not buffer for slot, buffer, _ in kept):
+            self._kept = self.copied_buffers()
+        else:
+            with torch.no_grad():
+                torch._foreach_copy_([copy for *_, copy in kept], [buffer for _, buffer, _ in kept])
+        return self._kept
 
     def copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """Copies of the buffers that a step may change: all small ones, and large ones that were seen to change."""
