@@ -273,11 +273,26 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
+    """A change of the program that should help, and what trying it showed."""
+
     title: str
     diff: str = ""
+    """Unified, against the user's own files."""
+    why: str = ""
+    """One sentence: what it does to the numbers."""
+    kind: Literal["code", "setting", "data"] = "code"
     tried: bool = False
     failing_step_finite: bool | None = None
     steps_finite_after: int | None = None
+    loss_change: float | None = None
+    """The largest relative change of the loss in the healthy steps before the failing one."""
+    note: str = ""
+    """Why it was not tried, or how it failed."""
+
+    @property
+    def proven(self) -> bool:
+        """Tried, with the failing step and the steps after it finite."""
+        return self.tried and bool(self.failing_step_finite) and self.steps_finite_after is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,9 +328,13 @@ def _remedy(f: Fields) -> Remedy:
     return Remedy(
         title=f.text("title"),
         diff=f.text("diff"),
+        why=f.text("why"),
+        kind=cast(Any, f.choice("kind", ("code", "setting", "data"), "code")),
         tried=f.flag("tried") or False,
         failing_step_finite=f.flag("failing_step_finite"),
         steps_finite_after=f.integer("steps_finite_after"),
+        loss_change=f.real("loss_change"),
+        note=f.text("note"),
     )
 
 
