@@ -278,12 +278,12 @@ class Remedy:
     title: str
     diff: str = ""
     """Unified, against the user's own files."""
-    why: str = ""
-    """One sentence: what it does to the numbers."""
-    kind: Literal["code", "setting", "data"] = "code"
     tried: bool = False
     failing_step_finite: bool | None = None
     steps_finite_after: int | None = None
+    why: str = ""
+    """One sentence: what it does to the numbers."""
+    kind: Literal["code", "setting", "data"] = "code"
     loss_change: float | None = None
     """The largest relative change of the loss in the healthy steps before the failing one."""
     note: str = ""
