@@ -112,6 +112,83 @@ def test_first_event_names_the_layer_whose_forward_fails(name: str, layer: str, 
     assert [f.phase for f in sink.found[told:]] == ["backward"] * (len(sink.found) - told), "recomputing told again"
 
 
+def let_it_rest(watch: LayerWatch) -> None:
+    """Makes as many steps as it takes until a step only takes notes."""
+    for _ in range(17):
+        watch.new_step()
+
+
+@pytest.mark.parametrize(("name", "layer"), FORWARD)
+def test_a_step_that_only_took_notes_names_the_layer_when_it_looks_back(name: str, layer: str) -> None:
+    training = make(name)
+    break_forward(training.layer(layer))
+    with watching(training.roots, in_turn=True) as (watch, sink):
+        let_it_rest(watch)
+        training.loss()
+        assert not sink.found or name == "encoder"  # its parts are called one by one, and looked at at once
+        watch.look_back()
+        assert sink.first() == (layer, "forward", "output")
+        told = len(sink.found)
+        watch.look_back()
+        assert len(sink.found) == told, "the same notes were read twice"
+        watch.new_step()
+        training.loss()
+        assert len(sink.found) > told, "not looked at closely after a failure"
+
+
+def test_notes_keep_few_results_alive_and_none_once_the_loss_is_good() -> None:
+    training = make("cnn")
+    (model,) = training.roots.values()
+    results: list[weakref.ref[Tensor]] = []
+    with watching(training.roots, in_turn=True) as (watch, _):
+        let_it_rest(watch)
+        handle = model.register_forward_hook(lambda m, a, output: results.append(weakref.ref(output)))
+        for _ in range(6):
+            training.loss()
+        assert sum(ref() is not None for ref in results) == 3
+        watch.pass_over()
+        assert all(ref() is None for ref in results)
+        handle.remove()
+
+
+def test_calls_that_wait_for_no_loss_are_looked_at_as_they_become_too_many() -> None:
+    training = make("cnn")
+    break_forward(training.layer("0"))
+    with watching(training.roots, in_turn=True) as (watch, sink):
+        let_it_rest(watch)
+        for _ in range(3):
+            training.loss()
+        assert sink.found == []
+        training.loss()
+        assert sink.first() == ("0", "forward", "output")
+
+
+def test_a_model_that_does_not_train_is_looked_at_at_once() -> None:
+    training = make("cnn")
+    break_forward(training.layer("0"))
+    (model,) = training.roots.values()
+    with watching(training.roots, in_turn=True) as (watch, sink):
+        let_it_rest(watch)
+        model.eval()
+        training.loss()
+        assert sink.first() == ("0", "forward", "output")
+
+
+def test_every_eighth_step_is_looked_at_in_full() -> None:
+    training = make("cnn")
+    break_forward(training.layer("0"))
+    with watching(training.roots, in_turn=True) as (watch, sink):
+        seen = []
+        for _ in range(40):
+            before = len(sink.found)
+            training.loss()
+            watch.pass_over()
+            seen.append(len(sink.found) > before)
+            watch.new_step()
+    assert seen[:16] == [True] * 16
+    assert [i for i in range(16, 40) if seen[i]] == [16, 24, 32]
+
+
 @pytest.mark.parametrize(
     ("name", "layer", "late"), [(*p, False) for p in BACKWARD] + [(*p, True) for p in usual(BACKWARD)]
 )

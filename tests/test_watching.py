@@ -70,6 +70,38 @@ def layer_events(events: Any) -> list[NaNEvent]:
     return [e for e in events if e.what in ("input", "output")]
 
 
+class Late(nn.Module):
+    """Healthy until it is told to fail."""
+
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails == "forward":
+            return (x - 100).log()
+        return x + (x * 0).sqrt() if self.fails else x
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("through", ["batches", "plain loop"])
+def test_a_late_failure_names_the_layer_though_most_steps_only_take_notes(where: str, through: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Late(), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    late = 21
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer, layers=True) as detector:
+        data = [torch.randn(4, 4) for _ in range(40)]
+        for i, x in enumerate(detector.batches(data) if through == "batches" else data):
+            if i == late:
+                model[2].fails = where
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert report.step == late
+    (event, *_) = [e for e in report.events if e.layer_type]
+    assert (event.layer, event.layer_type, event.phase, event.step) == ("2", "Late", where, late)
+
+
 @pytest.mark.parametrize("through", [True, False])
 def test_the_first_bad_layer_is_in_the_events_and_in_the_report(through: bool) -> None:
     torch.manual_seed(0)

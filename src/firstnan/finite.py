@@ -64,6 +64,12 @@ def _plain(t: Tensor) -> Tensor | None:
     return plain.float() if dtype in _NARROW else plain
 
 
+def is_plain(t: Tensor) -> bool:
+    """An ordinary float32 tensor in main memory, which the quickest functions take as it is."""
+    kind = type(t)
+    return (kind is Tensor or kind is torch.nn.Parameter) and t.dtype is torch.float32 and t.is_cpu and not t.is_sparse
+
+
 def reads_are_free(t: Tensor) -> bool:
     """Whether looking at a value does not wait for a device."""
     return t.is_cpu

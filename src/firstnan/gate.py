@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from firstnan.finite import is_finite, norms, readable, reads_are_free
-from firstnan.glance import Glance, is_plain
+from firstnan.finite import is_finite, is_plain, norms, readable, reads_are_free
+from firstnan.glance import Glance
 from firstnan.guard import Alarm, Guard
+from firstnan.hot import HotGradients
 from firstnan.names import Models
 from firstnan.reads import Reads
 from firstnan.records import History, Noticed, StepRecord
@@ -64,7 +65,10 @@ class Gate:
         after every eighth update only, or after one that `look_closely` asks for."""
         self.look_closely = False
         self.reads = Reads(decides)
+        self.on_good_loss: Callable[[], None] = lambda: None
+        """Called when backward begins from a loss that did not trip."""
         self.new_guard: Callable[[], Guard] | None = Guard
+        self.hot = HotGradients()
         self._glances: dict[int, Glance] = {}
         self._glanced = False
         """The update under way was let through at a glance."""
@@ -120,6 +124,7 @@ class Gate:
                 continue
             if not is_finite(plain):
                 self.listener.trip(Noticed("loss"), [root], before_update=True)
+        self.on_good_loss()
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         if self.in_step is not None:
@@ -236,11 +241,13 @@ class Gate:
         self.listener.step_ended()
 
     def _check_gradients(self, optimizer: Any, parameters: Iterable[Tensor], *, before_update: bool) -> None:
-        gradients = [g for p in parameters if (g := p.grad) is not None]
-        self.norm = self._size(gradients, _GRADIENT)
+        gradients, cold, known = self.hot.sorted(parameters)
+        self.norm = self._size(cold, _GRADIENT)
+        if known:
+            self.norm = math.hypot(self.norm or 0.0, *known)
         if self.norm is None or math.isfinite(self.norm):
             if self.frugal and optimizer is not None:
-                self._glances.setdefault(id(optimizer), Glance()).learn(optimizer, gradients, self._loss)
+                self._glances.setdefault(id(optimizer), Glance(self.hot)).learn(optimizer, gradients, self._loss)
         else:
             # A norm overflows on large finite numbers: only the elements decide.
             bad = [g for g in gradients if not is_finite(g)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from firstnan.finite import reads_are_free
+from firstnan.finite import is_plain, reads_are_free
+from firstnan.hot import HotGradients
 
 _FEW = 32
 _SMALL = 1 << 18
@@ -20,11 +20,12 @@ _RISE = 1.5
 class Glance:
     """Adds the gradients up: a sum is finite only if every element is, and it jumps when they do.
 
-    That costs half of a norm. All the rest is done in every sixteenth step, in the first ones, and when the sum, the
-    loss or the learning rate is not what it was.
+    That costs half of a norm; a norm that is known already is taken instead. All the rest is done in every sixteenth
+    step, in the first ones, and when the sum, the loss or the learning rate is not what it was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hot: HotGradients) -> None:
+        self._hot = hot
         self._steps = 0
         self._sum = 0.0
         """The largest sum, by magnitude, of the steps that were looked at closely."""
@@ -37,15 +38,9 @@ class Glance:
         self._steps += 1
         if not self.applies or self._steps % _EVERY == 0 or loss is None or not abs(loss) <= _RISE * self._loss:
             return False
-        total = 0.0
-        for group in optimizer.param_groups:
-            if group.get("lr") is not self._rate:
-                return False
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is not None:
-                    total += gradient.sum().item()
-        return abs(total) <= _JUMP * self._sum  # never so of a NaN
+        if any(group.get("lr") is not self._rate for group in optimizer.param_groups):
+            return False
+        return abs(self._total(optimizer)) <= _JUMP * self._sum  # never so of a NaN
 
     def learn(self, optimizer: Any, gradients: list[Tensor], loss: float | None) -> None:
         """After a closer look that found nothing: this is how it looks when all is well."""
@@ -53,10 +48,20 @@ class Glance:
             self.applies = False
             return
         # What is usual changes slowly as a model learns.
-        self._sum = max(0.95 * self._sum, abs(sum(g.sum().item() for g in gradients)))
+        self._sum = max(0.95 * self._sum, abs(self._total(optimizer)))
         self._loss = max(0.95 * self._loss, abs(loss)) if loss is not None else self._loss
         self._rate = optimizer.param_groups[0].get("lr")
         self.applies = self._steps >= _LEARNING
+
+    def _total(self, optimizer: Any) -> float:
+        total = 0.0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None:
+                    norm = self._hot.norm(parameter, gradient)
+                    total += gradient.sum().item() if norm is None else norm
+        return total
 
 
 def _are_few_and_small(gradients: list[Tensor]) -> bool:
@@ -66,9 +71,3 @@ def _are_few_and_small(gradients: list[Tensor]) -> bool:
         and reads_are_free(gradients[0])
         and sum(map(Tensor.numel, gradients)) <= _SMALL
     )
-
-
-def is_plain(t: Tensor) -> bool:
-    """An ordinary float32 tensor in main memory, which the quickest functions take as it is."""
-    kind = type(t)
-    return (kind is Tensor or kind is torch.nn.Parameter) and t.dtype is torch.float32 and t.is_cpu and not t.is_sparse

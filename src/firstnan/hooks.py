@@ -53,6 +53,7 @@ class TrainingHooks:
         for optimizer in self._optimizers or ():
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
+            self.guard(self._watch_gradients, optimizer)
         self._patches.put(torch.autograd, "backward", self._backward)
         self._patches.put(torch.autograd, "grad", self._grad)
         self._patches.put(torch.amp.GradScaler, "scale", self._scale)
@@ -66,6 +67,7 @@ class TrainingHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.gate.hot.remove()
         self._patches.remove()
 
     @contextmanager
@@ -107,9 +109,14 @@ class TrainingHooks:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self.guard(self.gate.optimizer_made, optimizer)
+            self.guard(self._watch_gradients, optimizer)
             self.guard(self.audience.optimizer_made)
 
         return made
+
+    def _watch_gradients(self, optimizer: Any) -> None:
+        if not self.gate.thorough:
+            self.gate.hot.watch(optimizer, lambda parameter: self.guard(self.gate.hot.measure, parameter))
 
     # Backward.
 

@@ -14,6 +14,11 @@ from firstnan.finite import read_all
 from firstnan.records import Noticed
 
 _MOST_IN_FLIGHT = 4
+LATE = (
+    "noticed a step later, since no update waits for the device here: on_nonfinite='raise' and 'skip' look before the "
+    "update, and can show where the value is born"
+)
+"""What a report says of a value that was looked at after the update."""
 
 
 class Passenger(Protocol):

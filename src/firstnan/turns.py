@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from firstnan.glance import is_plain
+from firstnan.finite import is_plain
 
 SMALL_MODEL = 1 << 14
 CHUNK = 1 << 18

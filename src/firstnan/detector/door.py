@@ -108,7 +108,13 @@ class NaNDetector:
 
     def _layer_watch(self, sink: Sink) -> LayerWatch:
         statistics = self.stats is not None
-        return LayerWatch(self._roots, sink, trackable=self._trackable, skip=self._skip, statistics=statistics)
+        return LayerWatch(
+            self._roots, sink, trackable=self._trackable, skip=self._skip, statistics=statistics, in_turn=self._on_cpu()
+        )
+
+    def _on_cpu(self) -> bool:
+        """Elsewhere the loss is known too late to decide what is looked at."""
+        return all(p.is_cpu for root in self._roots.values() for p in root.parameters())
 
     def detach(self) -> None:
         """Leaves model, optimizer and torch as they were; what was found stays here."""

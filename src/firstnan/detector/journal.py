@@ -56,6 +56,7 @@ class Journal:
         self._seen: Counter[tuple[str, str, str]] = Counter()
         """How often each place of each layer was not finite."""
         self.counts = Counts()
+        self.names_layers = False
         self.epoch: int | None = None
 
     def add(self, event: NaNEvent, *, level: int | None = None) -> None:
@@ -144,9 +145,23 @@ class Journal:
     def completed(self, report: Report) -> Report:
         """With the events of its step, the statistics of the layers and the rank."""
         where, world = rank()
+        if self.names_layers:
+            self._name_layer(report)
         events = [e for e in self.events if e.step == report.step][:_EVENTS_IN_REPORT]
         history = replace(report.history, layers=self.stats.tracks()) if self.stats is not None else report.history
         return replace(report, events=tuple(events), history=history, rank=where, world_size=world)
+
+    def _name_layer(self, report: Report) -> None:
+        """Most steps are not looked at layer by layer; which one it was is then known from the replay."""
+        origin = report.origin
+        if origin is None or not origin.module or origin.phase not in ("forward", "backward"):
+            return
+        if not any(e.step == report.step and e.layer_type for e in self.events):
+            what: Any = "output" if origin.phase == "forward" else "input"
+            of = "its output" if what == "output" else "the gradient of its input"
+            text = f"step {report.step}: layer {origin.module} ({origin.module_type}): {of} is not finite"
+            where: Any = {"phase": origin.phase, "what": what, "layer": origin.module, "layer_type": origin.module_type}
+            self.add(NaNEvent("nonfinite", text, report.step, tensor=origin.produced, **where))
 
 
 def one_line(report: Report) -> str:

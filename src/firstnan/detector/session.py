@@ -30,6 +30,7 @@ from firstnan.guard import Alarm, Guard
 from firstnan.hooks import TrainingHooks
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.names import Models
+from firstnan.reads import LATE
 from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.replay import NamelessSource, Replayer, ReplayError, put_back
 from firstnan.site import Ownership
@@ -79,6 +80,7 @@ class Session:
         self.microscope = Microscope(ownership, self.gate, self.replayer, lambda: Models(roots))
         self.journal = Journal(events, stats, self.gate.steps, self.replayer, self.models)
         self.layers = layers(self.journal) if layers is not None else None
+        self.journal.names_layers = layers is not None
         self.hooks = TrainingHooks(self.gate, self, optimizers)
         self.last_calls = LastCalls(roots.values(), self.replayer, self.internal_error)
         every = settings.snapshot_every if settings.policy == "rollback" else None
@@ -106,6 +108,7 @@ class Session:
             # What is played again is seen whole.
             self.layers.rests = lambda: self.microscope.running
             self.gate.reads.passenger = self.layers
+            self.gate.on_good_loss = self.layers.pass_over
             self.layers.attach()
         _sessions.add(self)
 
@@ -118,13 +121,10 @@ class Session:
         self.last_calls.detach()
         if self.layers is not None:
             self.layers.detach()
-            self._tell_of_trouble(self.layers)
+            if self.layers.trouble is not None:
+                self.internal_error(self.layers.trouble)
         self.microscope.stop()
         self.replayer.forget()
-
-    def _tell_of_trouble(self, layers: LayerWatch) -> None:
-        if layers.trouble is not None:
-            self.internal_error(layers.trouble)
 
     def left(self, error: BaseException | None) -> Report | None:
         """The loop was left, perhaps because of a bad value: what is known of it."""
@@ -164,7 +164,7 @@ class Session:
     def _tripped(self, noticed: Noticed, tensors: list[Tensor], before_update: bool) -> None:
         report, late = self._known(noticed, tensors), self.gate.reads.late
         if late:
-            report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(_LATE,))
+            report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(LATE,))
         self.journal.tripped(noticed, tensors, report.step, self.gate.norm)
         # Once bad weights were written every step is bad, and none of them says more.
         closely = not late and self._looked < _CLOSELY and not (self.settings.policy == "warn" and self._streak)
@@ -194,6 +194,8 @@ class Session:
         return not graphs or reaches(graphs, set(self.models.parameters))
 
     def _known(self, noticed: Noticed, tensors: list[Tensor]) -> Report:
+        if self.layers is not None:
+            self.layers.look_back()
         return self.microscope.evidence(noticed, tensors).preliminary()
 
     def _looked_closer(self, report: Report, noticed: Noticed, before_update: bool) -> Report:
@@ -268,6 +270,8 @@ class Session:
             self.recovery.after_update(self.gate.steps.current)
 
     def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
+        if self.layers is not None:
+            self.layers.wake()
         clips = self.settings.guard == "clip"
         target = (self.settings.max_grad_norm or alarm.usual) if clips else None
         self.journal.alarmed(alarm, optimizer, clip_to=target)
@@ -441,9 +445,3 @@ class Session:
         if self.settings.policy == "raise":
             raise NonFiniteError(report)
         log.warning("%s", NonFiniteError(report))
-
-
-_LATE = (
-    "noticed a step later, since no update waits for the device here: on_nonfinite='raise' and 'skip' look before the "
-    "update, and can show where the value is born"
-)

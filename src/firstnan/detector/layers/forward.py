@@ -47,14 +47,15 @@ class Forward:
     def called(self, here: Here, call: Call, read: list[Seen], made: list[Seen]) -> None:
         """A layer ran: its call joins the open chain, or ends it."""
         joins = (
-            call.layer.faithful
+            # Looking back, what others have written in place since is seen at the end of a chain only.
+            (call.layer.faithful or here.looks_back)
             and here.depth > 0  # else nobody would say when it ends
             and len(read) == len(made) == 1
             and read[0][2] is not made[0][2]
             and not self._statistics
             and finite.reads_are_free(made[0][2])
         )
-        if here.chain and not (joins and read[0][1] is here.chain[-1][2][0][1]):
+        if here.chain and not (joins and call.layer.faithful and read[0][1] is here.chain[-1][2][0][1]):
             self.close(here, call, read)
         if not joins:
             self._look(call, read, made)

@@ -99,8 +99,14 @@ class Here(threading.local):
         """It is one that backward makes again; its tensors have no values."""
         self.chain: list[tuple[Call, list[Seen], list[Seen]]] = []
         """Calls in a row that the last one will speak for."""
-        self.passed: list[Passed] | None = None
+        self.passed: list[Any] | None = None
         """Inside an ordinary call of a whole model: what its layers did and nobody thought about yet."""
+        self.light = False
+        """That call only takes notes."""
+        self.put_off: list[list[Any]] = []
+        """The notes of such calls."""
+        self.looks_back = False
+        """These notes are being looked at, after the call."""
         self._step = -1
         self._calls: dict[Layer, int] = {}
         self._repeats: dict[Layer, int] = {}

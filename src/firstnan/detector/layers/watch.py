@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -17,17 +16,24 @@ from firstnan.detector.layers.backward import Backward
 from firstnan.detector.layers.choose import Layer, Trackable, layers_of
 from firstnan.detector.layers.forward import Forward
 from firstnan.detector.layers.found import Sink
-from firstnan.detector.layers.tensors import Call, Here, Waiting, floating, version_of
+from firstnan.detector.layers.tensors import Call, Here, Passed, Seen, Waiting, floating, version_of
+from firstnan.patches import Hook
 
 # Layers that wait to be thought about: their tensors are kept alive until then.
 _MOST_PASSED = 6
+# Calls of a model whose loss is awaited: likewise.
+_MOST_PUT_OFF = 3
+# Everything is looked at in so many steps at first, and after something went wrong; then in every eighth.
+_CLOSELY = 16
+_EVERY = 8
 
 
 class LayerWatch:
     """Watches the layers of `roots` (prefix of the names -> model) and tells `sink` of every tensor that is not finite.
 
     `trackable` replaces the choice of layers, `skip` takes types, names or globs out of it, `statistics` tells the
-    sink the magnitudes of every output and of its gradient too.
+    sink the magnitudes of every output and of its gradient too. With `in_turn` most steps only take notes, until the
+    loss is known: `look_back` where it is bad, `pass_over` where it is not. Every eighth step is looked at in full.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class LayerWatch:
         trackable: Trackable | None = None,
         skip: Iterable[type | str] = (),
         statistics: bool = False,
+        in_turn: bool = False,
     ) -> None:
         self.training_thread: int | None = None
         """The thread whose forward passes are the training step; None: every thread that records gradients."""
@@ -46,7 +53,8 @@ class LayerWatch:
         self.rests: Callable[[], bool] = lambda: False
         """Whether nothing is looked at for now: asked when a model is called, and when a gradient comes."""
         self._roots, self._trackable, self._skip = dict(roots), trackable, tuple(skip)
-        self._statistics = statistics
+        self._statistics, self._in_turn = statistics, in_turn and not statistics
+        self._closely_until = _CLOSELY
         self._lock = threading.Lock()
         self._on = False
         self._step = 0
@@ -88,6 +96,19 @@ class LayerWatch:
         self._step += 1
         self._backward.new_step()
 
+    def wake(self) -> None:
+        """Something is wrong or about to be: from the next step on everything is looked at for a while."""
+        self._closely_until = self._step + 1 + _CLOSELY
+
+    def look_back(self) -> None:
+        """The loss of this thread's forward pass is bad: what its layers did is looked at now."""
+        self.wake()
+        self._run(self._look_at_put_off)
+
+    def pass_over(self) -> None:
+        """The loss of this thread's forward pass is good."""
+        self._here.put_off.clear()
+
     def collect(self) -> list[Tensor]:
         """Single values on devices where a read waits; once they are read, hand them to `judge` in this order."""
         return self._waiting.collect()
@@ -121,12 +142,18 @@ class LayerWatch:
             here.recording, here.again, here.blind = torch.is_grad_enabled(), _again(), self._blind()
             plain = not (here.again or here.blind or self._statistics or torch.is_inference_mode_enabled())
             here.depth, here.entered, here.passed = 0, self._step, [] if plain else None
+            here.light = plain and module.training and self._rests_now(here)
         here.depth += 1
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
         here = self._here
         here.depth = max(0, here.depth - 1)
-        if here.depth == 0:
+        if here.depth == 0 and here.light:
+            here.put_off.append(here.passed or [])
+            here.light, here.passed = False, None
+            while len(here.put_off) > _MOST_PUT_OFF:
+                self._look_at_notes(here, here.put_off.pop(0))
+        elif here.depth == 0:
             self._catch_up(here)
             self._forward.close(here)
             here.passed = None
@@ -137,22 +164,64 @@ class LayerWatch:
         if not passed:
             return
         here.passed = []
-        for layer, t, version, node, made, made_version, made_node in passed:
-            call = self._call(here, layer, here.recording, False)
-            read = [("", here.known(t, version), t, node)]
-            outputs = [("", here.known(made, made_version), made, made_node)]
-            self._forward.called(here, call, read, outputs)
-            if made_node is not None:
-                self._backward.follow(call, read, outputs)
+        for one in passed:
+            self._to_judge(here, one)(follow=one[-1] is not None)
+
+    def _to_judge(self, here: Here, passed: Passed) -> Callable[..., None]:
+        """What is known of the tensors of a layer that has run, to be judged by reading them."""
+        layer, t, version, node, made, made_version, made_node = passed
+        call = self._call(here, layer, here.recording, False)
+        read = [("", here.known(t, version), t, node)]
+        outputs = [("", here.known(made, made_version), made, made_node)]
+        return partial(self._judge, here, call, read, outputs, again=False)
+
+    def _rests_now(self, here: Here) -> bool:
+        """Whether the call of a model that begins only takes notes."""
+        if not (self._in_turn and here.recording) or self.training_thread not in (None, here.thread):
+            return False
+        return self._step >= self._closely_until and self._step % _EVERY != 0
+
+    def _look_at_put_off(self) -> None:
+        here = self._here
+        put_off, here.put_off = [*here.put_off, here.passed or []] if here.light else here.put_off, []
+        here.light, here.passed = False, None
+        for notes in put_off:
+            self._look_at_notes(here, notes)
+
+    def _look_at_notes(self, here: Here, notes: list[Any]) -> None:
+        here.depth += 1  # as inside the call in which they were taken
+        here.looks_back = True
+        try:
+            for one in notes:
+                judge = self._to_judge(here, one) if isinstance(one, tuple) else one
+                judge(follow=False)
+            self._forward.close(here)
+        finally:
+            here.depth -= 1
+            here.looks_back = False
 
     def _called(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
         here = self._here
+        if here.light and here.passed is not None:
+            # It may have written in place what the layers before it made: those are known first.
+            earlier = [self._to_judge(here, one) for one in here.passed if isinstance(one, tuple)]
+            here.passed = [one for one in here.passed if not isinstance(one, tuple)] + earlier
+            note = partial(self._judge, here, *self._noted(here, layer, args, kwargs, output), again=False)
+            here.passed.append(note)
+            return
         self._catch_up(here)
         again, blind = (here.again, here.blind) if here.depth else (_again(), self._blind())
         if blind:
             return
-        recording = torch.is_grad_enabled()
-        call = self._call(here, layer, recording or (here.depth > 0 and here.recording), again)
+        call, read, made = self._noted(here, layer, args, kwargs, output, again)
+        self._judge(here, call, read, made, again, follow=torch.is_grad_enabled() and bool(made))
+
+    def _noted(
+        self, here: Here, layer: Layer, args: Any, kwargs: Any, output: Any, again: bool = False
+    ) -> tuple[Call, list[Seen], list[Seen]]:
+        """What a layer read and made, as it is now."""
+        trains = torch.is_grad_enabled() or (here.depth > 0 and here.recording)
+        call = self._call(here, layer, trains, again)
         given = floating(args[0] if len(args) == 1 else args)
         for name, value in kwargs.items():
             given += floating(value, name)
@@ -164,10 +233,12 @@ class LayerWatch:
             known = here.before(t) if id(t) in written else here.known(t, version_of(t))
             if known is not None:
                 read.append((place, known, t, t.grad_fn))
-        made = [(place, here.known(t, version_of(t)), t, t.grad_fn) for place, t in outputs]
+        return call, read, [(place, here.known(t, version_of(t)), t, t.grad_fn) for place, t in outputs]
+
+    def _judge(self, here: Here, call: Call, read: list[Seen], made: list[Seen], again: bool, *, follow: bool) -> None:
         if not again:
             self._forward.called(here, call, read, made)
-        if recording and made:
+        if follow:
             self._backward.follow(call, read, made)
 
     def _call(self, here: Here, layer: Layer, trains: bool, again: bool) -> Call:
@@ -180,21 +251,20 @@ def _again() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-class _Hook:
-    """A hook on a user's module; a copy of the module, by deepcopy or pickle, gets one that does nothing."""
+class _Hook(Hook):
+    """A hook on one module of the user's, and on its replicas."""
+
+    __slots__ = ("_module",)
 
     def __init__(self, module: Module, function: Callable[..., None]) -> None:
-        self._module, self._function = weakref.ref(module), function
+        super().__init__(function)
+        self._module = weakref.ref(module)
 
     def __call__(self, module: Module, *args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if module is self._module() or module.__dict__.get("_is_replica"):
-            self._function(module, *args)
-
-    def __reduce__(self) -> Any:
-        # A function of the standard library that takes anything and returns None: a saved model needs no firstnan.
-        return getattr, (contextlib.nullcontext(), "__exit__")
+            self._act(module, *args)
 
 
 class _LayerHook(_Hook):
@@ -214,7 +284,7 @@ class _LayerHook(_Hook):
             usual = type(t) is Tensor and type(output) is Tensor and t is not output
             if usual and output.is_floating_point() and not t.is_inference():
                 passed.append((self._layer, t, t._version, t.grad_fn, output, output._version, output.grad_fn))
-                if len(passed) >= _MOST_PASSED:
+                if len(passed) >= _MOST_PASSED and not here.light:
                     self._watch._run(self._watch._catch_up, here)
                 return
-        self._function(args, kwargs, output)
+        self._act(args, kwargs, output)
