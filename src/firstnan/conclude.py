@@ -46,7 +46,7 @@ class Evidence:
             self.step,
             self.batch(None),
             noticed=self._named(),
-            history=self.gate.past(),
+            history=self.gate.past(self.ownership, updated=self.noticed.what == "parameter"),
             environment=environment(),
         )
 
