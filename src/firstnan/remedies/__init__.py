@@ -7,12 +7,14 @@ from itertools import islice
 from types import ModuleType
 
 from firstnan.records import Cause, History, Origin, Remedy, Trace
+from firstnan.remedies import data, parameters, precision, settings
+from firstnan.remedies import domain
 from firstnan.remedies.base import REMEDIES, Desk, Job
 from firstnan.rules.scene import Scene
 
 __all__ = ["propose"]
 
-FAMILIES: tuple[ModuleType, ...] = ()
+FAMILIES: tuple[ModuleType, ...] = (settings, parameters, precision, data)
 """Imported for the candidates that they register; within one slug those of the family named first come first."""
 ORDER = [family.__name__ for family in FAMILIES]
 
