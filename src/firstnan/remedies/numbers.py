@@ -146,9 +146,8 @@ def _members(source: Source, node: ast.Attribute) -> Iterator[Spelled]:
         for target, value in _bound(other):
             if isinstance(target, ast.Attribute) and target.attr == node.attr:
                 yield Spelled(source, value)
-            elif isinstance(source.parent(other), ast.ClassDef) and isinstance(target, ast.Name):
-                if target.id == node.attr:
-                    yield from _field(source, value)
+            elif isinstance(source.parent(other), ast.ClassDef) and getattr(target, "id", None) == node.attr:
+                yield from _field(source, value)
         if isinstance(other, ast.Call):
             yield from _option(source, other, node.attr)
     yield from entries(source, node.attr)
@@ -162,7 +161,8 @@ def _field(source: Source, value: ast.expr) -> Iterator[Spelled]:
 
 def _option(source: Source, call: ast.Call, name: str) -> Iterator[Spelled]:
     """The default of a command line option (argparse, click), or a keyword of that name (`Config(lr=...)`)."""
-    flags = [a.value.lstrip("-").replace("-", "_") for a in call.args if isinstance(a, ast.Constant) if _text(a)]
+    texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    flags = [text.lstrip("-").replace("-", "_") for text in texts]
     given = {k.arg: k.value for k in call.keywords}
     destination = given.get("dest")
     if isinstance(destination, ast.Constant):
@@ -172,10 +172,6 @@ def _option(source: Source, call: ast.Call, name: str) -> Iterator[Spelled]:
     called = source.called(call).rsplit(".", 1)[-1]
     if name in given and (called[:1].isupper() or called in ("dict", "set_defaults", "Namespace", "replace")):
         yield Spelled(source, given[name])
-
-
-def _text(node: ast.Constant) -> bool:
-    return isinstance(node.value, str)
 
 
 def entries(source: Source, key: object) -> Iterator[Spelled]:
@@ -189,9 +185,9 @@ def entries(source: Source, key: object) -> Iterator[Spelled]:
             yield from (Spelled(source, k.value) for k in node.keywords if k.arg == key)
         else:
             for target, value in _bound(node):
-                if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-                    if target.slice.value == key and not isinstance(value, ast.Subscript):
-                        yield Spelled(source, value)
+                at = target.slice if isinstance(target, ast.Subscript) else None
+                if isinstance(at, ast.Constant) and at.value == key and not isinstance(value, ast.Subscript):
+                    yield Spelled(source, value)
 
 
 def _in_module(desk: Desk, source: Source, module: str, name: str) -> Iterator[Spelled]:

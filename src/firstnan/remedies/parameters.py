@@ -193,13 +193,7 @@ def _written(source: Source, node: ast.AST) -> ast.expr | None:
     called = source.called(node)
     if called.startswith("torch.nn.init.") and node.args:
         return _without_data(node.args[0])
-    name = called.removeprefix(".").rstrip("_")
-    if (
-        called.startswith(".")
-        and called.endswith("_")
-        and name in (*DRAWS, "mul")
-        and isinstance(node.func, ast.Attribute)
-    ):
+    if called in [f".{name}_" for name in (*DRAWS, "mul")] and isinstance(node.func, ast.Attribute):
         return _without_data(node.func.value)
     return None
 
@@ -266,8 +260,6 @@ def _smaller_factor(job: Job, source: Source, made: ast.Call) -> Iterator[Edit]:
                 if number(side) is not None or isinstance(side, ast.Name | ast.Attribute):
                     yield replaced(job.desk, Spelled(source, side), SMALL)
                     return
-    if any(
-        isinstance(n, ast.Call) and source.called(n).endswith(("randn", "rand", "full", "ones"))
-        for n in ast.walk(given)
-    ):
+    made_of = [source.called(n).rsplit(".", 1)[-1] for n in ast.walk(given) if isinstance(n, ast.Call)]
+    if any(name in ("randn", "rand", "full", "ones") for name in made_of):
         yield put(source, given, f"{written(SMALL)} * {atom(source, given)}")

@@ -12,6 +12,7 @@ from firstnan.remedies.edits import Edit, after, atom, put
 from firstnan.remedies.numbers import written
 from firstnan.remedies.settings import Setup, clip
 from firstnan.remedies.source import Source, number
+from firstnan.rules.scene import words
 
 CAST_BY_AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "convolution", "conv", "einsum")
 BOUNDS = {"float16": 1e3, "float32": 1e15, "bfloat16": 1e15, "float64": 1e100}
@@ -56,9 +57,9 @@ def _is_method(place: Place) -> bool:
     return place.expr.op in METHODS
 
 
-METHODS = frozenset(
+METHODS = words(
     "sum mean mul add sub div pow square matmul mm bmm norm var std cumsum prod exp dot mv einsum softmax log_softmax "
-    "logsumexp cumprod sqrt rsqrt abs clamp addmm baddbmm t transpose sigmoid tanh relu".split()
+    "logsumexp cumprod sqrt rsqrt abs clamp addmm baddbmm t transpose sigmoid tanh relu"
 )
 
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from firstnan.records import Remedy, Site
+from firstnan.records import Remedy
 from firstnan.remedies.base import Job, remedy
 from firstnan.remedies.edits import Edit, after, argument, atom, before, put
 from firstnan.remedies.numbers import Spelled, entries, literal, replaced, times, written
 from firstnan.remedies.source import Function, Source, number
 
 RATES = ("lr", "learning_rate", "rate", "step_size", "eta")
+UPDATES = ("add_", "sub_", "addcdiv_", "addcmul_")
 SMALLER = (0.1, 0.01, 0.001)
 EPS = {"float16": 1e-4, "bfloat16": 1e-6}
 GENTLE = 1.0
@@ -194,13 +195,12 @@ def _by_hand(setup: Setup) -> Spelled | None:
 def _update_factor(source: Source, node: ast.AST) -> ast.expr | None:
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Sub | ast.Add):
         return _factor(node.value) if _writes_weights(source, node, node.target) else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in ("add_", "sub_", "addcdiv_", "addcmul_"):
-            given = next((k.value for k in node.keywords if k.arg in ("alpha", "value")), None)
-            if given is not None:
-                return given.operand if isinstance(given, ast.UnaryOp) else given
-            if node.args and _writes_weights(source, node, node.func.value):
-                return _factor(node.args[0])
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in UPDATES:
+        given = next((k.value for k in node.keywords if k.arg in ("alpha", "value")), None)
+        if given is not None:
+            return given.operand if isinstance(given, ast.UnaryOp) else given
+        if node.args and _writes_weights(source, node, node.func.value):
+            return _factor(node.args[0])
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Sub):
         return _factor(node.value.right) if _mentions_grad(node.value.right) else None
     return None
@@ -268,7 +268,7 @@ def clip(setup: Setup, norm: float) -> Edit | None:
     source, call = setup.step
     optimizer, scaler = stepped(source, call)
     scope = source.scope(call)
-    if optimizer is None or call.args and scaler is None:  # a closure computes the gradients inside the step
+    if optimizer is None or (call.args and scaler is None):  # a closure computes the gradients inside the step
         return None
     calls = [n for n in ast.walk(scope) if isinstance(n, ast.Call)]
     if any(source.called(n).endswith(("clip_grad_norm_", "clip_grad_value_")) for n in calls):
@@ -337,7 +337,7 @@ def enough_eps(job: Job) -> Iterator[Remedy]:
         return
     yield job.remedy(
         f"eps={written(value)}",
-        f"The denominator of the update is never below {written(value)}, so a weight without a gradient stays as it is.",
+        f"The denominator of the update is at least {written(value)}: a weight without a gradient stays as it is.",
         edit,
         kind="setting",
     )
@@ -368,7 +368,7 @@ def eps_in_own_update(job: Job) -> Iterator[Remedy]:
 @remedy("nan_lr")
 def guarded_schedule(job: Job) -> Iterator[Remedy]:
     """The expression that computes the learning rate kept inside its domain."""
-    for source in _with_imports(job):
+    for source in Setup(job).files:
         for expression in _schedules(source):
             for node in ast.walk(expression):
                 found = _guard(source, node)
@@ -376,10 +376,6 @@ def guarded_schedule(job: Job) -> Iterator[Remedy]:
                     inner, text, why = found
                     title = f"`{' '.join(source.code(inner).split())}` kept in range"
                     yield job.remedy(title, why, put(source, inner, text), kind="setting")
-
-
-def _with_imports(job: Job) -> list[Source]:
-    return Setup(job).files
 
 
 def _schedules(source: Source) -> Iterator[ast.expr]:
@@ -425,9 +421,8 @@ def _returned(function: Function) -> Iterator[ast.expr]:
         yield function.body
         return
     for node in ast.walk(function):
-        if isinstance(node, ast.Return) and node.value is not None:
-            yield node.value
-        elif isinstance(node, ast.Assign):  # what it is computed from on the way
+        # What it is computed from on the way counts too.
+        if isinstance(node, ast.Return | ast.Assign) and node.value is not None:
             yield node.value
 
 
@@ -475,9 +470,3 @@ def capped_schedule(job: Job) -> Iterator[Remedy]:
 
 def _last_return(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
     return [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
-
-
-def site_call(job: Job, site: Site | None) -> tuple[Source, ast.Call] | None:
-    """The call at a recorded place."""
-    place = job.place_of(site)
-    return (place.source, place.node) if place is not None and isinstance(place.node, ast.Call) else None
