@@ -7,14 +7,35 @@ from itertools import islice
 from types import ModuleType
 
 from firstnan.records import Cause, History, Origin, Remedy, Trace
-from firstnan.remedies import data, parameters, precision, settings
-from firstnan.remedies import domain
+from firstnan.remedies import (
+    data,
+    derivatives,
+    domain,
+    linalg,
+    masks,
+    parameters,
+    precision,
+    reductions,
+    settings,
+    stable,
+)
 from firstnan.remedies.base import REMEDIES, Desk, Job
 from firstnan.rules.scene import Scene
 
 __all__ = ["propose"]
 
-FAMILIES: tuple[ModuleType, ...] = (settings, parameters, precision, data)
+FAMILIES: tuple[ModuleType, ...] = (
+    stable,
+    masks,
+    reductions,
+    linalg,
+    derivatives,
+    settings,
+    parameters,
+    precision,
+    data,
+    domain,
+)
 """Imported for the candidates that they register; within one slug those of the family named first come first."""
 ORDER = [family.__name__ for family in FAMILIES]
 

@@ -36,6 +36,7 @@ SAME = {
     "expit": "sigmoid",
     "mm": "matmul",
     "bmm": "matmul",
+    "vector_norm": "norm",
     "negative": "neg",
     "absolute": "abs",
 }
@@ -53,7 +54,7 @@ class Expr:
     """What it reads by position, the receiver of a method first."""
     keywords: dict[str, ast.expr] = field(default_factory=dict)
     called: str = ""
-    """`torch.nn.functional.softmax`; `.softmax` for a method; `own_function`; "" for an operator."""
+    """`torch.nn.functional.softmax`; `.softmax` for a method; `self.layer`; `own_function`; "" for an operator."""
     node: ast.AST | None = None
 
     def arg(self, index: int, name: str) -> ast.expr | None:
@@ -252,6 +253,8 @@ class Source:
                 return ".".join([base, *reversed(parts)])
             if not parts:
                 return at.id
+            if at.id in ("self", "cls") and len(parts) == 1:  # a layer or a method of the user's own
+                return f"self.{parts[0]}"
         return f".{parts[0]}" if parts else ""
 
     def expr(self, node: ast.AST | None) -> Expr:
@@ -264,6 +267,8 @@ class Source:
                 args.insert(0, node.func.value)
             plain = name.rstrip("_") if not name.startswith("_") else name
             keywords = {k.arg: k.value for k in node.keywords if k.arg}
+            if called.startswith("self."):
+                return Expr("", tuple(args), keywords, called, node)
             return Expr(SAME.get(plain, plain), tuple(args), keywords, called, node)
         if isinstance(node, ast.BinOp):
             return Expr(OPERATORS.get(type(node.op), ""), (node.left, node.right), node=node)
