@@ -15,6 +15,7 @@ from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.gate import Gate
 from firstnan.names import Models
 from firstnan.records import Batch, Noticed, Origin, Report, Trace
+from firstnan.remedies import propose
 from firstnan.replay import Replayer, batch_size
 from firstnan.rules import explain
 from firstnan.site import Ownership, Spot, resolve
@@ -46,7 +47,7 @@ class Evidence:
             self.step,
             self.batch(None),
             noticed=self._named(),
-            history=self.gate.past(),
+            history=self.gate.past(self.ownership, updated=self.noticed.what == "parameter"),
             environment=environment(),
         )
 
@@ -75,7 +76,8 @@ class Evidence:
         if origin is None:
             return report
         causes = explain(origin, trace, report.history)
-        return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]))
+        remedies = propose(origin, trace, report.history, causes)
+        return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
 
     def _step_of(self, origin: Origin | None) -> int:
         event = origin.event if origin is not None else None

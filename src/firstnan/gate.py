@@ -16,8 +16,10 @@ from firstnan.glance import Glance
 from firstnan.guard import Alarm, Guard
 from firstnan.hot import HotGradients
 from firstnan.names import Models
+from firstnan.places import Places
 from firstnan.reads import Reads
 from firstnan.records import History, Noticed, StepRecord
+from firstnan.site import Ownership
 from firstnan.turns import ROUND, Rounds, Steps
 
 _HISTORY = 64
@@ -77,6 +79,7 @@ class Gate:
         self.thorough = thorough
         """Looks at every parameter after every update, however large the model is."""
         self.steps = Steps()
+        self.places = Places()
         self._steps: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)
         """What becomes a StepRecord when someone asks."""
         self.optimizers = 0
@@ -370,13 +373,15 @@ class Gate:
         self.steps.manual += 1
         self.listener.step_ended(by_hand=True)
 
-    def past(self) -> History:
-        """The last steps, the failing one included as far as it is known."""
+    def past(self, ownership: Ownership | None = None, *, updated: bool = False) -> History:
+        """The last steps, the failing one included as far as it is known; `updated`: its update was made."""
         steps = [StepRecord(*numbers) for numbers in self._steps]
         if self._loss is not None:
             steps.append(StepRecord(self.steps.current, self._loss, self.norm))
-        last = self.in_step or (self.steps.last() if self.steps.last else None)
-        return History(tuple(steps), *(describe(last) if last is not None else ()))
+        optimizer = self.in_step or self.steps.whose_turn(updated)
+        places = self.places.of(optimizer, ownership) if ownership is not None else ()
+        about = describe(optimizer) if optimizer is not None else ("", ())
+        return History(tuple(steps), *about, (), *places)
 
 
 def largest_gradient(optimizer: Any) -> tuple[Tensor, float]:

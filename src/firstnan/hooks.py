@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -100,6 +101,8 @@ class TrainingHooks:
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
+        if not self.gate.places.knows_step_of(optimizer):
+            self.guard(self.gate.places.stepped, optimizer, sys._getframe(1))
         self.guard(self.gate.before_update, optimizer, closure)
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -108,6 +111,7 @@ class TrainingHooks:
     def _optimizer_init(self, original: Any) -> Any:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
+            self.guard(self.gate.places.made, optimizer, sys._getframe(1))
             self.guard(self.gate.optimizer_made, optimizer)
             self.guard(self._watch_gradients, optimizer)
             self.guard(self.audience.optimizer_made)
@@ -127,6 +131,8 @@ class TrainingHooks:
             roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else list(tensors)) if isinstance(t, Tensor)]
             if not self.audience.concerns(roots):
                 return original(tensors, *args, **kwargs)
+            if not self.gate.places.backward:
+                self.guard(self.gate.places.called_backward, sys._getframe(1))
             self.guard(self._begin_backward, roots)
             result = original(tensors, *args, **kwargs)
             self.guard(self.gate.backward_ended, roots)

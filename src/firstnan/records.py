@@ -195,6 +195,10 @@ class History:
     """The optimizer's numbers of its first group: lr, eps, betas, momentum."""
     layers: tuple[LayerTrack, ...] = ()
     """Where statistics were kept: the layers that grew most, the first to do so first."""
+    made_at: Site | None = None
+    """Where the program makes this optimizer, where it calls its step, and where it calls backward."""
+    stepped_at: Site | None = None
+    backward_at: Site | None = None
 
 
 @dataclass(frozen=True, slots=True)

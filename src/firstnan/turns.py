@@ -45,6 +45,12 @@ class Steps:
     def of(self, optimizer: Any) -> int:
         return self.done.get(optimizer, 0)
 
+    def whose_turn(self, updated: bool) -> Any:
+        """The optimizer of the step that is under way, or, where that is `updated` already, of the last one."""
+        last = self.last() if self.last else None
+        following = self.follows.get(last) if last is not None and not updated else None
+        return (following() if following is not None else None) or last or next(iter(self.done.keys()), None)
+
     @property
     def current(self) -> int:
         """The step that is under way: that of the optimizer which followed the last one the time before."""

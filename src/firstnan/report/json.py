@@ -86,6 +86,7 @@ def to_dict(report: Report) -> dict[str, Any]:
             "settings": dict(report.history.settings),
             "steps": report.history.steps,
             "layers": report.history.layers,
+            **{name: site and _site_dict(site) for name, site in _places(report.history).items()},
         },
         "rank": report.rank,
         "world_size": report.world_size,
@@ -118,6 +119,10 @@ def _origin_dict(origin: Origin) -> dict[str, Any]:
         "raised": event and event.raised,
         "in_python_backward": bool(event and event.in_python_backward),
     }
+
+
+def _places(history: History) -> dict[str, Site | None]:
+    return {"made_at": history.made_at, "stepped_at": history.stepped_at, "backward_at": history.backward_at}
 
 
 def _site_dict(site: Site) -> dict[str, Any]:
@@ -359,6 +364,9 @@ def _history(f: Fields) -> History:
         optimizer=f.text("optimizer"),
         settings=tuple(f.mapping("settings").items()),
         layers=tuple(_track(t) for t in f.children("layers")),
+        made_at=f.made("made_at", _site),
+        stepped_at=f.made("stepped_at", _site),
+        backward_at=f.made("backward_at", _site),
     )
 
 

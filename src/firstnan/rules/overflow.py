@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from firstnan.records import OpEvent, TensorStat
+from firstnan.records import OpEvent, TensorStat, Trace
 from firstnan.rules.base import ANY, Finding, rule
 from firstnan.rules.division import DIVISIONS
 from firstnan.rules.growth import growth as growth_of
@@ -125,7 +125,7 @@ def bad_init(scene: Scene) -> Finding | None:
     if not overflowed(scene) or scene.origin.step > 1 or scene.growth is not None or scene.event is None:
         return None
     start = [scene.event] if scene.phase != "backward" else [e for e in (scene.event, scene.origin.forward_event) if e]
-    weights = [w for e in start for w in _weights(scene, e)]
+    weights = [w for e in start for w in weights_feeding(scene.trace, e)]
     if not weights:
         return None
     name, stat = max(weights, key=lambda w: largest(w[1]) or 0.0)
@@ -143,10 +143,10 @@ def bad_init(scene: Scene) -> Finding | None:
     return Finding(why, confident, (describe(stat, name),))
 
 
-def _weights(scene: Scene, start: OpEvent) -> list[tuple[str, TensorStat]]:
+def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]]:
     """The parameters that fed an event, by name; a view's own output speaks for a parameter without statistics."""
     found = []
-    for event in (start, *scene.trace.feeding(start, 200)):
+    for event in (start, *trace.feeding(start, 200)):
         for operand in event.inputs:
             if operand.role != "parameter":
                 continue

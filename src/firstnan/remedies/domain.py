@@ -1,0 +1,36 @@
+"""Arguments outside the domain of a function or at its edge, and divisions by zero: guarded where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from firstnan.records import Remedy
+from firstnan.remedies.base import Job, remedy
+from firstnan.remedies.guards import guarded
+
+
+@remedy(
+    "log_of_zero",
+    "log_of_negative",
+    "sqrt_of_negative",
+    "pow_of_zero",
+    "pow_of_negative",
+    "arc_out_of_domain",
+    "pole",
+    "div_by_zero",
+    "zero_over_zero",
+    "empty_reduction",
+    "exp_overflow",
+    "sqrt_grad_at_zero",
+    "pow_grad_at_zero",
+    "acos_grad_at_one",
+    "xlogy_grad_at_zero",
+    "where_grad_trap",
+    "custom_backward",
+    "infinite_derivative",
+    "nan_input",
+    "nan_label",
+    "unexplained",
+)
+def guard_the_argument(job: Job) -> Iterator[Remedy]:
+    yield from guarded(job)

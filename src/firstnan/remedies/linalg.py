@@ -1,0 +1,72 @@
+"""Matrices at the edge of what a factorisation can handle: a little on the diagonal."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from firstnan.records import Remedy
+from firstnan.remedies.base import Job, remedy
+from firstnan.remedies.edits import atom, put
+from firstnan.remedies.guards import spot
+
+FACTORED = (
+    "cholesky",
+    "cholesky_ex",
+    "logdet",
+    "slogdet",
+    "det",
+    "inverse",
+    "inv",
+    "pinv",
+    "solve",
+    "cholesky_inverse",
+    "lu_factor",
+    "qr",
+)
+SPECTRAL = ("svd", "svdvals", "eigh", "eigvalsh", "symeig", "eig", "matrix_rank")
+
+
+@remedy("not_positive_definite", "singular_matrix", "log_of_negative", "log_of_zero", "decomposition_failed")
+def add_to_the_diagonal(job: Job) -> Iterator[Remedy]:
+    found = spot(job, *FACTORED)
+    if found is None:
+        return
+    matrix, source = found.expr.args[0], found.place.source
+    torch, plain = source.spell("torch", matrix), atom(source, matrix)
+    for size in ("1e-6", "1e-4", "1e-3"):
+        eye = f"{torch}.eye({plain}.shape[-1], dtype={plain}.dtype, device={plain}.device)"
+        yield job.remedy(
+            f"Add {size} to the diagonal",
+            f"Every eigenvalue rises by {size}, so that none is 0 or below it by rounding.",
+            put(source, matrix, f"{source.code(matrix)} + {size} * {eye}"),
+        )
+
+
+@remedy("log_of_negative", "log_of_zero")
+def log_of_the_absolute_determinant(job: Job) -> Iterator[Remedy]:
+    found = spot(job, "logdet")
+    if found is not None and isinstance(found.expr.node, ast.expr):
+        source, matrix = found.place.source, found.expr.args[0]
+        yield job.remedy(
+            "Take the logarithm of the absolute determinant",
+            "A negative determinant has one; a positive determinant gives the same number as before.",
+            put(source, found.expr.node, f"{source.spell('torch', matrix)}.linalg.slogdet({source.code(matrix)})[1]"),
+        )
+
+
+@remedy("degenerate_decomposition", "decomposition_failed")
+def tell_equal_values_apart(job: Job) -> Iterator[Remedy]:
+    found = spot(job, *SPECTRAL, "qr")
+    if found is None:
+        return
+    matrix, source = found.expr.args[0], found.place.source
+    torch, plain = source.spell("torch", matrix), atom(source, matrix)
+    for size in ("1e-5", "1e-3"):
+        ladder = f"{torch}.arange(1, {plain}.shape[-1] + 1, device={plain}.device)"
+        eye = f"{torch}.eye(*{plain}.shape[-2:], dtype={plain}.dtype, device={plain}.device)"
+        yield job.remedy(
+            f"Add {size}, twice {size}, ... to the diagonal",
+            "Values that were equal differ a little, so that backward does not divide by their difference 0.",
+            put(source, matrix, f"{source.code(matrix)} + {size} * {eye} * {ladder}"),
+        )

@@ -1,0 +1,319 @@
+"""The user's file as text and syntax tree: what stands at a place, what a name was given, how torch is reached."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from firstnan.records import Site
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+OPERATORS: dict[type[ast.AST], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.FloorDiv: "floor_divide",
+    ast.Mod: "remainder",
+    ast.Pow: "pow",
+    ast.MatMult: "matmul",
+    ast.USub: "neg",
+}
+SAME = {
+    "divide": "div",
+    "true_divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "power": "pow",
+    "float_power": "pow",
+    "arccos": "acos",
+    "arcsin": "asin",
+    "arctanh": "atanh",
+    "expit": "sigmoid",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "vector_norm": "norm",
+    "negative": "neg",
+    "absolute": "abs",
+}
+"""Other names of one operator."""
+FOLLOWED = 6
+
+
+@dataclass(frozen=True)
+class Expr:
+    """One operation as it is written, whatever its spelling: `torch.log(x)`, `x.log()`, `a / b`, `a /= b`."""
+
+    op: str
+    """aten's plain name, without the underscore of an in-place method; "" where it is no operation."""
+    args: tuple[ast.expr, ...] = ()
+    """What it reads by position, the receiver of a method first."""
+    keywords: dict[str, ast.expr] = field(default_factory=dict)
+    called: str = ""
+    """`torch.nn.functional.softmax`; `.softmax` for a method; `self.layer`; `own_function`; "" for an operator."""
+    node: ast.AST | None = None
+
+    def arg(self, index: int, name: str) -> ast.expr | None:
+        return self.args[index] if index < len(self.args) else self.keywords.get(name)
+
+    @property
+    def library(self) -> str:
+        """`torch`, `numpy`..., "" where it is a method, an operator or the user's own."""
+        return self.called.split(".")[0] if "." in self.called else ""
+
+
+class Source:
+    """One file; positions are character offsets into `text`, which keeps the line ends of the file."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file, self.text = file, text
+        self.tree = ast.parse(text)
+        self._lines = text.split("\n")
+        self._starts = [0, *accumulate(len(line) + 1 for line in self._lines)]
+        self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    @classmethod
+    def read(cls, file: str) -> Source | None:
+        """The file as it is on disk; None where there is none or it is not Python."""
+        try:
+            with open(file, "rb") as raw:
+                data = raw.read()
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            return cls(file, data.decode(encoding))
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            return None
+
+    # --- places ------------------------------------------------------------------------------------------------
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Where the node begins and ends; parentheses around it are not part of it."""
+        assert isinstance(node, ast.expr | ast.stmt | ast.keyword | ast.arg | ast.alias)
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+
+    def _offset(self, line: int, column: int) -> int:
+        # The compiler counts columns in UTF-8 bytes.
+        text = self._lines[line - 1]
+        return self._starts[line - 1] + (column if text.isascii() else len(text.encode()[:column].decode("utf-8")))
+
+    def code(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.text[start:end]
+
+    def line(self, number: int) -> str:
+        return self._lines[number - 1]
+
+    def line_start(self, number: int) -> int:
+        return self._starts[number - 1]
+
+    def at(self, site: Site) -> ast.AST | None:
+        """The expression (or the statement) that an instruction belongs to."""
+        nodes = [n for n in ast.walk(self.tree) if isinstance(n, ast.expr | ast.stmt)]
+        if site.column is None or site.end_line is None or site.end_column is None:
+            return self._statement_at(site.line)
+        if site.line > len(self._lines) or site.end_line > len(self._lines):
+            return None
+        start = self._starts[site.line - 1] + site.column
+        end = self._starts[site.end_line - 1] + site.end_column
+        exact = [n for n in nodes if self.span(n) == (start, end)]
+        if exact:
+            return next((n for n in exact if isinstance(n, ast.expr)), exact[0])
+        # A method call that spans lines is marked from the name of the method on.
+        ending = [n for n in nodes if isinstance(n, ast.expr) and self.span(n)[1] == end and self.span(n)[0] < start]
+        if ending:
+            return min(ending, key=lambda n: start - self.span(n)[0])
+        return self._statement_at(site.line)
+
+    def _statement_at(self, line: int) -> ast.stmt | None:
+        around = [
+            n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)
+        ]
+        return max(around, key=lambda n: n.lineno, default=None)
+
+    # --- surroundings ------------------------------------------------------------------------------------------
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        return self._parents.get(node)
+
+    def parents(self, node: ast.AST) -> list[ast.AST]:
+        """Everything around the node, innermost first."""
+        out: list[ast.AST] = []
+        at = self._parents.get(node)
+        while at is not None:
+            out.append(at)
+            at = self._parents.get(at)
+        return out
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        return next(n for n in (node, *self.parents(node)) if isinstance(n, ast.stmt))
+
+    def function(self, node: ast.AST) -> Function | None:
+        return next((n for n in self.parents(node) if isinstance(n, Function)), None)
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The function around the node, else the module."""
+        return self.function(node) or self.tree
+
+    def indent(self, node: ast.AST) -> str:
+        """The white space that the node's statement begins with."""
+        line = self.line(self.statement(node).lineno)
+        return line[: len(line) - len(line.lstrip())]
+
+    # --- names -------------------------------------------------------------------------------------------------
+
+    def assigned(self, name: ast.expr, before: ast.AST | None = None) -> ast.Assign | ast.AnnAssign | None:
+        """The nearest assignment before `name` that gives it its value, in the same function; None if unclear.
+
+        `name` may be dotted (`self.scale`): what counts is that it is spelled alike."""
+        text, here = ast.unparse(name), self.statement(before or name)
+        nearest: ast.stmt | None = None
+        for node in ast.walk(self.scope(before or name)):
+            if not isinstance(node, ast.stmt) or node.lineno >= here.lineno or node in self.parents(here):
+                continue
+            if any(ast.unparse(t) == text for t in _targets(node)) and (
+                nearest is None or node.lineno > nearest.lineno
+            ):
+                nearest = node
+        if not isinstance(nearest, ast.Assign | ast.AnnAssign) or nearest.value is None:
+            return None
+        alone = nearest.target if isinstance(nearest, ast.AnnAssign) else nearest.targets[0]
+        return nearest if ast.unparse(alone) == text else None
+
+    def value(self, node: ast.expr) -> ast.expr:
+        """What stands behind a name, as far as the assignments before it tell; the node itself if it is no name."""
+        for _ in range(FOLLOWED):
+            found = self.assigned(node) if isinstance(node, ast.Name) else None
+            if found is None or found.value is None:
+                return node
+            node = found.value
+        return node
+
+    def unchanged(self, node: ast.expr, use: ast.AST) -> bool:
+        """Whether the names in `node` still mean the same at `use`, later in the same function."""
+        first, last = self.statement(node).lineno, self.statement(use).lineno
+        if self.scope(node) is not self.scope(use):
+            return False
+        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        between = [n for n in ast.walk(self.scope(use)) if isinstance(n, ast.stmt) and first <= n.lineno < last]
+        return not any(isinstance(t, ast.Name) and t.id in names for n in between for t in _targets(n))
+
+    @cached_property
+    def _imports(self) -> dict[str, list[tuple[str, ast.AST]]]:
+        found: dict[str, list[tuple[str, ast.AST]]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    # `import torch.nn` gives the name `torch`; with `as` the whole path.
+                    path = alias.name if alias.asname else alias.name.split(".")[0]
+                    found.setdefault(alias.asname or path, []).append((path, self.scope(node)))
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    entry = (f"{node.module}.{alias.name}", self.scope(node))
+                    found.setdefault(alias.asname or alias.name, []).append(entry)
+        return found
+
+    def imported(self, name: str, at: ast.AST) -> str | None:
+        """`torch.nn.functional` for the name `F`, where it was imported so and nothing hides it at this place."""
+        scopes: list[ast.AST] = [n for n in self.parents(at) if isinstance(n, Function)]
+        for scope in scopes:
+            if isinstance(scope, Function) and name in _parameters(scope):
+                return None
+        return next((path for path, scope in self._imports.get(name, []) if scope in (*scopes, self.tree)), None)
+
+    def reach(self, path: str, at: ast.AST) -> str | None:
+        """How a module or function is written at this place: `F.softplus`; None where nothing reaches it."""
+        spelled = []
+        for name in self._imports:
+            full = self.imported(name, at)
+            if full and (path == full or path.startswith(full + ".")):
+                spelled.append(name + path[len(full) :])
+        return min(spelled, key=lambda text: (text.count("."), len(text)), default=None)
+
+    def spell(self, path: str, at: ast.AST) -> str:
+        """As `reach`, else the full path, for which an import is added (see `edits.diff`)."""
+        return self.reach(path, at) or path
+
+    # --- expressions -------------------------------------------------------------------------------------------
+
+    def called(self, call: ast.Call) -> str:
+        """Which function is called; see `Expr.called`."""
+        parts: list[str] = []
+        at: ast.expr = call.func
+        while isinstance(at, ast.Attribute):
+            parts.append(at.attr)
+            at = at.value
+        if isinstance(at, ast.Name):
+            base = self.imported(at.id, call)
+            if base is not None:
+                return ".".join([base, *reversed(parts)])
+            if not parts:
+                return at.id
+            if at.id in ("self", "cls") and len(parts) == 1:  # a layer or a method of the user's own
+                return f"self.{parts[0]}"
+        return f".{parts[0]}" if parts else ""
+
+    def expr(self, node: ast.AST | None) -> Expr:
+        """The operation that the node is."""
+        if isinstance(node, ast.Call):
+            called = self.called(node)
+            name = called.rsplit(".", 1)[-1]
+            args = [a for a in node.args if not isinstance(a, ast.Starred)]
+            if called.startswith(".") and isinstance(node.func, ast.Attribute):
+                args.insert(0, node.func.value)
+            plain = name.rstrip("_") if not name.startswith("_") else name
+            keywords = {k.arg: k.value for k in node.keywords if k.arg}
+            if called.startswith("self."):
+                return Expr("", tuple(args), keywords, called, node)
+            return Expr(SAME.get(plain, plain), tuple(args), keywords, called, node)
+        if isinstance(node, ast.BinOp):
+            return Expr(OPERATORS.get(type(node.op), ""), (node.left, node.right), node=node)
+        if isinstance(node, ast.UnaryOp):
+            return Expr(OPERATORS.get(type(node.op), ""), (node.operand,), node=node)
+        if isinstance(node, ast.AugAssign):
+            return Expr(OPERATORS.get(type(node.op), ""), (node.target, node.value), node=node)
+        return Expr("", node=node)
+
+    def meaning(self, node: ast.expr | None) -> Expr:
+        """As `expr`, with a name replaced by what it was given."""
+        return self.expr(self.value(node)) if node is not None else Expr("")
+
+
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    """Everything that a statement binds, taken apart."""
+    if isinstance(node, ast.Assign):
+        found = list(node.targets)
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
+        found = [node.target]
+    elif isinstance(node, ast.With):
+        found = [item.optional_vars for item in node.items if item.optional_vars is not None]
+    else:
+        return []
+    out: list[ast.expr] = []
+    while found:
+        target = found.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            found += target.elts
+        else:
+            out.append(target.value if isinstance(target, ast.Starred) else target)
+    return out
+
+
+def _parameters(function: Function) -> set[str]:
+    given = function.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {a.arg for a in named if a is not None}
+
+
+def number(node: ast.AST | None) -> float | None:
+    """The number that a literal stands for, `-1` and `1e-3` included."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = number(node.operand)
+        return None if inner is None else -inner
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return float(node.value)
+    return None
