@@ -363,6 +363,10 @@ class Gate:
         self.steps.manual += 1
         self.listener.step_ended(by_hand=True)
 
+    def remember(self, more: int) -> None:
+        """Keeps so many more of the last steps than usual."""
+        self._steps = deque(self._steps, maxlen=_HISTORY + more)
+
     def past(self) -> History:
         """The last steps, the failing one included as far as it is known."""
         steps = [StepRecord(*numbers) for numbers in self._steps]

@@ -1,0 +1,1 @@
+"""What may be changed in a program so that the value is not born."""
