@@ -15,6 +15,10 @@ from firstnan.report.chars import Charset
 from firstnan.report.words import remedy_result, short_path
 
 
+_NONE_PROVEN = "no change is proven; --number K takes one all the same\n"
+_NONE = "the report has no change of the program\n"
+
+
 class FixError(Exception):
     """The change cannot be shown or made; the text is one line."""
 
@@ -39,7 +43,7 @@ def show(report: Report, number: int | None, stream: TextIO) -> None:
         mark = ">" if remedy is chosen else " "
         stream.write(f"{mark}{i:2d}  {chars.prose(remedy.title)} ({chars.prose(remedy_result(remedy, report))})\n")
     if chosen is None:
-        stream.write("no change is proven; --number K takes one all the same\n" if report.remedies else "no change\n")
+        stream.write(_NONE_PROVEN if report.remedies else _NONE)
     else:
         diff = portable(chosen.diff, os.getcwd())
         # Raw where another program reads it: a line may hold characters that a terminal would obey.

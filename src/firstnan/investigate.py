@@ -53,7 +53,7 @@ class Investigation:
         self.watch: Watch | None = None
         self._trial: TrialWatch | None = None
         self.report = Report("clean")
-        self.error = ""
+        self.error: BaseException | None = None
 
     # What the runner calls.
 
@@ -64,7 +64,7 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
-        self.error = in_words(error)
+        self.error = error
         if self.watch is not None:
             self.watch.program_failed(error)
 
@@ -82,7 +82,7 @@ class Investigation:
                 self._run_again(watch)
         if self.order is not None:
             if self.order.what == "trial":
-                self._tell(self._trial.outcome(self.error) if self._trial else trial.Outcome(error=self.error))
+                self._tell(self._trial.outcome(self.error) if self._trial else trial.ended_by(self.error))
             else:
                 write(self.report, self.order.report)
             return 0
@@ -139,7 +139,7 @@ class Investigation:
             self.report = replace(
                 second,
                 reproduced="deterministic" if same else "transient",
-                replay="the program was run again, traced in the failing step",
+                replay=f"{trial.RUN_AGAIN}, traced in the failing step",
                 batch=second.batch or first.batch,
             )
         elif output:
@@ -170,7 +170,7 @@ class Investigation:
         count = min(sum(1 for remedy in report.remedies if remedy.diff), trial.MOST)
         if not count:
             return
-        why = reason_not_to_try(options.verify, self.seconds)
+        why = reason_not_to_try(report, options.verify, self.seconds)
         if why:
             self.report = report.with_(remedies=tuple(replace(r, note=why) for r in report.remedies))
             return
@@ -223,8 +223,10 @@ def say(text: str) -> None:
     print(f"firstnan: {text}", file=sys.stderr, flush=True)
 
 
-def reason_not_to_try(verify: int | None, seconds: float) -> str:
+def reason_not_to_try(report: Report, verify: int | None, seconds: float) -> str:
     """Why the program is not started again with changes in it; empty where nothing speaks against it."""
+    if report.reproduced == "transient":
+        return "it did not happen again, so that a trial proves nothing"
     if verify == 0:
         return "--verify 0"
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
@@ -232,13 +234,6 @@ def reason_not_to_try(verify: int | None, seconds: float) -> str:
     if verify is None and seconds > trial.PATIENCE:
         return f"the program ran {seconds / 60:.0f} minutes; with --verify {trial.STEPS} it is tried all the same"
     return ""
-
-
-def in_words(error: BaseException) -> str:
-    """What ended the program, on one line; empty where it ended as it wanted."""
-    if isinstance(error, SystemExit):
-        return "" if error.code in (0, None) else f"exit code {error.code}"
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def program_directories(program: Program) -> tuple[str, ...]:

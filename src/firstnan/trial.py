@@ -20,7 +20,11 @@ MOST = 8
 PATIENCE = 300.0
 """Seconds of running time up to which a program is started again without being asked for."""
 _LEFT_UNTRIED = 2
+RUN_AGAIN = "the program was run again"
+"""How the replay of a report begins that a second run has confirmed."""
 _HELPED = "an earlier one already helps"
+_SKIPPED = "skipped by Ctrl-C"
+_CHANCE = "the unchanged program does not fail in every run, so that a trial proves nothing"
 _ROUNDING = {"float16": 5e-2, "bfloat16": 5e-2}
 _ROUNDING_ELSE = 1e-3
 
@@ -36,6 +40,8 @@ class Outcome:
     bad_step: int | None = None
     error: str = ""
     """How the program failed, where it did so for another reason."""
+    exit: str = ""
+    """With what it ended by its own will, where that is not a 0."""
     trained: bool = False
     exploded: str = ""
     losses: tuple[tuple[int, float], ...] = ()
@@ -69,30 +75,42 @@ class Trials:
     def __init__(self, start: Start, program: Program, steps: int, limits: Limits) -> None:
         self.start, self.program, self.steps, self.limits = start, program, steps, limits
         self.until = time.monotonic() + limits.all
+        self._fails_again: bool | None = None
+        """Whether the unchanged program is known to fail again in the same step."""
 
     def run(self, report: Report, save: Callable[[Report], None]) -> Report:
         """The report with its remedies tried; `save` gets it after each of them."""
-        waiting, done, tries, why = list(report.remedies), [], 0, ""
+        self._fails_again = True if report.replay.startswith(RUN_AGAIN) else None
+        waiting, done, why = list(report.remedies), list[Remedy](), ""
         while waiting:
             remedy = waiting.pop(0)
-            if not why and remedy.diff and tries == MOST:
-                why = f"{MOST} others were tried before it"
             if why or not remedy.diff:
-                done.append(remedy if not remedy.diff else replace(remedy, note=why))
+                done.append(replace(remedy, note=why) if remedy.diff else remedy)
                 continue
-            tries += 1
             try:
                 remedy = self._try(remedy, report)
             except KeyboardInterrupt:
-                remedy, why = replace(remedy, note="skipped by Ctrl-C"), "skipped by Ctrl-C"
+                remedy = replace(remedy, note=_SKIPPED)
             done.append(remedy)
-            if remedy.proven and keeps_numbers(remedy, report):
-                why = _HELPED
-            elif time.monotonic() > self.until:
-                why = f"{self.limits.all:.0f} s were up"
+            why = self._reason_to_stop(done, report)
             save(report.with_(remedies=ranked([*done, *waiting], report)))
-        untried = [r for r in done if r.note == _HELPED][_LEFT_UNTRIED:]
-        return report.with_(remedies=ranked([r for r in done if r not in untried], report))
+        if self._fails_again is False:
+            done = [replace(untried(remedy), note=_CHANCE) for remedy in done]
+        surplus = [remedy for remedy in done if remedy.note == _HELPED][_LEFT_UNTRIED:]
+        return report.with_(remedies=ranked([remedy for remedy in done if remedy not in surplus], report))
+
+    def _reason_to_stop(self, done: list[Remedy], report: Report) -> str:
+        """Why the rest is not tried; empty where it is."""
+        last = done[-1]
+        if self._fails_again is False:
+            return _CHANCE
+        if last.note == _SKIPPED:
+            return _SKIPPED
+        if last.proven and keeps_numbers(last, report):
+            return _HELPED
+        if time.monotonic() > self.until:
+            return f"{self.limits.all:.0f} s were up"
+        return f"{MOST} others were tried before it" if sum(1 for one in done if one.diff) >= MOST else ""
 
     def _try(self, remedy: Remedy, report: Report) -> Remedy:
         try:
@@ -102,14 +120,41 @@ class Trials:
         except (PatchError, SyntaxError, ValueError) as error:
             return replace(remedy, note=f"the change does not fit: {error}")
         contents = {os.path.realpath(source.path): content for source, content in changes}
-        bad = last_bad_step(report)
-        seconds = min(self.limits.one, max(self.until - time.monotonic(), 1.0))
         try:
-            data, in_time = self.start.try_out(self.program, contents, step=bad, last=bad + self.steps, seconds=seconds)
+            outcome, stopped = self._outcome(contents, report, self.steps)
+            result = judged(remedy, outcome, report, stopped)
+            if result.failing_step_finite and outcome is not None and not self._is_repeatable(outcome, report):
+                self._fails_again = False
         except OSError as error:
             return replace(remedy, note=f"the program cannot be run again: {error}")
-        outcome = Outcome.of(data) if data is not None else None
-        return judged(remedy, outcome, report, "" if in_time else f"stopped after {seconds:.0f} s")
+        return result
+
+    def _outcome(self, contents: dict[str, bytes], report: Report, steps: int) -> tuple[Outcome | None, str]:
+        """What came of one run, and why it was stopped, if it was."""
+        bad = last_bad_step(report)
+        seconds = min(self.limits.one, max(self.until - time.monotonic(), 1.0))
+        data, in_time = self.start.try_out(self.program, contents, step=bad, last=bad + steps, seconds=seconds)
+        return Outcome.of(data) if data is not None else None, "" if in_time else f"stopped after {seconds:.0f} s"
+
+    def _is_repeatable(self, outcome: Outcome, report: Report) -> bool:
+        """Whether it is the change that helped: a program that rolls new dice in every run may just be lucky.
+
+        Healthy losses that come again show it; where there are none the unchanged program has to fail once more.
+        """
+        if self._fails_again is None:
+            first = _pairs(outcome, report)[:1]
+            if first and _change(first) <= _ROUNDING_ELSE:
+                self._fails_again = True
+            else:
+                unchanged, stopped = self._outcome({}, report, 0)
+                # Not finished means not known: then the trial is all there is.
+                self._fails_again = bool(stopped) or unchanged is None or bool(unchanged.noticed)
+        return self._fails_again
+
+
+def untried(remedy: Remedy) -> Remedy:
+    """The remedy as if nobody had run it."""
+    return replace(remedy, tried=False, failing_step_finite=None, steps_finite_after=None, loss_change=None, note="")
 
 
 # --- what came of it ----------------------------------------------------------------------------------------------
@@ -140,28 +185,38 @@ def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, in
         return False, None, f"{where} in step {when} already" if when < (report.step or 0) else ""
     if outcome.error:
         return reached, None, f"the program stopped in step {passed}: {outcome.error}"
-    if outcome.exploded:
-        return reached, None, f"finite, but {outcome.exploded}"
+    if outcome.exploded and reached:
+        return True, None, outcome.exploded[:1].lower() + outcome.exploded[1:].rstrip(".")
     if reached:
-        return True, passed - 1 - bad, ""
+        return True, passed - 1 - bad, f"then the program ended with {outcome.exit}" if outcome.exit else ""
     outside = report.noticed is not None and report.noticed.what in ("output", "value", "exception")
-    if outside and not outcome.trained:
+    if outside and not outcome.trained and not outcome.exit:
         return True, 0, ""
     if remedy.kind == "data" and passed:
         return True, 0, f"with less data the program ends after {passed} steps, all of them finite"
-    return False, None, f"the program ended after {passed} steps, before the failing one"
+    how = f" with {outcome.exit}" if outcome.exit else ""
+    return False, None, f"the program ended{how} after {passed} steps, before the failing one"
 
 
 def loss_change(outcome: Outcome, report: Report) -> float | None:
     """The largest relative change of the loss before the failing step; None where there is nothing to compare."""
+    pairs = _pairs(outcome, report)
+    return _change(pairs) if pairs else None
+
+
+def _pairs(outcome: Outcome, report: Report) -> list[tuple[float, float]]:
+    """The healthy losses of the program as it is and of the changed one, oldest first."""
     first = report.step or 0
     before = _by_step([(r.step, r.loss) for r in report.history.steps if r.step < first and r.loss is not None])
     now = _by_step([(step, loss) for step, loss in outcome.losses if step < first])
     pairs = [(a, b) for step in before for a, b in zip(before[step], now.get(step, []), strict=False)]
-    pairs = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+    return [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+
+
+def _change(pairs: list[tuple[float, float]]) -> float:
     # A loss that crosses 0 changes by any factor there.
-    least = 1e-6 * max((abs(a) for a, _ in pairs), default=0.0)
-    return max((abs(a - b) / (max(abs(a), abs(b), least) or 1.0) for a, b in pairs), default=None)
+    least = 1e-6 * max(abs(a) for a, _ in pairs)
+    return max(abs(a - b) / (max(abs(a), abs(b), least) or 1.0) for a, b in pairs)
 
 
 def _by_step(losses: list[tuple[int, float]]) -> dict[int, list[float]]:
@@ -194,3 +249,12 @@ def described(noticed: Noticed | None) -> str:
     """What was not finite, in two words."""
     what = noticed.what if noticed else "value"
     return {"loss": "the loss", "value": "a value that the program reads"}.get(what, f"a {what}")
+
+
+def ended_by(error: BaseException | None) -> Outcome:
+    """The outcome of a program of which only this is known: what ended it, None where it came to its end."""
+    if isinstance(error, SystemExit):
+        return Outcome(exit=f"exit code {error.code}") if error.code not in (0, None) else Outcome()
+    if error is None:
+        return Outcome()
+    return Outcome(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])

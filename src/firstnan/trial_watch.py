@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from firstnan.program_hooks import end_program
 from firstnan.site import Ownership
-from firstnan.trial import Outcome, described
+from firstnan.trial import Outcome, described, ended_by
 from firstnan.watch import Mode, Watch
 
 
@@ -38,16 +39,16 @@ class TrialWatch(Watch):
             self.mode, self._stopped = Mode.DONE, True
             end_program()
 
-    def outcome(self, error: str = "") -> Outcome:
-        """What has been seen so far; `error` is what ended the program, if that was not its own will."""
+    def outcome(self, error: BaseException | None = None) -> Outcome:
+        """What has been seen so far; `error` is what ended the program, if there was something."""
         found = self.report.verdict == "nonfinite"
         noticed = self.report.noticed if found else self.bad_output if self.unresolved else None
         alarm = self.gate.explosion
-        return Outcome(
+        return replace(
+            ended_by(None if found or self._stopped else error),
             passed=self.gate.steps.current,
             noticed=described(noticed) if noticed or found else "",
             bad_step=self.report.step if found else None,
-            error="" if found or self._stopped else error,
             trained=self.gate.trained,
             exploded=alarm.text if alarm is not None else "",
             losses=tuple((r.step, r.loss) for r in self.gate.past().steps if r.loss is not None),
