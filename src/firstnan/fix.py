@@ -14,7 +14,6 @@ from firstnan.remedies.patch import PatchError, Source, new_contents, with_paths
 from firstnan.report.chars import Charset
 from firstnan.report.words import remedy_result, short_path
 
-
 _NONE_PROVEN = "no change is proven; --number K takes one all the same\n"
 _NONE = "the report has no change of the program\n"
 
