@@ -1,14 +1,16 @@
-"""Runs the program once more in a child process that traces the failing step only."""
+"""Runs the program once more in a child process: traced in the failing step only, or with a change to be tried."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,10 @@ class Order:
     report: str
     python_random: list[Any]
     numpy_random: list[Any] | None = None
+    contents: dict[str, str] = field(default_factory=dict)
+    """Real path of a source file -> what is to run in its place, each byte as one character."""
+    last: int | None = None
+    """The step up to which a trial goes."""
 
     @staticmethod
     def given() -> Order | None:
@@ -69,29 +75,60 @@ class Start:
         from firstnan.report import ReportError, load
 
         with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
-            report, order = Path(folder, "report.json"), Path(folder, "order.json")
-            wish = Order(step, what, str(report), [*self.random], self.numpy)
-            order.write_text(json.dumps(asdict(wish)))
-            words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "firstnan", "run"]  # type: ignore[attr-defined]
-            words += ["-m"] if program.module else []
-            environment = {**self.environment, VARIABLE: str(order)}
-            source = str(Path(__file__).resolve().parents[1])
-            environment["PYTHONPATH"] = os.pathsep.join(p for p in (environment.get("PYTHONPATH"), source) if p)
-            child = subprocess.Popen(
-                [*words, "--", program.target, *program.args],
-                cwd=self.directory,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=None if os.environ.get("FIRSTNAN_DEBUG") else subprocess.DEVNULL,
-            )
+            report = Path(folder, "report.json")
             try:
-                child.wait()
-            except KeyboardInterrupt:
-                child.terminate()
-                child.wait()
-                return None
-            try:
+                self._run(program, Order(step, what, str(report), [*self.random], self.numpy), folder)
                 return load(report)
-            except ReportError:
+            except (KeyboardInterrupt, ReportError):
                 return None
+
+    def try_out(
+        self, program: Program, contents: dict[str, bytes], *, step: int, last: int, seconds: float
+    ) -> tuple[Any, bool]:
+        """What the child has to say of the program with other contents of its files, and whether time was enough."""
+        with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
+            result = Path(folder, "outcome.json")
+            # Every byte is a character of Latin-1, so any file fits into JSON.
+            texts = {path: content.decode("latin-1") for path, content in contents.items()}
+            order = Order(step, "trial", str(result), [*self.random], self.numpy, texts, last)
+            in_time = self._run(program, order, folder, seconds)
+            try:
+                return json.loads(result.read_text()), in_time
+            except (OSError, ValueError):
+                return None, in_time
+
+    def _run(self, program: Program, order: Order, folder: str, seconds: float | None = None) -> bool:
+        """Runs the child to its end; where seconds are given it is stopped after them, and its own children too."""
+        path = Path(folder, "order.json")
+        path.write_text(json.dumps(asdict(order)))
+        words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "firstnan", "run"]  # type: ignore[attr-defined]
+        words += ["-m"] if program.module else []
+        environment = {**self.environment, VARIABLE: str(path)}
+        source = str(Path(__file__).resolve().parents[1])
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in (environment.get("PYTHONPATH"), source) if p)
+        child = subprocess.Popen(
+            [*words, "--", program.target, *program.args],
+            cwd=self.directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None if os.environ.get("FIRSTNAN_DEBUG") else subprocess.DEVNULL,
+            start_new_session=seconds is not None,
+        )
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            _end(child, group=seconds is not None)
+        return True
+
+
+def _end(child: subprocess.Popen[bytes], *, group: bool) -> None:
+    """Nothing is left running; a no-op where the child and those it started have ended already."""
+    if group and hasattr(os, "killpg"):
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+    elif child.returncode is None:
+        child.terminate()
+    child.wait()

@@ -15,7 +15,7 @@ from firstnan import __version__, runner
 
 # Nothing heavy up here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
-COMMANDS = ("run", "show", "demo")
+COMMANDS = ("run", "show", "fix", "demo")
 
 
 class UsageError(Exception):
@@ -43,6 +43,8 @@ def _command(words: list[str]) -> int:
         return _run(rest)
     if name == "show":
         return _show(_show_parser().parse_args(rest))
+    if name == "fix":
+        return _fix(_fix_parser().parse_args(rest))
     if name == "demo":
         return _demo(_demo_parser().parse_args(rest))
     if name.startswith("-"):
@@ -68,7 +70,16 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
     json, output = _writable(parsed.json), _writable(_known_format(parsed.output))
     from firstnan.investigate import Investigation, Options
 
-    options = Options(json=json, output=output, trace=parsed.trace, replay=parsed.replay, program=program)
+    fix = _writable(str((json or output or Path("firstnan")).with_suffix(".patch"))) if parsed.fix else None
+    options = Options(
+        json=json,
+        output=output,
+        trace=parsed.trace,
+        replay=parsed.replay,
+        program=program,
+        verify=parsed.verify,
+        fix=fix,
+    )
     return runner.run(program, Investigation(options))
 
 
@@ -88,6 +99,24 @@ def _show(parsed: argparse.Namespace) -> int:
         return 0
     with _pager_may_leave():
         print_text(report, sys.stdout)
+    return 0
+
+
+def _fix(parsed: argparse.Namespace) -> int:
+    from firstnan.fix import FixError, apply, choose, show
+    from firstnan.report import ReportError, load
+
+    try:
+        report = load(parsed.report)
+        with _pager_may_leave():
+            show(report, parsed.number, sys.stdout)
+        remedy = choose(report, parsed.number)
+        if remedy is None:
+            return 1
+        if parsed.apply:
+            apply(remedy, sys.stdout)
+    except (ReportError, FixError) as error:
+        raise UsageError(str(error)) from None
     return 0
 
 
@@ -135,11 +164,12 @@ class _Parser(argparse.ArgumentParser):
 def _main_parser() -> _Parser:
     parser = _Parser(
         prog="firstnan",
-        usage="firstnan [-h] [--version] {run,show,demo} ...",
+        usage="firstnan [-h] [--version] {run,show,fix,demo} ...",
         description="Finds the first NaN or Inf of a PyTorch training run and says why it was born.",
         epilog="commands:\n"
         "  run    run a training program, unchanged, and report the first NaN or Inf\n"
         "  show   print a saved report\n"
+        "  fix    show the change that a report has proven, or make it\n"
         "  demo   list small programs that fail, or run one\n"
         "\nfirstnan COMMAND --help says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -165,13 +195,40 @@ def _run_parser() -> _Parser:
     parser.add_argument(
         "--replay", choices=("auto", "never"), default="auto", help="run a failing step once more to see its operators"
     )
+    parser.add_argument(
+        "--verify",
+        type=_steps,
+        metavar="N",
+        help="try changes of the program in copies of it, up to N steps behind the failing one (default 20; 0: do not)",
+    )
+    parser.add_argument("--fix", action="store_true", help="write the best proven change as a .patch beside the report")
     return parser
+
+
+def _steps(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a number of steps, not {text!r}")
+    return number
 
 
 def _show_parser() -> _Parser:
     parser = _Parser(prog="firstnan show", description="Prints a saved report, or converts it.", allow_abbrev=False)
     parser.add_argument("report", type=Path, metavar="report.json", help="a file that firstnan run --json wrote")
     parser.add_argument("-o", "--output", metavar="FILE", help="write it, in the format of the extension")
+    return parser
+
+
+def _fix_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan fix",
+        description="Shows the change of the program that a report has proven, and what else was tried.",
+        epilog="Exit code: 0 shown or applied, 1 nothing was proven, 2 the report or the files do not allow it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("report", type=Path, metavar="report.json", help="a file that firstnan run --json wrote")
+    parser.add_argument("--apply", action="store_true", help="change the files; each is kept as FILE.orig")
+    parser.add_argument("--number", type=_steps, metavar="K", help="the K-th change of the report, proven or not")
     return parser
 
 
@@ -192,7 +249,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words[:at], words[at + 1 :]
-        at += 2 if words[at] in ("--json", "-o", "--output", "--replay") else 1
+        at += 2 if words[at] in ("--json", "-o", "--output", "--replay", "--verify") else 1
     return words[:at], words[at:]
 
 

@@ -313,6 +313,10 @@ class Gate:
         found = [alarm for guard in self._guards.values() if (alarm := guard.unrecovered) is not None]
         return min(found, key=lambda alarm: alarm.step, default=None)
 
+    def remember(self, more: int) -> None:
+        """Keeps so many more of the last steps than usual."""
+        self._steps = deque(self._steps, maxlen=_HISTORY + more)
+
     def watch_models(self, models: Models) -> None:
         """From now on; a buffer that holds a NaN already was given it on purpose."""
         self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in models.slots]

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from firstnan import fix, overlay, trial
 from firstnan.child import Order, Start
 from firstnan.importing import when_imported
 from firstnan.records import Report
-from firstnan.report import ReportError, print_text, write
+from firstnan.report import ReportError, print_text, write, write_whole
 from firstnan.runner import Program
 from firstnan.site import Ownership
 
 if TYPE_CHECKING:
+    from firstnan.trial_watch import TrialWatch
     from firstnan.watch import Watch
 
 FOUND = 3
-_PATIENCE = 300.0
-"""Seconds of running time up to which the program is started again only to find where bad data was made."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Options:
     trace: bool
     replay: Literal["auto", "never"]
     program: Program
+    verify: int | None = None
+    """How many steps a remedy has to stand, 0 to try none; None where nobody said."""
+    fix: Path | None = None
+    """Where the best proven change is written."""
 
 
 class Investigation:
@@ -40,9 +45,15 @@ class Investigation:
         self.options = options
         self.start = Start()
         self.order = Order.given()
+        if self.order is not None:
+            overlay.put_in_place({path: text.encode("latin-1") for path, text in self.order.contents.items()})
         self.began = time.monotonic()
+        self.seconds = 0.0
+        """How long the program itself ran."""
         self.watch: Watch | None = None
+        self._trial: TrialWatch | None = None
         self.report = Report("clean")
+        self.error: BaseException | None = None
 
     # What the runner calls.
 
@@ -53,10 +64,12 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
+        self.error = error
         if self.watch is not None:
             self.watch.program_failed(error)
 
     def end(self) -> int | None:
+        self.seconds = time.monotonic() - self.began
         watch = self.watch
         if watch is not None:
             try:
@@ -68,8 +81,12 @@ class Investigation:
             if watch.unresolved:
                 self._run_again(watch)
         if self.order is not None:
-            write(self.report, self.order.report)
+            if self.order.what == "trial":
+                self._tell(self._trial.outcome(self.error) if self._trial else trial.ended_by(self.error))
+            else:
+                write(self.report, self.order.report)
             return 0
+        self._try_remedies()
         self._deliver()
         return FOUND if self.report.verdict == "nonfinite" else None
 
@@ -79,10 +96,17 @@ class Investigation:
         from firstnan.watch import Watch
 
         self.start.torch_imported()
+        ownership = Ownership(program_directories(self.options.program))
         if self.order is not None:
             self.start.follow_numpy(self.order)
+        if self.order is not None and self.order.what == "trial":
+            from firstnan.trial_watch import TrialWatch
+
+            step, last = self.order.step or 0, self.order.last or 0
+            self.watch = self._trial = TrialWatch(ownership=ownership, step=step, last=last, tell=self._tell)
+            return
         self.watch = Watch(
-            ownership=Ownership(program_directories(self.options.program)),
+            ownership=ownership,
             trace_from=0 if self.options.trace else self.order.step if self.order else None,
             tracing=self.options.trace or self.order is not None,
             outputs_decide=self.order is not None and self.order.what == "output",
@@ -98,7 +122,7 @@ class Investigation:
                 self.report = Report("clean")
             return
         told = first.origin is not None
-        if told and time.monotonic() - self.began > _PATIENCE:
+        if told and self.seconds > trial.PATIENCE:
             return
         # An infinity that a program returns is mostly meant: nothing is said until that is known.
         if not output or (watch.bad_output is not None and watch.bad_output.name):
@@ -115,7 +139,7 @@ class Investigation:
             self.report = replace(
                 second,
                 reproduced="deterministic" if same else "transient",
-                replay="the program was run again, traced in the failing step",
+                replay=f"{trial.RUN_AGAIN}, traced in the failing step",
                 batch=second.batch or first.batch,
             )
         elif output:
@@ -140,6 +164,27 @@ class Investigation:
             return report
         return self.start.run_again(self.options.program, step=report.step, what=what) or report
 
+    def _try_remedies(self) -> None:
+        """Runs the program with each change in place, until one is known to help."""
+        options, report = self.options, self.report
+        count = min(sum(1 for remedy in report.remedies if remedy.diff), trial.MOST)
+        if not count:
+            return
+        why = reason_not_to_try(report, options.verify, self.seconds)
+        if why:
+            self.report = report.with_(remedies=tuple(replace(r, note=why) for r in report.remedies))
+            return
+        self._save(report)
+        changes = "1 change in a copy" if count == 1 else f"{count} changes in copies"
+        say(f"trying {changes} of the program (its output is hidden; Ctrl-C skips this)")
+        steps = trial.STEPS if options.verify is None else options.verify
+        trials = trial.Trials(self.start, options.program, steps, trial.Limits.after(self.seconds))
+        self.report = trials.run(report, self._save)
+
+    def _tell(self, outcome: trial.Outcome) -> None:
+        assert self.order is not None
+        write_whole(self.order.report, json.dumps(asdict(outcome)))
+
     def _save(self, report: Report) -> None:
         """A finding is on disk the moment it is made."""
         if self.order is not None:
@@ -156,12 +201,39 @@ class Investigation:
         if self.report.verdict == "nonfinite":
             saved = self.options.json or self.options.output
             print_text(self.report, sys.stderr, saved=str(saved) if saved else "")
+            if self.options.fix is not None:
+                self._write_fix(self.options.fix)
         elif self.report.events:
             say(f"warning: no NaN or Inf was found; {self.report.notes[0]}")
+
+    def _write_fix(self, path: Path) -> None:
+        remedy = fix.choose(self.report)
+        if remedy is None:
+            say("no change is proven, so there is no patch")
+            return
+        try:
+            write_whole(path, fix.portable(remedy.diff, self.start.directory or ""))
+        except OSError as error:
+            say(f"can't write {path}: {error.strerror}")
+        else:
+            say(f"wrote {path}; patch -p1 < {path.name} applies it")
 
 
 def say(text: str) -> None:
     print(f"firstnan: {text}", file=sys.stderr, flush=True)
+
+
+def reason_not_to_try(report: Report, verify: int | None, seconds: float) -> str:
+    """Why the program is not started again with changes in it; empty where nothing speaks against it."""
+    if report.reproduced == "transient":
+        return "it did not happen again, so that a trial proves nothing"
+    if verify == 0:
+        return "--verify 0"
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        return "one of several processes cannot be run alone"
+    if verify is None and seconds > trial.PATIENCE:
+        return f"the program ran {seconds / 60:.0f} minutes; with --verify {trial.STEPS} it is tried all the same"
+    return ""
 
 
 def program_directories(program: Program) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ Python/pylifecycle.c of CPython 3.11 to 3.13); the functions below follow them a
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import signal
 import sys
@@ -110,7 +111,7 @@ def _prepare(program: Program) -> _Launch:
         _become(program.target, program.args, launch.main, path, always=True)
         return launch
     try:
-        with open(program.target, "rb") as file:
+        with io.open_code(path) as file:  # as `import` opens it, so that both see the same text
             source = file.read()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = f"[Errno {error.errno}] {error.strerror}" if isinstance(error, OSError) else str(error)

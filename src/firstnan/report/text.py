@@ -14,12 +14,13 @@ from rich.text import Text
 from firstnan.records import Cause, Origin, Remedy, Report
 from firstnan.report import words
 from firstnan.report.chars import Charset
+from firstnan.report.diff import shown
 from firstnan.report.excerpt import Row, excerpt
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
 TAB = 4
-MOST = {"inputs": 5, "evidence": 4, "remedies": 3, "diff": 8, "causes": 3, "notes": 4, "layers": 6}
+MOST = {"inputs": 5, "evidence": 4, "remedies": 3, "diff": 12, "causes": 3, "notes": 4, "layers": 6}
 
 Cells = list[tuple[str, bool]]
 """What a source line shows, one screen column or wide character an entry, and whether it is marked."""
@@ -262,23 +263,33 @@ class _Page:
             yield "raised", self._text(origin.event.raised)
 
     def _ways_out(self) -> Iterable[tuple[str, RenderableType]]:
-        for i, remedy in enumerate(self.report.remedies[: MOST["remedies"]]):
-            label = "fix" if len(self.report.remedies) == 1 else f"fix {i + 1}"
-            good = remedy.tried and remedy.failing_step_finite is not False
-            result = Text(words.remedy_result(remedy), style="green" if good else "yellow")
-            yield label, Text.assemble((self.chars.prose(remedy.title), "bold"), "  (", result, ")")
+        """What can be changed: in full what is known to help, otherwise what might."""
+        remedies = self.report.remedies
+        helps = bool(remedies) and remedies[0].proven
+        for i, remedy in enumerate(remedies[: MOST["remedies"]]):
+            label = "fix" if len(remedies) == 1 else f"fix {i + 1}"
+            result = words.remedy_result(remedy, self.report)
+            tone = "green" if remedy.proven else "yellow"
+            in_full = remedy.diff and (i == 0 if helps else not remedy.tried)
+            title = (self.chars.prose(remedy.title), "bold")
+            if not in_full:
+                yield label, Text.assemble(title, "  (", (self.chars.prose(result), tone), ")")
+                continue
+            yield label, Text.assemble(title, f": {self.chars.prose(remedy.why)}" if remedy.why else "")
+            yield label, self._text(result, tone)
             for line in self._diff(remedy):
                 yield label, line
+        if len(remedies) > MOST["remedies"]:
+            yield "", Text(f"and {len(remedies) - MOST['remedies']} more in the JSON", style="dim")
         if self.report.other_causes:
             causes = self.report.other_causes[: MOST["causes"]]
             yield "or maybe", self._text("; ".join(f"{c.title} [{c.slug}]" for c in causes), "dim")
 
     def _diff(self, remedy: Remedy) -> Iterable[Text]:
-        lines = remedy.diff.strip("\n").split("\n") if remedy.diff.strip() else []
-        lines = [line for line in lines if not line.startswith(("--- ", "+++ ", "@@"))] or lines
+        lines = shown(remedy.diff)
         for line in lines[: MOST["diff"]]:
-            style = "green" if line.startswith("+") else "red" if line.startswith("-") else "dim"
-            yield Text(self.chars.cut(self.chars.show(line[:500].expandtabs(TAB)), 200), style=style)
+            style = {"+": "green", "-": "red", " ": ""}.get(line[:1], "dim")
+            yield Text(self.chars.cut(self.chars.show(line.expandtabs(TAB)), 400), style=style)
         if len(lines) > MOST["diff"]:
             yield Text(f"and {words.count(len(lines) - MOST['diff'], 'line')} more", style="dim")
 

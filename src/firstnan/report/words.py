@@ -253,17 +253,30 @@ def _whole_path(report: Report) -> list[PathStep]:
     return [PathStep(origin.op, line, file, phase=origin.phase), *report.path]
 
 
-def remedy_result(remedy: Remedy) -> str:
+def remedy_result(remedy: Remedy, report: Report) -> str:
     """What trying the remedy showed."""
+    step = "the failing step" if report.step is None else f"step {report.step}"
     if not remedy.tried:
-        return "not tried"
+        how = "; firstnan run script.py tries it" if remedy.diff else ""
+        return f"not tried: {remedy.note}" if remedy.note else f"not tried{how}"
     if remedy.failing_step_finite is None:
         return "tried"
     if not remedy.failing_step_finite:
-        return "tried: the failing step is still not finite"
-    if not remedy.steps_finite_after:
-        return "tried: the failing step is finite"
-    return f"tried: the failing step is finite, and {count(remedy.steps_finite_after, 'step')} after it"
+        return f"tried: {step} is still not finite" + (f" ({remedy.note})" if remedy.note else "")
+    if remedy.steps_finite_after is None:
+        return f"tried: {step} is finite" + (f", but {remedy.note}" if remedy.note else "")
+    after = remedy.steps_finite_after
+    steps = {0: "", 1: ", and so is the step after it"}.get(after, f", and so are the {after} steps after it")
+    return "; ".join(part for part in (f"tried: {step} is finite{steps}", remedy.note, _loss_change(remedy)) if part)
+
+
+def _loss_change(remedy: Remedy) -> str:
+    change = remedy.loss_change
+    if change is None:
+        return ""
+    if change <= 1e-3:
+        return "healthy losses unchanged" + (f" (largest relative change {change:.0e})" if change else "")
+    return f"healthy losses change by up to {100 * change:.2g} %"
 
 
 def replay_line(report: Report) -> str:

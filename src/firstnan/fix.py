@@ -1,0 +1,110 @@
+"""Shows the change that a report has proven, writes it as a patch, or makes it in the user's files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import TextIO
+
+from firstnan.records import Remedy, Report
+from firstnan.remedies.patch import PatchError, Source, new_contents, with_paths
+from firstnan.report.chars import Charset
+from firstnan.report.words import remedy_result, short_path
+
+_NONE_PROVEN = "no change is proven; --number K takes one all the same\n"
+_NONE = "the report has no change of the program\n"
+
+
+class FixError(Exception):
+    """The change cannot be shown or made; the text is one line."""
+
+
+def choose(report: Report, number: int | None = None) -> Remedy | None:
+    """The best proven change, or the one of this number (counted from 1) whatever is known of it."""
+    if number is None:
+        return next((remedy for remedy in report.remedies if remedy.proven and remedy.diff), None)
+    if not 1 <= number <= len(report.remedies):
+        raise FixError(f"the report has no change {number}: it has {len(report.remedies)}")
+    remedy = report.remedies[number - 1]
+    if not remedy.diff:
+        raise FixError(f"change {number} is advice without a diff: {remedy.title}")
+    return remedy
+
+
+def show(report: Report, number: int | None, stream: TextIO) -> None:
+    """Prints what was tried, then the diff; `patch -p1` takes the whole of it."""
+    chosen = choose(report, number)
+    chars = Charset(getattr(stream, "encoding", None) or "utf-8")
+    for i, remedy in enumerate(report.remedies, 1):
+        mark = ">" if remedy is chosen else " "
+        stream.write(f"{mark}{i:2d}  {chars.prose(remedy.title)} ({chars.prose(remedy_result(remedy, report))})\n")
+    if chosen is None:
+        stream.write(_NONE_PROVEN if report.remedies else _NONE)
+    else:
+        diff = portable(chosen.diff, os.getcwd())
+        # Raw where another program reads it: a line may hold characters that a terminal would obey.
+        stream.write("\n" + ("\n".join(map(chars.show, diff.split("\n"))) if stream.isatty() else diff))
+    stream.flush()
+
+
+def portable(diff: str, folder: str) -> str:
+    """The diff with paths below the folder written from there, as `patch -p1` and `git apply` want them."""
+
+    def below(path: str) -> str:
+        relative = os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
+        return path if relative.startswith(os.pardir) else Path(relative).as_posix()
+
+    return with_paths(diff, below)
+
+
+def apply(remedy: Remedy, stream: TextIO) -> None:
+    """Makes the change in the files, all of them or none; each is kept as it was beside it."""
+    try:
+        changes = new_contents(remedy.diff)
+    except PatchError as error:
+        raise FixError(f"{error}; nothing was changed") from None
+    kept: list[tuple[Path, Path]] = []
+    try:
+        for source, content in changes:
+            target = Path(os.path.realpath(source.path))  # a link stays a link
+            backup = _backup(source, target)
+            kept.append((backup, target))
+            _replace(target, content)
+    except OSError as error:
+        for backup, target in kept:
+            with contextlib.suppress(OSError):
+                os.replace(backup, target)
+        raise FixError(f"can't write {error.filename}: {error.strerror}; nothing was changed") from None
+    for backup, target in kept:
+        stream.write(f"changed {short_path(str(target))}, kept {short_path(str(backup))}\n")
+
+
+def _backup(source: Source, target: Path) -> Path:
+    """A copy beside the file, under a name that was free."""
+    number = 0
+    while True:
+        backup = target.with_name(f"{target.name}.orig{f'.{number}' if number else ''}")
+        try:
+            with open(backup, "xb") as file:
+                file.write(source.content)
+        except FileExistsError:
+            number += 1
+            continue
+        shutil.copystat(target, backup)
+        return backup
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Puts the content in place of the file in one move, with its permissions."""
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(content)
+        shutil.copymode(target, part)
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

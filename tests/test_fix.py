@@ -1,0 +1,222 @@
+"""`firstnan fix`: shows the proven change, makes it only where the files still are what it was made for."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from firstnan import cli
+from firstnan.fix import FixError, apply, choose, portable, show
+from firstnan.records import Remedy, Report
+from firstnan.report import write
+
+OLD = "import torch\n\n\ndef f(x):\n    return torch.log(x)\n"
+NEW = OLD.replace("log(x)", "log(x.clamp_min(1e-8))")
+
+
+def diff_of(path: Path, old: str, new: str) -> str:
+    lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{path}", f"b/{path}")
+    return "".join(lines)
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program with a report that has one failed, one proven and one untried change of it."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(OLD)
+    remedies = (
+        Remedy("add an eps", diff_of(path, OLD, NEW), tried=True, failing_step_finite=True, steps_finite_after=20),
+        Remedy("take the absolute value", diff_of(path, OLD, OLD.replace("log(x)", "log(x.abs())"))),
+        Remedy("look at the data"),
+        Remedy("use log2", diff_of(path, OLD, OLD.replace("log", "log2")), tried=True, failing_step_finite=False),
+    )
+    write(Report("nonfinite", 5, remedies=remedies), tmp_path / "report.json")
+    return path
+
+
+def run(*words: str) -> int:
+    return cli.main(["fix", "report.json", *words])
+
+
+def test_the_proven_change_is_shown_and_nothing_is_changed(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert out.startswith("> 1  add an eps (tried: step 5 is finite, and so are the 20 steps after it)\n")
+    assert "  4  use log2 (tried: step 5 is still not finite)\n" in out
+    assert out.endswith("--- a/train.py\n+++ b/train.py\n" + diff_of(train, OLD, NEW).split("\n", 2)[2])
+    assert train.read_text() == OLD
+    assert sorted(os.listdir()) == ["report.json", "train.py"]
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch(1)")
+def test_what_is_shown_is_a_patch(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    done = subprocess.run(["patch", "-p1"], input=capsys.readouterr().out, text=True, capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stdout
+    assert train.read_text() == NEW
+
+
+def test_apply_changes_the_file_and_keeps_it(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.chmod(0o750)
+    assert run("--apply") == 0
+    assert capsys.readouterr().out.endswith("changed train.py, kept train.py.orig\n")
+    assert train.read_text() == NEW
+    assert train.stat().st_mode & 0o777 == 0o750
+    backup = train.with_name("train.py.orig")
+    assert backup.read_text() == OLD
+    assert sorted(os.listdir()) == ["report.json", "train.py", "train.py.orig"]
+
+
+def test_a_backup_is_never_overwritten(train: Path) -> None:
+    for name in ("train.py.orig", "train.py.orig.1"):
+        train.with_name(name).write_text("precious")
+    assert run("--apply") == 0
+    assert train.with_name("train.py.orig").read_text() == train.with_name("train.py.orig.1").read_text() == "precious"
+    assert train.with_name("train.py.orig.2").read_text() == OLD
+
+
+def test_a_file_that_changed_since_is_refused(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.write_text(OLD.replace("    return", "    x = x + 1\n    return"))
+    before = train.read_bytes()
+    assert run("--apply") == 2
+    err = capsys.readouterr().err
+    assert "train.py:5: the diff expects '    return torch.log(x)', there is '    x = x + 1'" in err
+    assert "nothing was changed" in err
+    assert err.count("\n") == 1
+    assert train.read_bytes() == before
+    assert sorted(os.listdir()) == ["report.json", "train.py"]
+    # What was applied once does not fit again.
+    train.write_text(OLD)
+    assert (run("--apply"), run("--apply")) == (0, 2)
+
+
+def test_an_unproven_change_has_to_be_named(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("nonfinite", 5, remedies=(Remedy("take abs", diff_of(train, OLD, NEW)),))
+    write(report, "report.json")
+    assert run("--apply") == 1
+    assert "no change is proven; --number K takes one all the same" in capsys.readouterr().out
+    assert train.read_text() == OLD
+    assert run("--apply", "--number", "1") == 0
+    assert train.read_text() == NEW
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--number", "5"), "the report has no change 5: it has 4"),
+        (("--number", "0"), "the report has no change 0"),
+        (("--number", "3"), "change 3 is advice without a diff: look at the data"),
+        (("--number", "-1"), "expected"),
+        (("--number", "two"), "expected"),
+    ],
+)
+def test_a_wrong_number_is_refused(
+    train: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    assert run("--apply", *words) == 2
+    assert says in capsys.readouterr().err
+    assert train.read_text() == OLD
+
+
+def test_a_report_that_is_none_is_refused(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("report.json").write_text("{}")
+    assert run() == 2
+    assert capsys.readouterr().err.startswith("firstnan: report.json: not a firstnan report")
+
+
+def test_a_report_without_changes(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(Report("nonfinite", 5), "report.json")
+    assert run() == 1
+    assert capsys.readouterr().out == "the report has no change of the program\n"
+
+
+def test_several_files_are_changed_together_or_not_at_all(train: Path) -> None:
+    other = train.with_name("other.py")
+    other.write_text("a\n")
+    both = Remedy("both", diff_of(train, OLD, NEW) + diff_of(other, "a\n", "b\n"))
+    other.write_text("c\n")
+    with pytest.raises(FixError, match=r"other\.py:1: the diff expects 'a', there is 'c'"):
+        apply(both, io.StringIO())
+    assert train.read_text() == OLD
+    other.write_text("a\n")
+    apply(both, io.StringIO())
+    assert (train.read_text(), other.read_text()) == (NEW, "b\n")
+
+
+def test_a_failure_while_writing_puts_the_first_file_back(train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = train.with_name("other.py")
+    other.write_text("a\n")
+    both = Remedy("both", diff_of(train, OLD, NEW) + diff_of(other, "a\n", "b\n"))
+    real, calls = os.replace, []
+
+    def full_disk(source: str, target: str) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device", str(target))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(FixError, match=r"No space left on device; nothing was changed"):
+        apply(both, io.StringIO())
+    assert (train.read_text(), other.read_text()) == (OLD, "a\n")
+    assert sorted(os.listdir()) == ["other.py", "report.json", "train.py"]
+
+
+def test_a_link_stays_a_link(train: Path) -> None:
+    real = train.with_name("real.py")
+    train.rename(real)
+    train.symlink_to("real.py")
+    assert run("--apply") == 0
+    assert train.is_symlink()
+    assert real.read_text() == NEW
+    assert real.with_name("real.py.orig").read_text() == OLD
+
+
+@pytest.mark.parametrize(
+    "name", ["pipe", "folder", "missing.py", "/dev/zero", "/proc/self/environ", "../../etc/shadow"]
+)
+def test_hostile_paths_are_refused(train: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    hostile = Remedy("x", diff_of(Path(name), OLD, NEW), True, True, 20)
+    write(Report("nonfinite", 5, remedies=(hostile,)), "report.json")
+    before = sorted(os.listdir())
+    assert run("--apply") == 2
+    assert "nothing was changed" in capsys.readouterr().err
+    assert sorted(os.listdir()) == before
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_not_obeyed(train: Path) -> None:
+    remedy = Remedy("a\x1b[2Jb", diff_of(train, OLD, NEW.replace("1e-8", "'\x1b[2J'")), True, True, 20)
+    stream = Terminal()
+    show(Report("nonfinite", 5, remedies=(remedy,)), None, stream)
+    assert "\x1b" not in stream.getvalue()
+    assert "\\x1b[2J" in stream.getvalue()
+
+
+def test_paths_are_written_from_the_folder_where_they_are_below_it(train: Path, tmp_path: Path) -> None:
+    diff = diff_of(train, OLD, NEW)
+    assert portable(diff, str(tmp_path)).startswith("--- a/train.py\n+++ b/train.py\n")
+    assert portable(diff, str(tmp_path.parent)).startswith(f"--- a/{tmp_path.name}/train.py\n")
+    (tmp_path / "sub").mkdir()
+    assert portable(diff, str(tmp_path / "sub")) == diff
+
+
+def test_the_best_is_the_first_proven_one(train: Path) -> None:
+    proven = Remedy("a", diff_of(train, OLD, NEW), True, True, 3)
+    report = Report("nonfinite", remedies=(Remedy("b", proven.diff), proven, replace(proven, title="c")))
+    assert choose(report) is proven
+    assert choose(Report("nonfinite")) is None

@@ -1,0 +1,541 @@
+"""Trying remedies: the changed program really runs, is judged by what it does, and the files stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstnan import trial
+from firstnan.child import Start
+from firstnan.investigate import reason_not_to_try
+from firstnan.records import History, Noticed, Origin, Remedy, Report, StepRecord, TensorStat
+from firstnan.report import load
+from firstnan.runner import Program
+from firstnan.trial import Limits, Outcome, Trials, judged, keeps_numbers, last_bad_step, loss_change, ranked
+from zygote import Zygote, firstnan  # noqa: F401  (a fixture)
+
+TRAIN = Program("train.py", ())
+AMPLE = Limits(60, 120)
+LOOP = """
+    import torch
+    from helper import score
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(40):
+        x = torch.rand(8, 4) + 0.5
+        if step == 5:
+            x[3] = 0
+        loss = (model(x) - score(x)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+HELPER = """
+    import torch
+
+
+    def score(x):
+        return torch.log(x.sum(1, keepdim=True))
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, firstnan: Zygote) -> Path:  # noqa: F811
+    """A folder to work in, where a program started again is a fork that has torch already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", firstnan.executable)
+    for name, value in firstnan.environment.items():
+        monkeypatch.setenv(name, value)
+    write(tmp_path / "train.py", LOOP)
+    write(tmp_path / "helper.py", HELPER)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text).lstrip("\n"))
+
+
+def change(path: Path, old: str, new: str, **more: Any) -> Remedy:
+    text = path.read_text()
+    assert old in text, "the change changes nothing"
+    lines = difflib.unified_diff(
+        text.splitlines(keepends=True),
+        text.replace(old, new).splitlines(keepends=True),
+        f"a/{path}",
+        f"b/{path}",
+    )
+    return Remedy(new, "".join(lines), **more)
+
+
+def failing(step: int, *remedies: Remedy, losses: tuple[float, ...] = (), **more: Any) -> Report:
+    """A report of a run that failed in this step, as a second run has confirmed it."""
+    steps = tuple(StepRecord(i, loss) for i, loss in enumerate([*losses, nan][: step + 1]))
+    return Report(
+        "nonfinite", step, remedies=remedies, noticed=Noticed("loss"), history=History(steps), replay=trial.RUN_AGAIN
+    ).with_(**more)
+
+
+def tried(report: Report, program: Program, *, steps: int = 20, limits: Limits = AMPLE) -> Report:
+    return Trials(Start(), program, steps, limits).run(report, lambda _: None)
+
+
+def outcome_of(remedy: Remedy, step: int = 5, program: Program = TRAIN, **more: Any) -> Remedy:
+    (result,) = tried(failing(step, remedy), program, **more).remedies
+    return result
+
+
+# --- real programs ------------------------------------------------------------------------------------------------
+
+
+def test_a_change_that_helps_is_proven_and_the_file_stays(place: Path) -> None:
+    helper = place / "helper.py"
+    before = helper.read_bytes(), helper.stat().st_mtime_ns
+    result = outcome_of(change(helper, "keepdim=True)", "keepdim=True).clamp_min(1e-6)"))
+    assert (result.tried, result.failing_step_finite, result.steps_finite_after) == (True, True, 20)
+    assert result.proven
+    assert (helper.read_bytes(), helper.stat().st_mtime_ns) == before
+    assert sorted(p.name for p in place.iterdir()) == ["helper.py", "train.py"]
+
+
+def test_a_change_that_does_not_help_fails(place: Path) -> None:
+    result = outcome_of(change(place / "helper.py", "x.sum(", "x.abs().sum("))
+    assert (result.tried, result.failing_step_finite, result.proven) == (True, False, False)
+
+
+def test_a_change_that_fails_earlier_or_later_says_so(place: Path) -> None:
+    earlier = outcome_of(change(place / "helper.py", "torch.log(x.sum", "torch.log(-x.sum"))
+    assert (earlier.failing_step_finite, earlier.note) == (False, "the loss is not finite in step 0 already")
+    later = outcome_of(change(place / "train.py", "step == 5", "step == 9"))
+    assert (later.failing_step_finite, later.steps_finite_after) == (True, None)
+    assert later.note == "the loss is not finite in step 9"
+    assert not later.proven
+
+
+def test_a_change_that_breaks_the_program_fails_with_its_error(place: Path) -> None:
+    broken = outcome_of(change(place / "helper.py", "x.sum(", "x.summ("))
+    assert (broken.tried, broken.failing_step_finite) == (True, False)
+    assert "AttributeError: 'Tensor' object has no attribute 'summ'" in broken.note
+    no_python = outcome_of(change(place / "helper.py", "keepdim=True))", "keepdim=True)"))
+    assert not no_python.tried
+    assert no_python.note.startswith("the change does not fit: '(' was never closed")
+
+
+def test_a_file_that_is_no_longer_the_same_is_not_tried(place: Path) -> None:
+    remedy = change(place / "helper.py", "x.sum(", "x.abs().sum(")
+    write(place / "helper.py", HELPER.replace("torch.log", "torch.log1p"))
+    result = outcome_of(remedy)
+    assert not result.tried
+    assert "helper.py:5: the diff expects" in result.note
+
+
+def test_a_program_that_ends_early_has_the_steps_it_has(place: Path) -> None:
+    write(place / "train.py", LOOP.replace("range(40)", "range(9)"))
+    good = change(place / "helper.py", "x.sum(1, keepdim=True)", "x.sum(1, keepdim=True) + 1e-6")
+    assert outcome_of(good).steps_finite_after == 3
+    never = outcome_of(good, step=30)
+    assert (never.failing_step_finite, never.proven) == (False, False)
+    assert never.note == "the program ended after 9 steps, before the failing one"
+    # With samples taken out there may be no such step any more.
+    assert outcome_of(replace(good, kind="data"), step=30).proven
+
+
+def test_the_last_update_counts(place: Path) -> None:
+    """A step whose loss and gradients are finite but whose update is not has not passed."""
+    write(place / "train.py", LOOP.replace("lr=0.01)", "lr=0.01)\n    rate = 1e30").replace("range(40)", "range(6)"))
+    poison = change(
+        place / "train.py",
+        "    if step == 5:\n        x[3] = 0\n",
+        "    for group in optimizer.param_groups:\n        group['lr'] = float('inf') if step == 5 else 0.01\n",
+    )
+    result = outcome_of(poison)
+    assert result.failing_step_finite is False
+
+
+def test_modules_and_packages_are_replaced_too(place: Path) -> None:
+    write(place / "pkg" / "__init__.py", "")
+    write(place / "pkg" / "train.py", LOOP.replace("from helper", "from .helper"))
+    write(place / "pkg" / "helper.py", HELPER)
+    program = Program("pkg.train", ("--flag", "value"), module=True)
+    for path, old, new in [
+        (place / "pkg" / "helper.py", "x.sum(1, keepdim=True)", "x.sum(1, keepdim=True) + 1e-6"),
+        (place / "pkg" / "train.py", "x[3] = 0", "x[3] = 1"),
+    ]:
+        assert outcome_of(change(path, old, new), program=program).proven
+    assert not outcome_of(
+        change(place / "pkg" / "train.py", "import torch", "import torch, os"), program=program
+    ).proven
+
+
+def test_compiled_files_of_the_old_source_are_not_used_nor_written(place: Path, firstnan: Zygote) -> None:  # noqa: F811
+    import py_compile
+
+    compiled = Path(py_compile.compile(str(place / "helper.py"), doraise=True))
+    before = compiled.read_bytes()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE")
+    good = change(place / "helper.py", "x.sum(1, keepdim=True)", "x.sum(1, keepdim=True) + 1e-6")
+    assert outcome_of(good).proven
+    assert compiled.read_bytes() == before
+
+
+def test_tracebacks_and_inspect_show_the_changed_text(place: Path) -> None:
+    remedy = change(
+        place / "helper.py",
+        "def score(x):\n",
+        "import inspect, traceback\n\n\ndef score(x):\n"
+        "    try:\n"
+        "        raise ValueError('of the change')\n"
+        "    except ValueError:\n"
+        "        assert \"raise ValueError('of the change')\" in traceback.format_exc()\n"
+        "    assert 'of the change' in inspect.getsource(score)\n"
+        "    x = x + 1e-6\n",
+    )
+    assert outcome_of(remedy).note == ""
+    assert outcome_of(remedy).proven
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_processes_have_the_change(place: Path, method: str) -> None:
+    write(
+        place / "train.py",
+        f"""
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Rows(Dataset):
+            def __len__(self):
+                return 16
+
+            def __getitem__(self, i):
+                return torch.log(torch.tensor([float(i)]))
+
+        if __name__ == "__main__":
+            torch.manual_seed(0)
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for x in DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="{method}"):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        """,
+    )
+    result = outcome_of(change(place / "train.py", "float(i)]", "float(i) + 1]", kind="data"), step=0)
+    assert result.note == ""
+    assert (result.proven, result.steps_finite_after) == (True, 3)
+
+
+def test_a_program_that_never_trains_is_judged_by_its_output(place: Path) -> None:
+    text = """
+        import torch
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                return torch.log(x)
+        print(Model()(torch.zeros(3)))
+    """
+    write(place / "train.py", text)
+    report = failing(0, change(place / "train.py", "log(x)", "log(x + 1)"), noticed=Noticed("output", "Model"))
+    assert tried(report, TRAIN).remedies[0].proven
+    report = report.with_(remedies=(change(place / "train.py", "log(x)", "log(x * 2)"),))
+    assert tried(report, TRAIN).remedies[0].failing_step_finite is False
+
+
+def test_a_program_that_stops_itself_is_judged_by_what_it_read(place: Path) -> None:
+    stops = LOOP.replace(
+        "        optimizer.zero_grad()", "        if not torch.isfinite(loss):\n            break\n", 1
+    )
+    write(place / "train.py", stops)
+    report = failing(5, change(place / "helper.py", "x.sum(", "x.abs().sum("), noticed=Noticed("value"))
+    (bad,) = tried(report, TRAIN).remedies
+    assert bad.failing_step_finite is False
+    good = change(place / "helper.py", "x.sum(1, keepdim=True)", "x.sum(1, keepdim=True) + 1e-6")
+    assert tried(report.with_(remedies=(good,)), TRAIN).remedies[0].proven
+
+
+def test_its_own_exit_code_after_the_failing_step_is_no_failure(place: Path) -> None:
+    write(place / "train.py", LOOP.replace("range(40)", "range(8)") + "    raise SystemExit(7)\n")
+    result = outcome_of(change(place / "train.py", "x[3] = 0", "x[3] = 1"))
+    assert (result.steps_finite_after, result.note) == (2, "then the program ended with exit code 7")
+
+
+def test_numbers_that_explode_are_no_proof(place: Path) -> None:
+    calm = LOOP.replace("if step == 5:\n            x[3] = 0", "if step == 5:\n            x[3] = 0\n        k = 1")
+    write(place / "train.py", calm.replace("range(40)", "range(200)").replace("score(x)).sq", "k * score(x)).sq"))
+    wild = change(
+        place / "train.py", "    if step == 5:\n        x[3] = 0\n    k = 1\n", "    k = 1e12 ** (step > 12)\n"
+    )
+    result = outcome_of(wild, steps=60)
+    assert (result.failing_step_finite, result.proven) == (True, False)
+    assert "the loss has exploded" in result.note
+
+
+# --- limits -------------------------------------------------------------------------------------------------------
+
+
+def processes_in(folder: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and os.readlink(entry / "cwd") == str(folder):
+                found.append((entry / "cmdline").read_text())
+    return found
+
+
+def others_gone(folder: Path) -> bool:
+    """Whether this process is the only one that works in the folder; a killed one takes a moment to go."""
+    until = time.monotonic() + 10
+    while len(processes_in(folder)) > 1 and time.monotonic() < until:
+        time.sleep(0.05)
+    return len(processes_in(folder)) <= 1
+
+
+SLOW = LOOP.replace("for step in", "import time\n    for step in").replace(
+    "        x = torch.rand", "        time.sleep(0.05 if step < {calm} else 60)\n        x = torch.rand"
+)
+
+
+def test_a_trial_that_takes_too_long_is_stopped_with_its_children(place: Path) -> None:
+    child = "    import os\n    if os.fork() == 0:\n        time.sleep(60)\n        os._exit(0)\n    for step in"
+    write(place / "train.py", SLOW.format(calm=2).replace("    for step in", child))
+    began = time.monotonic()
+    result = outcome_of(change(place / "train.py", "x[3] = 0", "x[3] = 1"), limits=Limits(3, 60))
+    assert time.monotonic() - began < 30
+    assert (result.tried, result.note) == (False, "stopped after 3 s, before step 5 was over")
+    assert others_gone(place)
+
+
+def test_what_was_seen_before_the_limit_counts(place: Path) -> None:
+    write(place / "train.py", SLOW.format(calm=9))
+    result = outcome_of(change(place / "train.py", "x[3] = 0", "x[3] = 1"), limits=Limits(5, 60))
+    assert (result.proven, result.steps_finite_after, result.note) == (True, 3, "stopped after 5 s")
+
+
+def test_ctrl_c_leaves_the_rest_untried(place: Path) -> None:
+    write(place / "train.py", SLOW.format(calm=0))
+    remedies = [change(place / "train.py", "x[3] = 0", f"x[3] = {i}") for i in (1, 2)]
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    report = tried(failing(5, *remedies), TRAIN)
+    assert [(r.tried, r.note) for r in report.remedies] == [(False, "skipped by Ctrl-C")] * 2
+    assert others_gone(place)
+
+
+def test_time_for_all_of_them_is_limited(place: Path) -> None:
+    remedies = [change(place / "helper.py", "x.sum(", f"x.mul({i}).sum(") for i in (2, 3, 4)]
+    report = tried(failing(5, *remedies), TRAIN, limits=Limits(60, 0.01))
+    assert [r.tried for r in report.remedies] == [False, False, True]
+    assert {r.note for r in report.remedies if not r.tried} == {"0 s were up"}
+
+
+def test_only_so_many_are_tried(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MOST", 2)
+    remedies = [change(place / "helper.py", "x.sum(", f"x.mul({i}).sum(") for i in range(2, 6)]
+    report = tried(failing(5, *remedies), TRAIN)
+    assert [r.tried for r in report.remedies] == [False, False, True, True]
+    assert report.remedies[0].note == "2 others were tried before it"
+
+
+def test_limits_follow_the_time_that_the_program_took() -> None:
+    assert Limits.after(2) == Limits(20, 120)
+    assert Limits.after(100) == Limits(300, 400)
+
+
+@pytest.mark.parametrize(
+    ("verify", "seconds", "reproduced", "says"),
+    [
+        (None, 10, "deterministic", ""),
+        (0, 10, "deterministic", "--verify 0"),
+        (None, 400, "deterministic", "the program ran 7 minutes; with --verify 20 it is tried all the same"),
+        (20, 400, "deterministic", ""),
+        (5, 10, "transient", "it did not happen again, so that a trial proves nothing"),
+    ],
+)
+def test_when_nothing_is_tried(verify: int | None, seconds: float, reproduced: Any, says: str) -> None:
+    assert reason_not_to_try(failing(5, reproduced=reproduced), verify, seconds) == says
+
+
+def test_one_of_several_processes_is_not_started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert reason_not_to_try(failing(5), None, 1.0) == "one of several processes cannot be run alone"
+
+
+# --- which one wins -----------------------------------------------------------------------------------------------
+
+
+def healthy_losses(place: Path) -> tuple[float, ...]:
+    """The losses of the first five steps, as a trial of the failing program sees them."""
+    data, _ = Start().try_out(TRAIN, {}, step=5, last=5, seconds=60)
+    outcome = Outcome.of(data)
+    assert (outcome.noticed, outcome.bad_step) == ("the loss", 5)
+    return tuple(loss for step, loss in outcome.losses if step < 5)
+
+
+def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path) -> None:
+    helper, told = place / "helper.py", []
+    remedies = (
+        Remedy("look at the data"),
+        change(helper, "x.sum(", "x.abs().sum("),
+        change(helper, "torch.log(", "torch.log1p("),
+        change(helper, "keepdim=True)", "keepdim=True).clamp_min(1e-6)"),
+        *(change(helper, "keepdim=True)", f"keepdim=True).clamp_min(1e-{i})") for i in (7, 8, 9)),
+    )
+    report = failing(5, *remedies, losses=healthy_losses(place))
+    result = Trials(Start(), TRAIN, 20, Limits(60, 120)).run(report, told.append)
+    titles = ["clamp", "log1p", "look", "clamp", "clamp", "abs"]
+    assert [word in r.title for word, r in zip(titles, result.remedies, strict=True)] == [True] * 6
+    best, other, advice, left, _, failed = result.remedies
+    assert (best.proven, best.loss_change) == (True, 0.0)
+    assert other.proven
+    assert other.loss_change is not None
+    assert other.loss_change > 0.01
+    assert (advice.tried, advice.note) == (False, "")
+    assert (left.tried, left.note) == (False, "an earlier one already helps")
+    assert failed.failing_step_finite is False
+    # After each trial the report so far is handed out, with all remedies in it.
+    assert [len(r.remedies) for r in told] == [7, 7, 7]
+    assert [sum(x.tried for x in r.remedies) for r in told] == [1, 2, 3]
+
+
+def test_a_program_that_rolls_new_dice_proves_nothing(place: Path) -> None:
+    write(place / "train.py", LOOP.replace("step == 5", "step == 5 and torch.seed() % 1000 == 0"))
+    report = failing(5, change(place / "helper.py", "x.sum(", "x.abs().sum("), replay="handed out again")
+    (result,) = tried(report, TRAIN).remedies
+    assert not result.tried
+    assert result.note.startswith("the unchanged program does not fail in every run")
+    assert result.failing_step_finite is None
+
+
+def test_without_healthy_steps_the_unchanged_program_is_run_for_comparison(place: Path) -> None:
+    good = change(place / "helper.py", "x.sum(1, keepdim=True)", "x.sum(1, keepdim=True) + 1e-6")
+    (result,) = tried(failing(5, good, replay="handed out again"), TRAIN).remedies
+    assert result.proven
+
+
+def test_the_loss_change_is_the_largest_relative_one() -> None:
+    report = failing(3, losses=(2.0, -1.0, 4.0))
+    outcome = Outcome(passed=24, losses=((0, 2.0), (1, -1.1), (2, 4.0), (3, 100.0), (4, 5.0)))
+    assert loss_change(outcome, report) == pytest.approx(0.1 / 1.1)
+    assert loss_change(replace(outcome, losses=((3, 1.0),)), report) is None
+    assert judged(Remedy("", "x"), outcome, report).loss_change is not None
+    assert judged(Remedy("", "x", kind="setting"), outcome, report).loss_change is None
+    # Two optimizers that take turns: one loss each in every step.
+    both = failing(1).with_(history=History((StepRecord(0, 1.0), StepRecord(0, 7.0), StepRecord(1, nan))))
+    assert loss_change(Outcome(losses=((0, 1.0), (0, 7.0))), both) == 0.0
+
+
+def test_what_counts_as_rounding_depends_on_the_dtype() -> None:
+    remedy = Remedy("", "x", loss_change=0.02)
+    assert not keeps_numbers(remedy, failing(3))
+    half = TensorStat("result", (2,), "torch.float16")
+    assert keeps_numbers(remedy, failing(3, origin=Origin("forward", "exp", "aten.exp", produced=half)))
+    assert keeps_numbers(replace(remedy, loss_change=1e-4), failing(3))
+
+
+def test_a_failure_noticed_late_has_to_be_outlived() -> None:
+    report = failing(3).with_(history=History((StepRecord(7, nan),)))
+    assert last_bad_step(report) == 7
+    assert judged(Remedy("", "x"), Outcome(noticed="a gradient", bad_step=6), report).failing_step_finite is False
+    assert judged(Remedy("", "x"), Outcome(passed=28), report).steps_finite_after == 20
+
+
+def test_order_in_the_report() -> None:
+    proven = Remedy("a", "x", True, True, 20, loss_change=0.5)
+    best = replace(proven, title="b", loss_change=0.0)
+    later = Remedy("c", "x", True, True, None)
+    failed, left = Remedy("d", "x", True, False), Remedy("e", "x")
+    order = ranked([failed, later, left, proven, best], failing(3))
+    assert [r.title for r in order] == ["b", "a", "e", "c", "d"]
+
+
+# --- the whole command --------------------------------------------------------------------------------------------
+
+COMMAND = """
+    import sys
+    import firstnan.conclude as room
+    from firstnan.cli import main
+    from firstnan.records import Remedy
+
+    own = room.Evidence.conclude
+
+    def conclude(self, *args):
+        report = own(self, *args)
+        return report and report.with_(remedies=({remedies},))
+
+    room.Evidence.conclude = conclude
+    sys.exit(main(sys.argv[1:]))
+"""
+LOADED = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(0)
+    rows = torch.rand(80, 4) + 0.5
+    rows[43] = 0
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x in enumerate(DataLoader(rows, batch_size=8)):
+        loss = (model(x) - torch.log(x.sum(1, keepdim=True))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print("step", step)
+"""
+
+
+@pytest.fixture
+def command(place: Path, firstnan: Zygote) -> Any:  # noqa: F811
+    """`firstnan run` of a program whose report has these remedies."""
+    write(place / "train.py", LOADED)
+
+    def run(*words: str, remedies: tuple[Remedy, ...]) -> Any:
+        write(place / "command.py", COMMAND.format(remedies=", ".join(map(repr, remedies))))
+        return firstnan.python([str(place / "command.py"), "run", *words, "train.py"], cwd=place)
+
+    return run
+
+
+def test_run_tries_tells_and_writes_the_patch(place: Path, command: Any) -> None:
+    good = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-6)")
+    bad = change(place / "train.py", "x.sum(", "x.abs().sum(")
+    done = command("--json", "report.json", "--fix", remedies=(bad, good))
+    assert done.code == 3
+    assert done.stdout.splitlines() == [f"step {i}" for i in range(6)]  # of the first run and its replay only
+    assert "trying 2 changes in copies of the program (its output is hidden; Ctrl-C skips this)" in done.stderr
+    assert "tried: step 5 is finite, and so are the 4 steps after it; healthy losses unchanged" in done.stderr
+    report = load(place / "report.json")
+    assert [r.proven for r in report.remedies] == [True, False]
+    assert f"firstnan: wrote {place}/report.patch; patch -p1 < report.patch applies it" in done.stderr
+    patch = (place / "report.patch").read_text()
+    assert patch.startswith("--- a/train.py\n+++ b/train.py\n@@")
+    assert textwrap.dedent(LOADED).lstrip("\n") == (place / "train.py").read_text()
+
+
+def test_fix_without_proof_says_so(place: Path, command: Any) -> None:
+    done = command("--fix", "--verify", "3", remedies=(change(place / "train.py", "x.sum(", "x.abs().sum("),))
+    assert "firstnan: no change is proven, so there is no patch" in done.stderr
+    assert not (place / "firstnan.patch").exists()
+
+
+def test_verify_zero_tries_nothing(place: Path, command: Any) -> None:
+    done = command("--verify", "0", remedies=(change(place / "train.py", "x.sum(", "x.abs().sum("),))
+    assert done.code == 3
+    assert "trying" not in done.stderr
+    assert "not tried: --verify 0" in done.stderr
+
+
+def test_verify_says_how_many_steps(place: Path, command: Any) -> None:
+    good = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-6)")
+    done = command("--verify", "2", remedies=(good,))
+    assert "tried: step 5 is finite, and so are the 2 steps after it" in done.stderr
