@@ -47,6 +47,7 @@ class Model:
 
 MODELS = {
     "mlp": Model("tiny MLP", 40, 600, first=70),
+    "digits": Model("MLP of 10 k", 160, 2400, first=70),
     "cnn": Model("CNN", 8, 192),
     "gpt": Model("GPT 4 M", 4, 96),
     "gpt30m": Model("GPT 30 M", 2, 28),

@@ -651,3 +651,36 @@ def test_a_model_that_is_fed_by_another_ones_graph(caplog: pytest.LogCaptureFixt
     assert "internal error" not in caplog.text
     assert caught.value.report.step == 2
     assert "born after them, in the loss code" in caught.value.report.notes[0]
+
+
+def test_growth_is_told_where_the_failing_operator_was_not_seen() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    x, y = torch.randn(16, 4), torch.randn(16, 1)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer, guard="off"):
+        for _ in range(200):
+            optimizer.zero_grad()
+            error = model(x) - y
+            (error * error).mean().backward()  # overflows here, outside the model
+            optimizer.step()
+    report = caught.value.report
+    assert report.origin is None
+    assert report.cause is not None
+    assert report.cause.slug == "divergence_lr"
+
+
+def test_an_error_of_our_own_is_told_once_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with NaNDetector(model, optimizer) as detector:
+        assert detector._session is not None
+        monkeypatch.setattr(detector._session.gate, "backward_begins", lambda roots: 1 / 0)
+        for x in detector.batches([torch.ones(1, 2)] * 3):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    told = [r.message for r in caplog.records if "internal error: ZeroDivisionError" in r.message]
+    assert len(told) == 1

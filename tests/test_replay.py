@@ -65,3 +65,37 @@ def test_the_sampler_tells_the_samples_of_each_batch() -> None:
     iterator = iter(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
     replayer.sampled(iterator, [4, 5])
     assert replayer.fetched(iterator, next(iterator), 0).indices == [4, 5]
+
+
+def test_the_buffers_of_each_step_are_those_at_its_beginning() -> None:
+    replayer, source, norm = Replayer(), Source(), nn.BatchNorm1d(3)
+    replayer.watch_buffers([Slot(norm, name, name) for name in norm._buffers])
+    for updates in range(40):
+        norm.running_mean.fill_(updates)
+        first = replayer.fetched(source, torch.zeros(2), updates)
+        norm.running_mean.fill_(-1.0)
+        second = replayer.fetched(source, torch.zeros(2), updates)  # of the same step, by gradient accumulation
+        for handout in (first, second):
+            kept = next(copy for slot, _, copy in handout.buffers if slot.label == "running_mean")
+            assert kept.tolist() == [updates] * 3
+    norm.running_mean = torch.full((3,), 7.0)  # the program may put another tensor in its place
+    third = replayer.fetched(source, torch.zeros(2), 41)
+    assert next(copy for slot, _, copy in third.buffers if slot.label == "running_mean").tolist() == [7.0] * 3
+
+
+def test_random_state_is_taken_anew_once_steps_are_seen_to_draw() -> None:
+    replayer, source = Replayer(), Source()
+
+    def step(i: int) -> replay.Handout:
+        handout = replayer.fetched(source, torch.zeros(2), i)
+        if i >= 20:
+            torch.rand(1)
+        replayer.body_ended()
+        return handout
+
+    handouts = [step(i) for i in range(64)]
+    assert handouts[1].random == handouts[19].random  # nobody drew
+    for i in range(48, 64):
+        handouts[i].random.put_back()
+        drawn = torch.rand(1)
+        assert torch.get_rng_state().equal(handouts[i + 1].random.cpu) if i < 63 else drawn is not None

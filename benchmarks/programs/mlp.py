@@ -1,20 +1,31 @@
 """A tiny MLP for images of 28 x 28, with 0.2 M parameters: a step is mostly Python, and a check shows."""
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from training import Training, make_steady, serve
 
-PIXELS, WIDTH, CLASSES, BATCH = 784, 256, 10, 256
+
+@dataclass(frozen=True)
+class Size:
+    pixels: int = 784
+    width: int = 256
+    classes: int = 10
+    batch: int = 256
+
+
 # So many that the model cannot learn them by heart: gradients that fade into subnormal numbers are slow to compute.
 BATCHES = 64
 
 
-def make_training() -> Training:
+def make_training(size: Size | None = None) -> Training:
     make_steady()
-    model = nn.Sequential(nn.Linear(PIXELS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
-    images, labels = torch.randn(BATCHES, BATCH, PIXELS), torch.randint(0, CLASSES, (BATCHES, BATCH))
+    size = size or Size()
+    model = nn.Sequential(nn.Linear(size.pixels, size.width), nn.ReLU(), nn.Linear(size.width, size.classes))
+    images = torch.randn(BATCHES, size.batch, size.pixels)
+    labels = torch.randint(0, size.classes, (BATCHES, size.batch))
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(images), labels)
