@@ -263,6 +263,8 @@ class Origin:
     role: Role | None = None
     label: str = ""
     """Phases input and parameter: which tensor it is."""
+    arrived: TensorStat | None = None
+    """Phase input, made inside a Dataset: the part of the batch as it reached the step; its name is the label there."""
     step: int = 0
 
 

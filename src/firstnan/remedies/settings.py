@@ -298,7 +298,10 @@ def parameters(setup: Setup, source: Source, step: ast.Call, optimizer: str) -> 
     given = made.args[0] if made.args else next((k.value for k in made.keywords if k.arg == "params"), None)
     if not isinstance(given, ast.Call) or not isinstance(given.func, ast.Attribute) or given.args or given.keywords:
         return held
-    root = next(n for n in ast.walk(given) if isinstance(n, ast.Name))
+    root = next((n for n in ast.walk(given) if isinstance(n, ast.Name)), None)
+    # Groups that join later are no part of what the constructor was given.
+    if root is None or "add_param_group" in source.text:
+        return held
     if given.func.attr != "parameters" or not _same_name(source, root, step):
         return held
     return source.code(given)
