@@ -201,9 +201,12 @@ def _taken(job: Job) -> Iterator[Taken]:
     batch = _as_batch(job)
     for loop, source in loops.items():
         target = _element(source, loop)
-        label = batch[0] if batch else job.scene.origin.label
-        bad = _part(source, target, re.findall(r"\[([^\]]*)\]", label)) if target is not None else None
-        if target is not None and bad is not None:
+        if target is None or (batch is None and not isinstance(target, ast.Tuple)):
+            continue
+        # Without a DataLoader nobody told which part is bad: targets come last, features first.
+        at = ["0"] if job.cause.slug == "nan_input" or batch else [str(len(getattr(target, "elts", ())) - 1)]
+        bad = _part(source, target, re.findall(r"\[([^\]]*)\]", batch[0]) if batch else at)
+        if bad is not None:
             many = len(batch[1].shape) > 1 if batch and batch[1] else stat is not None and len(stat.shape) > 1
             yield Taken(source, loop, target, bad, many)
 
@@ -222,7 +225,8 @@ def _as_batch(job: Job) -> tuple[str, TensorStat | None] | None:
 
 
 def _step(job: Job) -> list[OpEvent]:
-    return [e for e in job.scene.trace.events if e.region == "step" and e.phase == "forward"]
+    events = [e for e in job.scene.trace.events if e.region in ("step", "between") and e.phase == "forward"]
+    return [e for e in events if e.step == job.scene.trace.events[-1].step]
 
 
 def _by_slices(job: Job) -> Iterator[Taken]:
