@@ -72,6 +72,9 @@ class LogForm:
             return atom(source, expr.args[0])
         if expr.op == "sum" and expr.args:
             return self._sum_of_exp(expr)
+        if expr.op == "div":
+            parts = [self.of(arg, depth + 1) for arg in expr.args]
+            return f"({parts[0]} - {parts[1]})" if None not in parts else None
         if expr.op == "add" and 1 in (number(expr.args[0]), number(expr.args[1])):
             return self.of_one_more(expr.args[number(expr.args[0]) == 1])
         if expr.op == "sub" and number(expr.args[0]) == 1:
