@@ -105,7 +105,10 @@ class Evidence:
         if origin is None or origin.phase != "input" or handout is None or not came_from_outside(origin):
             return verdict, trace
         found = find_maker(iterator, handout, self.ownership)
-        return (replace(verdict, origin=found[0]), found[1]) if found else (verdict, trace)
+        if found is None:
+            return verdict, trace
+        arrived = replace(origin.produced, name=origin.label) if origin.produced else None
+        return replace(verdict, origin=replace(found[0], arrived=arrived)), found[1]
 
     def _untraced(self) -> Origin | None:
         """Bad before anything was traced: a weight, or data from outside."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firstnan.finite import readable, stat, unravel
 from firstnan.ops import OpInfo
-from firstnan.records import TensorStat
+from firstnan.records import InFloat64, TensorStat
 
 _MAX_ROWS = 64
 # A finite product on top of a first argument, which may be a mask.
@@ -28,6 +28,7 @@ class Detail:
     on_purpose: bool = False
     witness: tuple[tuple[str, float], ...] = ()
     bad_rows: tuple[int, ...] = ()
+    in_float64: InFloat64 | None = None
 
 
 def examine(

@@ -27,6 +27,7 @@ _SMALL = 1 << 14
 _GRADIENT, _PARAMETER = Noticed("gradient"), Noticed("parameter")
 _SETTINGS = (
     "lr",
+    "initial_lr",
     "eps",
     "betas",
     "momentum",

@@ -90,6 +90,7 @@ def _event(raws: list[Raw], memory: Memory, index: int, raw: Raw) -> OpEvent:
         role=role,
         label=label,
         grad=raw.grad,
+        in_float64=detail.in_float64 if detail else None,
     )
 
 

@@ -11,6 +11,7 @@ FORMAT = "firstnan-report"
 VERSION = 1
 
 Phase = Literal["forward", "backward", "optimizer", "input", "parameter"]
+InFloat64 = Literal["finite", "nonfinite"]
 Role = Literal["parameter", "buffer", "input", "constant", "gradient", "state", "unknown"]
 
 
@@ -128,6 +129,8 @@ class OpEvent:
     label: str = ""
     grad: bool = False
     """Recorded for autograd: the result takes part in training."""
+    in_float64: InFloat64 | None = None
+    """What the same call gives in float64, where something was born here: finite means only the type was too narrow."""
 
     @property
     def bad(self) -> int:
@@ -263,6 +266,8 @@ class Origin:
     role: Role | None = None
     label: str = ""
     """Phases input and parameter: which tensor it is."""
+    arrived: TensorStat | None = None
+    """Phase input, made inside a Dataset: the part of the batch as it reached the step; its name is the label there."""
     step: int = 0
 
 

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from firstnan.ops import OpInfo, info, stay_finite, tensors_of
 from firstnan.recording import Raw, Read, finished
 from firstnan.records import Role, Trace
 from firstnan.site import Ownership
+from firstnan.wide import in_float64
 
 _MOST_RAISED = 16
 _SMALL = 1 << 14  # Up to here a copy of what an in-place operator overwrites costs little.
@@ -184,7 +186,9 @@ class Tracer:
             try:
                 if op.mutated:
                     results += [t for n, t in given if n in op.mutated and all(t is not r for r in results)]
-                self._note(op, args, kwargs, tensors, results, before, reads, dirty, raised)
+                raw = self._note(op, args, kwargs, tensors, results, before, reads, dirty, raised)
+                if raw.detail is not None and raw.detail.born and not raw.detail.on_purpose:
+                    raw.detail = replace(raw.detail, in_float64=in_float64(func, op, args, kwargs, before))
             except Exception as error:
                 self._trouble(op, error)
 
@@ -217,7 +221,7 @@ class Tracer:
         reads: list[Read],
         dirty: set[int],
         raised: str | None,
-    ) -> None:
+    ) -> Raw:
         raw = Raw()
         raw.func, raw.raised, raw.detail, raw.scalars = op, raised, None, ()
         raw.step, raw.region, raw.reads = self.step, self.region, reads
@@ -244,6 +248,7 @@ class Tracer:
         if bad or raised:
             raw.scalars = numbers_in(op, args, kwargs)
             raw.detail = examine(op, tensors, results, raw.scalars, before)
+        return raw
 
     def _claim(self, index: int) -> None:
         """Gives the autograd node that was just made to this event.

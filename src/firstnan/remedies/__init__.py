@@ -11,14 +11,17 @@ from firstnan.remedies import (
     data,
     derivatives,
     domain,
+    library,
     linalg,
     masks,
     parameters,
     precision,
     reductions,
+    schedules,
     settings,
     stable,
 )
+from firstnan.remedies.advice import advice
 from firstnan.remedies.base import REMEDIES, Desk, Job
 from firstnan.rules.scene import Scene
 
@@ -30,11 +33,13 @@ FAMILIES: tuple[ModuleType, ...] = (
     reductions,
     linalg,
     derivatives,
+    library,
+    schedules,
     settings,
     parameters,
     precision,
-    data,
     domain,
+    data,
 )
 """Imported for the candidates that they register; within one slug those of the family named first come first."""
 ORDER = [family.__name__ for family in FAMILIES]
@@ -50,6 +55,8 @@ def propose(origin: Origin, trace: Trace, history: History, causes: Sequence[Cau
     for cause in causes:
         for candidate in islice(_candidates(Job(scene, cause, desk)), MOST_OF_ONE):
             found.setdefault(candidate.diff, candidate)
+    if not found and causes and Job(scene, causes[0], desk).place is None:
+        return advice(causes[0].slug)
     return tuple(found.values())[:MOST]
 
 

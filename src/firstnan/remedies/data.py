@@ -53,7 +53,7 @@ def _filled_at_origin(job: Job) -> Iterator[Remedy]:
     if place is None or _loop_of(place.source, place.node) is not None:
         return
     source = place.source
-    value = _value(place.node)
+    value = _value(place.node, job.scene.origin.label)
     if value is None:
         return
     title = "Fill in the missing values where they are read"
@@ -77,13 +77,20 @@ def _filled_number(job: Job, source: Source, value: ast.expr) -> Iterator[Remedy
         yield job.remedy("Fill in the missing number", FILLED, after(source, statement, line), kind="data")
 
 
-def _value(node: ast.AST) -> ast.expr | None:
-    """The expression whose value is bad: the place itself, or what its statement assigns or returns."""
-    if isinstance(node, ast.expr):
-        return node
+def _value(node: ast.AST, label: str) -> ast.expr | None:
+    """The expression whose value is bad: the place itself, or what its statement assigns or returns.
+
+    Of several that are handed on together it is the one that mentions the bad variable."""
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.Return) and node.value is not None:
-        return node.value if not isinstance(node.value, ast.Tuple | ast.Dict | ast.List) else None
-    return None
+        node = node.value
+    if isinstance(node, ast.DictComp):
+        return node.value
+    if isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp):
+        return node.elt
+    if isinstance(node, ast.Tuple | ast.List | ast.Dict):
+        parts = node.values if isinstance(node, ast.Dict) else node.elts
+        return next((p for p in parts if any(getattr(n, "id", None) == label for n in ast.walk(p))), None)
+    return node if isinstance(node, ast.expr) else None
 
 
 def _libraries(source: Source, value: ast.expr) -> list[str]:
@@ -194,15 +201,21 @@ def _taken(job: Job) -> Iterator[Taken]:
     batch = _as_batch(job)
     for loop, source in loops.items():
         target = _element(source, loop)
-        label = batch[0] if batch else job.scene.origin.label
-        bad = _part(source, target, re.findall(r"\[([^\]]*)\]", label)) if target is not None else None
-        if target is not None and bad is not None:
+        if target is None or (batch is None and not isinstance(target, ast.Tuple)):
+            continue
+        # Without a DataLoader nobody told which part is bad: targets come last, features first.
+        at = ["0"] if job.cause.slug == "nan_input" or batch else [str(len(getattr(target, "elts", ())) - 1)]
+        bad = _part(source, target, re.findall(r"\[([^\]]*)\]", batch[0]) if batch else at)
+        if bad is not None:
             many = len(batch[1].shape) > 1 if batch and batch[1] else stat is not None and len(stat.shape) > 1
             yield Taken(source, loop, target, bad, many)
 
 
 def _as_batch(job: Job) -> tuple[str, TensorStat | None] | None:
     """The bad part of the batch as the step read it."""
+    arrived = job.scene.origin.arrived
+    if arrived is not None:
+        return arrived.name, arrived
     for event in _step(job):
         for i in event.inputs:
             if i.role == "input" and i.label.startswith("batch") and (i.guilty or (i.stat and i.stat.bad)):
@@ -212,7 +225,8 @@ def _as_batch(job: Job) -> tuple[str, TensorStat | None] | None:
 
 
 def _step(job: Job) -> list[OpEvent]:
-    return [e for e in job.scene.trace.events if e.region == "step" and e.phase == "forward"]
+    events = [e for e in job.scene.trace.events if e.region in ("step", "between") and e.phase == "forward"]
+    return [e for e in events if e.step == job.scene.trace.events[-1].step]
 
 
 def _by_slices(job: Job) -> Iterator[Taken]:

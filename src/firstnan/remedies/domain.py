@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from firstnan.records import Remedy
 from firstnan.remedies.base import Job, remedy
 from firstnan.remedies.guards import guarded
+from firstnan.rules.scene import words
+
+STEEP = words("log log2 log10 sqrt rsqrt pow div reciprocal exp expm1 acos asin atanh")
 
 
 @remedy(
@@ -34,3 +37,9 @@ from firstnan.remedies.guards import guarded
 )
 def guard_the_argument(job: Job) -> Iterator[Remedy]:
     yield from guarded(job)
+
+
+@remedy("exploding_gradient", "overflow", "low_precision_overflow")
+def guard_a_steep_function(job: Job) -> Iterator[Remedy]:
+    if job.place is not None and job.place.expr.op in STEEP:
+        yield from guarded(job)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from firstnan.records import OpEvent, Remedy, TensorStat
 from firstnan.remedies.base import Job, Place
 from firstnan.remedies.edits import Edit, atom, put
 from firstnan.remedies.source import Expr, Source, number
-from firstnan.rules.scene import largest
+from firstnan.rules.scene import words
 
 CLAMPS = {"clamp": "min", "clamp_min": "min", "clip": "min", "maximum": "other"}
 SHORT = 48
+FAR = 12
+CARRIERS = words(
+    "mul add sub neg rsub unsqueeze squeeze view expand clone slice select to _to_copy t transpose permute div chunk "
+    "split getitem unbind detach reshape"
+)
+"""Operators whose result is bounded when what they read is."""
+MOST_ALIKE = 8
 KEEPS = "all others, and their gradients, stay as they are"
 
 
@@ -29,6 +36,8 @@ class Pen:
     source: Source
     numpy: str = ""
     """What numpy is called there, where the values are its arrays."""
+    scalar: bool = False
+    """The value is a number of Python's."""
 
     def floor(self, node: ast.expr, low: str) -> Edit:
         """Nowhere below `low`; a clamp that is there already is moved instead of doubled."""
@@ -36,6 +45,8 @@ class Pen:
         given = expr.arg(1, CLAMPS[expr.op]) if expr.op in CLAMPS else None
         if given is not None and number(given) is not None:
             return put(self.source, given, low)
+        if self.scalar:
+            return put(self.source, node, f"max({self.source.code(node)}, {low})")
         return self._clamped(node, "maximum", "clamp_min", low)
 
     def ceiling(self, node: ast.expr, high: str) -> Edit:
@@ -61,6 +72,21 @@ class Pen:
         return put(self.source, node, f"{atom(self.source, node)}.{method}{'_' if in_place else ''}({limits})")
 
 
+Writer = Callable[[Pen, ast.expr], Edit]
+
+
+@dataclass(frozen=True)
+class Idea:
+    """One guard, as it is written at the operation itself, and how it would be written elsewhere."""
+
+    title: str
+    why: str
+    edit: Edit
+    write: Writer
+    operand: str | None
+    """What the tracer calls the argument; None where the guard makes sense at the operation only."""
+
+
 @dataclass(frozen=True)
 class Spot:
     """One operation to be guarded, and all that is known of what it read."""
@@ -80,12 +106,15 @@ class Spot:
         text = " ".join(self.place.code(node).split())
         return f"`{text}`" if len(text) <= SHORT else "the argument"
 
-    def floored(self, node: ast.expr, low: str, of: str) -> Remedy:
+    def idea(self, title: str, why: str, node: ast.expr, write: Writer, operand: str | None = "self") -> Idea:
+        return Idea(title.replace("IT", self.named(node)), why, write(self.pen, node), write, operand)
+
+    def floored(self, node: ast.expr, low: str, of: str, operand: str | None = "self") -> Idea:
         why = f"{of} gets no number below {low}; {KEEPS}."
-        return self.job.remedy(f"Keep {self.named(node)} at {low} or above", why, self.pen.floor(node, low))
+        return self.idea(f"Keep IT at {low} or above", why, node, lambda pen, at: pen.floor(at, low), operand)
 
 
-Guard = Callable[[Spot], Iterator[Remedy]]
+Guard = Callable[[Spot], Iterator[Idea]]
 GUARDS: dict[str, Guard] = {}
 
 
@@ -118,56 +147,119 @@ def spot(job: Job, *ops: str) -> Spot | None:
 
 
 def guarded(job: Job, *ops: str) -> Iterator[Remedy]:
-    """The candidates for the operation at the origin."""
+    """Guards for the operation at the origin: there, at all of its kind in the function, where its argument is made."""
     found = spot(job, *ops)
-    if found is not None:
-        yield from GUARDS[found.expr.op](found)
+    ideas = list(GUARDS[found.expr.op](found)) if found is not None else []
+    if found is None or not ideas:
+        return
+    first = ideas[0]
+    yield job.remedy(first.title, first.why, first.edit)
+    yield from _everywhere(job, found)
+    maker = made_at(job, first.operand) if first.operand else None
+    if maker is not None and isinstance(maker.node, ast.expr):
+        line = maker.source.statement(maker.node).lineno
+        edit = first.write(Pen(maker.source, found.pen.numpy), maker.node)
+        yield job.remedy(f"{first.title}, where it is made (line {line})", first.why, edit)
+    for other in ideas[1:]:
+        yield job.remedy(other.title, other.why, other.edit)
+
+
+def _everywhere(job: Job, found: Spot) -> Iterator[Remedy]:
+    """The same guard at every operation of this kind in the function: what one of them met, the next one may."""
+    source, node = found.place.source, found.expr.node
+    scope = source.scope(node) if node is not None else source.tree
+    like = [source.expr(n) for n in ast.walk(scope) if isinstance(n, ast.expr)]
+    like = [e for e in like if e.op == found.expr.op and e.library == found.expr.library and e.args]
+    firsts = [next(GUARDS[e.op](replace(found, expr=e)), None) for e in like]
+    ideas = {i.edit.start: i for i in firsts if i is not None}
+    if 1 < len(ideas) <= MOST_ALIKE:
+        own = next(iter(ideas.values()))
+        where = "file" if scope is source.tree else "function"
+        title = f"The same for all {len(ideas)} of `{found.expr.op}` in this {where}"
+        yield job.remedy(title, own.why, *(i.edit for i in ideas.values()))
+
+
+def made_at(job: Job, operand: str) -> Place | None:
+    """The other statement, in whatever function, that made what an argument of the origin is the value of."""
+    if job.place is None or job.event is None:
+        return None
+    here, event, wanted = _line(job.place), job.event, {operand}
+    for _ in range(FAR):
+        given = [i.producer for i in event.inputs if i.producer is not None and (not wanted or i.name in wanted)]
+        if not given:
+            return None
+        event, wanted = max((job.scene.trace.events[p] for p in given), key=lambda e: e.grad), set()
+        place = job.place_of(event.site)
+        if place is None or event.phase != "forward":
+            return None
+        if _line(place) != here and isinstance(place.node, ast.Call | ast.BinOp):
+            return place if _used_elsewhere(place, job.place) else None
+        if event.op not in CARRIERS:
+            return None
+    return None
+
+
+def _line(place: Place) -> tuple[str, int]:
+    return place.source.file, place.source.statement(place.node).lineno
+
+
+def _used_elsewhere(maker: Place, user: Place) -> bool:
+    """Whether a guard where a value is made does more than one where it is used."""
+    statement, scope = maker.source.statement(maker.node), maker.source.scope(maker.node)
+    if maker.source is not user.source or scope is not user.source.scope(user.node):
+        return True
+    names = {t.id for t in ast.walk(statement) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)}
+    reads = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
+    return len(reads) > 1
 
 
 # --- one function a kind of operator ---------------------------------------------------------------------------
 
 
 @guard("log", "log2", "log10", "xlogy")
-def _log(at: Spot) -> Iterator[Remedy]:
-    node = at.expr.args[1 if at.expr.op == "xlogy" else 0]
-    yield at.floored(node, small(at.job.dtype, "1e-12"), "The logarithm")
-    yield at.floored(node, small(at.job.dtype, "1e-6", "1e-3"), "The logarithm")
+def _log(at: Spot) -> Iterator[Idea]:
+    second = at.expr.op == "xlogy"
+    for eps in (small(at.job.dtype, "1e-12"), small(at.job.dtype, "1e-6", "1e-3")):
+        yield at.floored(at.expr.args[second], eps, "The logarithm", "other" if second else "self")
 
 
 @guard("log1p", "xlog1py")
-def _log1p(at: Spot) -> Iterator[Remedy]:
-    node = at.expr.args[1 if at.expr.op == "xlog1py" else 0]
-    yield at.floored(node, small(at.job.dtype, "-1 + 1e-6", "-1 + 1e-3"), "The logarithm")
-    yield at.floored(node, "0", "The logarithm")
+def _log1p(at: Spot) -> Iterator[Idea]:
+    second = at.expr.op == "xlog1py"
+    for low in (small(at.job.dtype, "-1 + 1e-6", "-1 + 1e-3"), "0"):
+        yield at.floored(at.expr.args[second], low, "The logarithm", "other" if second else "self")
 
 
 @guard("entr")
-def _entropy(at: Spot) -> Iterator[Remedy]:
-    node, source, eps = at.expr.args[0], at.place.source, small(at.job.dtype, "1e-12")
-    torch = source.spell("torch", node)
-    safe = f"-{torch}.xlogy({source.code(node)}, {atom(source, node)}.clamp_min({eps}))"
-    assert isinstance(at.expr.node, ast.expr)
-    yield at.job.remedy(
-        f"Keep {at.named(node)} at {eps} or above inside the logarithm",
-        f"The slope of the entropy is -log(p) - 1, and the logarithm gets no number below {eps}.",
-        put(source, at.expr.node, safe),
-    )
+def _entropy(at: Spot) -> Iterator[Idea]:
+    eps = small(at.job.dtype, "1e-12")
+
+    def write(pen: Pen, node: ast.expr) -> Edit:
+        code, plain = pen.source.code(node), atom(pen.source, node)
+        whole = pen.source.parent(node) if isinstance(pen.source.parent(node), ast.Call) else at.expr.node
+        assert isinstance(whole, ast.expr)
+        return put(pen.source, whole, f"-{pen.source.spell('torch', node)}.xlogy({code}, {plain}.clamp_min({eps}))")
+
+    why = f"The slope of the entropy is -log(p) - 1, and the logarithm gets no number below {eps}."
+    yield at.idea(f"Keep IT at {eps} or above inside the logarithm", why, at.expr.args[0], write, None)
 
 
 @guard("sqrt", "rsqrt")
-def _root(at: Spot) -> Iterator[Remedy]:
+def _root(at: Spot) -> Iterator[Idea]:
     node = at.expr.args[0]
     for eps in (small(at.job.dtype, "1e-12", "1e-6"), small(at.job.dtype, "1e-6", "1e-3")):
         yield at.floored(node, eps, "The root")
-    yield at.job.remedy(
-        f"Add a small number to {at.named(node)}",
+    tiny = small(at.job.dtype, "1e-12", "1e-6")
+    yield at.idea(
+        f"Add {tiny} to IT",
         "The root and its slope 1/(2*sqrt(x)) are finite where the argument is 0.",
-        put(at.place.source, node, f"{at.place.code(node)} + {small(at.job.dtype, '1e-12', '1e-6')}"),
+        node,
+        lambda pen, inner: put(pen.source, inner, f"{pen.source.code(inner)} + {tiny}"),
     )
 
 
 @guard("pow")
-def _power(at: Spot) -> Iterator[Remedy]:
+def _power(at: Spot) -> Iterator[Idea]:
     if len(at.expr.args) < 2:
         return
     base, exponent = at.expr.args[:2]
@@ -183,99 +275,103 @@ def _power(at: Spot) -> Iterator[Remedy]:
 
 
 @guard("acos", "asin", "atanh", "erfinv")
-def _arc(at: Spot) -> Iterator[Remedy]:
-    node, source = at.expr.args[0], at.place.source
+def _arc(at: Spot) -> Iterator[Idea]:
     for eps in ("1e-3",) if at.job.dtype == "float16" else ("1e-6", "1e-4"):
-        yield at.job.remedy(
-            f"Keep {at.named(node)} between -1 and 1, by {eps}",
-            f"{at.expr.op} and its slope are finite there; {KEEPS}.",
-            Pen(source, at.pen.numpy).between(node, f"-1 + {eps}", f"1 - {eps}"),
-        )
+        yield _inside(at, f"-1 + {eps}", f"1 - {eps}")
+
+
+def _inside(at: Spot, low: str, high: str) -> Idea:
+    why = f"{at.expr.op} and its slope are finite there; {KEEPS}."
+    return at.idea(f"Keep IT between {low} and {high}", why, at.expr.args[0], lambda pen, x: pen.between(x, low, high))
 
 
 @guard("acosh")
-def _acosh(at: Spot) -> Iterator[Remedy]:
+def _acosh(at: Spot) -> Iterator[Idea]:
     yield at.floored(at.expr.args[0], small(at.job.dtype, "1 + 1e-6", "1 + 1e-3"), "acosh")
 
 
 @guard("logit")
-def _logit(at: Spot) -> Iterator[Remedy]:
-    node, eps = at.expr.args[0], small(at.job.dtype, "1e-6", "1e-3")
-    why = f"logit and its slope are finite there; {KEEPS}."
-    yield at.job.remedy(
-        f"Keep {at.named(node)} between 0 and 1, by {eps}", why, at.pen.between(node, eps, f"1 - {eps}")
-    )
+def _logit(at: Spot) -> Iterator[Idea]:
+    eps = small(at.job.dtype, "1e-6", "1e-3")
+    yield _inside(at, eps, f"1 - {eps}")
 
 
 @guard("lgamma", "digamma", "polygamma", "gammaln")
-def _gamma(at: Spot) -> Iterator[Remedy]:
+def _gamma(at: Spot) -> Iterator[Idea]:
     node = at.expr.args[1 if at.expr.op == "polygamma" else 0]
     for eps in (small(at.job.dtype, "1e-6"), "1e-3"):
         yield at.floored(node, eps, at.expr.op)
 
 
 @guard("tan")
-def _tangent(at: Spot) -> Iterator[Remedy]:
-    node = at.expr.args[0]
-    why = f"tan is finite strictly inside of -pi/2 and pi/2; {KEEPS}."
-    yield at.job.remedy(f"Keep {at.named(node)} inside of -pi/2 and pi/2", why, at.pen.between(node, "-1.57", "1.57"))
+def _tangent(at: Spot) -> Iterator[Idea]:
+    yield _inside(at, "-1.57", "1.57")
 
 
 @guard("exp", "expm1", "exp2", "sinh", "cosh")
-def _exponential(at: Spot) -> Iterator[Remedy]:
-    node = at.expr.args[0]
+def _exponential(at: Spot) -> Iterator[Idea]:
     for high in ("10", "5") if at.job.dtype == "float16" else ("20", "80", "10"):
-        title, why = (
-            f"Keep {at.named(node)} at {high} or below",
-            f"{at.expr.op}({high}) is far inside the range of {at.job.dtype}; {KEEPS}.",
-        )
-        if at.expr.op in ("sinh", "cosh"):
-            yield at.job.remedy(title, why, at.pen.between(node, f"-{high}", high))
-        else:
-            yield at.job.remedy(title, why, at.pen.ceiling(node, high))
+        yield _below(at, high)
+
+
+def _below(at: Spot, high: str) -> Idea:
+    why = f"{at.expr.op}({high}) is far inside the range of {at.job.dtype}; {KEEPS}."
+    if at.expr.op in ("sinh", "cosh"):
+        return _inside(at, f"-{high}", high)
+    return at.idea(f"Keep IT at {high} or below", why, at.expr.args[0], lambda pen, x: pen.ceiling(x, high))
 
 
 @guard("div", "reciprocal", "floor_divide", "remainder", "fmod")
-def _division(at: Spot) -> Iterator[Remedy]:
+def _division(at: Spot) -> Iterator[Idea]:
+    if at.expr.op != "reciprocal" and len(at.expr.args) < 2:
+        return
     below = at.expr.args[0 if at.expr.op == "reciprocal" else 1]
     name = "self" if at.event is not None and at.event.op in ("reciprocal", "rsqrt") else "other"
-    stat = at.stat(name)
-    eps = small(at.job.dtype, "1e-8")
+    if at.event is not None and name in dict(at.event.scalars):
+        at = replace(at, pen=replace(at.pen, scalar=True))
+    stat, eps = at.stat(name), small(at.job.dtype, "1e-8")
+    yield from _under_the_root(at, below)
     if _is_count(at, name):
-        yield at.floored(below, "1", "The denominator, a count,")
-    if stat is not None and stat.negative:
+        yield at.floored(below, "1", "The denominator, a count,", name)
+    elif stat is not None and stat.negative:
         why = f"The denominator is {eps} where it was 0; {KEEPS}."
-        yield at.job.remedy(f"Keep {at.named(below)} away from 0", why, at.pen.nonzero(below, eps))
-    elif not _is_count(at, name):
-        yield at.floored(below, eps, "The denominator")
-    yield from _nothing_where_zero(at, below, eps)
-    if not (stat is not None and stat.negative):
-        yield at.floored(below, "1e-3", "The denominator")
+        yield at.idea("Keep IT away from 0", why, below, lambda pen, x: pen.nonzero(x, eps), name)
+    else:
+        yield at.floored(below, eps, "The denominator", name)
+    if not at.pen.scalar:
+        yield from _nothing_where_zero(at, below)
+    if stat is None or not stat.negative:
+        yield at.floored(below, "1e-3", "The denominator", name)
 
 
-def _nothing_where_zero(at: Spot, below: ast.expr, eps: str) -> Iterator[Remedy]:
-    """`where(b != 0, a / b, 0)`, with the b in it guarded as well, since backward runs through both branches."""
-    whole, source = at.expr.node, at.place.source
-    if not isinstance(whole, ast.BinOp) or at.pen.numpy:
+def _under_the_root(at: Spot, below: ast.expr) -> Iterator[Idea]:
+    """A denominator that is itself a root: a guard around it would leave the infinite slope of the root at 0."""
+    root = at.place.source.meaning(below)
+    half = root.op == "pow" and len(root.args) > 1 and number(root.args[1]) == 0.5
+    if root.args and (root.op == "sqrt" or half) and root.called != "math.sqrt":
+        yield at.floored(root.args[0], small(at.job.dtype, "1e-12", "1e-6"), "The root in the denominator", None)
+
+
+def _nothing_where_zero(at: Spot, below: ast.expr) -> Iterator[Idea]:
+    """`where(b == 0, 0, a / b)`, with the b in it guarded as well, since backward runs through both branches."""
+    whole = at.expr.node
+    if not isinstance(whole, ast.BinOp) or at.pen.numpy or len(at.place.code(below)) > SHORT:
         return
-    torch, plain = source.spell("torch", whole), atom(source, below)
-    safe = f"{torch}.where({plain} == 0, 1.0, {source.code(below)})"
-    start, end = source.span(whole)
-    inner_start, inner_end = source.span(below)
-    text = source.text
-    if text[:inner_start].rstrip().endswith("(") and text[inner_end:].lstrip().startswith(")") and inner_end < end:
-        safe = f"({safe})" if not text[:inner_start].rstrip()[:-1].rstrip().endswith("/") else safe
-    quotient = text[start:inner_start] + safe + text[inner_end:end]
-    yield at.job.remedy(
-        f"Where {at.named(below)} is 0, the result is 0",
-        "What has nothing to be divided by takes no part, in forward and in backward.",
-        put(source, whole, f"{torch}.where({plain} == 0, 0.0, {quotient})"),
-    )
+
+    def write(pen: Pen, node: ast.expr) -> Edit:
+        source = pen.source
+        torch, plain = source.spell("torch", node), atom(source, node)
+        safe = f"{torch}.where({plain} == 0, 1.0, {source.code(node)})"
+        quotient = f"{atom(source, whole.left)} / {safe}"
+        return put(source, whole, f"{torch}.where({plain} == 0, 0.0, {quotient})")
+
+    why = "What has nothing to be divided by takes no part, in forward and in backward."
+    yield at.idea("Where IT is 0, the result is 0", why, below, write, None)
 
 
 def _whole(stat: TensorStat | None) -> bool:
     """A tensor of whole numbers that begins at 0: a count."""
-    return stat is not None and (stat.dtype.startswith("int") or stat.binary) and not stat.negative
+    return stat is not None and stat.dtype.startswith("int") and not stat.negative
 
 
 def _is_count(at: Spot, name: str) -> bool:
@@ -306,7 +402,3 @@ def _binary(at: Spot, stat: TensorStat | None, producer: int | None) -> bool:
         made.op in ("_to_copy", "to", "float", "unsqueeze", "view", "expand")
         and any(i.stat is not None and i.stat.dtype == "bool" for i in made.inputs)
     )
-
-
-def magnitude(stat: TensorStat | None) -> float:
-    return largest(stat) or 0.0

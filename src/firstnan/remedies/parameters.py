@@ -9,7 +9,7 @@ from firstnan.records import OpEvent, Remedy
 from firstnan.remedies.base import Job, Place, remedy
 from firstnan.remedies.edits import Edit, argument, atom, put
 from firstnan.remedies.numbers import Spelled, literal, replaced, written
-from firstnan.remedies.settings import Setup
+from firstnan.remedies.setup import Setup
 from firstnan.remedies.source import Source, number
 from firstnan.rules.overflow import weights_feeding
 from firstnan.rules.scene import largest

@@ -10,7 +10,7 @@ from firstnan.records import Remedy
 from firstnan.remedies.base import Job, Place, remedy
 from firstnan.remedies.edits import Edit, after, atom, put
 from firstnan.remedies.numbers import written
-from firstnan.remedies.settings import Setup, clip
+from firstnan.remedies.setup import Setup, clip
 from firstnan.remedies.source import Source, number
 from firstnan.rules.scene import words
 

@@ -41,6 +41,8 @@ SAME = {
     "absolute": "abs",
 }
 """Other names of one operator."""
+USUAL = {"torch": "torch", "F": "torch.nn.functional", "nn": "torch.nn", "np": "numpy", "math": "math"}
+"""What these names mean where a file uses them and binds them nowhere: `from common import *` did."""
 FOLLOWED = 6
 
 
@@ -215,7 +217,19 @@ class Source:
                 for alias in node.names:
                     entry = (f"{node.module}.{alias.name}", self.scope(node))
                     found.setdefault(alias.asname or alias.name, []).append(entry)
+        for name, path in USUAL.items():
+            if name in self._read - self._bound and name not in found:
+                found[name] = [(path, self.tree)]
         return found
+
+    @cached_property
+    def _read(self) -> set[str]:
+        return {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+    @cached_property
+    def _bound(self) -> set[str]:
+        names = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return names | {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
 
     def imported(self, name: str, at: ast.AST) -> str | None:
         """`torch.nn.functional` for the name `F`, where it was imported so and nothing hides it at this place."""

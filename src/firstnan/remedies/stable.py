@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from firstnan.records import Remedy
 from firstnan.remedies.base import Job, Place, remedy
-from firstnan.remedies.edits import atom, put
+from firstnan.remedies.edits import Edit, atom, put
 from firstnan.remedies.guards import spot
 from firstnan.remedies.source import Expr, Source, number
 from firstnan.rules.scene import words
@@ -72,18 +72,26 @@ class LogForm:
             return atom(source, expr.args[0])
         if expr.op == "sum" and expr.args:
             return self._sum_of_exp(expr)
+        if expr.op == "div":
+            parts = [self.of(arg, depth + 1) for arg in expr.args]
+            return f"({parts[0]} - {parts[1]})" if None not in parts else None
         if expr.op == "add" and 1 in (number(expr.args[0]), number(expr.args[1])):
-            other = source.meaning(expr.args[number(expr.args[0]) == 1])
-            if other.op == "exp" and other.args and source.unchanged(other.args[0], self.use):
-                self.seen.append(other.node or self.use)
-                self.name = "softplus"
-                return f"{functional}.softplus({source.code(other.args[0])})"
+            return self.of_one_more(expr.args[number(expr.args[0]) == 1])
         if expr.op == "sub" and number(expr.args[0]) == 1:
             other = source.meaning(expr.args[1])
             if other.op == "sigmoid" and other.args and source.unchanged(other.args[0], self.use):
                 self.name = "logsigmoid"
                 return f"{functional}.logsigmoid(-{atom(source, other.args[0])})"
         return None
+
+    def of_one_more(self, node: ast.expr) -> str | None:
+        """log(1 + node)."""
+        other = self.source.meaning(node)
+        if other.op != "exp" or not other.args or not self.source.unchanged(other.args[0], self.use):
+            return None
+        self.seen.append(other.node or self.use)
+        self.name = "softplus"
+        return f"{self.source.spell('torch.nn.functional', self.use)}.softplus({self.source.code(other.args[0])})"
 
     def _sum_of_exp(self, expr: Expr) -> str | None:
         source = self.source
@@ -112,34 +120,36 @@ def renamed(source: Source, call: ast.Call, name: str) -> str:
     return source.text[start : end - len(old)] + name + source.text[end:stop]
 
 
-def _log_candidate(job: Job, place: Place, expr: Expr, must_use: ast.AST | None = None) -> Iterator[Remedy]:
+def _stable_log(place: Place, expr: Expr) -> tuple[LogForm, Edit] | None:
+    """The call of `log` or `log1p` replaced, if its argument is one of those known."""
     if expr.op not in ("log", "log1p") or not expr.args or not isinstance(expr.node, ast.expr):
-        return
+        return None
     source, form = place.source, LogForm(place.source, expr.node)
-    if expr.op == "log1p":
-        inner = source.meaning(expr.args[0])
-        if inner.op != "exp" or not source.unchanged(inner.args[0], expr.node):
-            return
-        form.seen.append(inner.node or expr.node)
-        form.name = "softplus"
-        functional = source.spell("torch.nn.functional", expr.node)
-        text: str | None = f"{functional}.softplus({source.code(inner.args[0])})"
-    else:
-        text = form.of(expr.args[0])
-    if text is None or (must_use is not None and must_use not in form.seen):
-        return
-    yield job.remedy(
-        f"Use {form.name} instead of the logarithm of its parts",
-        f"{form.name[:1].upper()}{form.name[1:]} never forms the number whose logarithm is infinite, and is exact.",
-        put(source, expr.node, text),
+    text = form.of(expr.args[0]) if expr.op == "log" else form.of_one_more(expr.args[0])
+    return (form, put(source, expr.node, text)) if text is not None else None
+
+
+def _remedy(job: Job, forms: list[tuple[LogForm, Edit]]) -> Remedy:
+    name = forms[0][0].name
+    return job.remedy(
+        f"Use {name} instead of the logarithm of its parts",
+        f"{name[:1].upper()}{name[1:]} never forms the number whose logarithm is infinite, and is exact.",
+        *(edit for _, edit in forms),
     )
 
 
 @remedy("log_of_zero", "log_of_negative", "where_grad_trap", "zero_times_inf")
 def logarithm_of_a_known_function(job: Job) -> Iterator[Remedy]:
     found = spot(job, "log")
-    if found is not None:
-        yield from _log_candidate(job, found.place, found.expr)
+    own = _stable_log(found.place, found.expr) if found is not None else None
+    if found is None or own is None or found.expr.node is None:
+        return
+    source = found.place.source
+    logs = [source.expr(n) for n in ast.walk(source.scope(found.expr.node)) if n is not found.expr.node]
+    others = [form for e in logs if (form := _stable_log(found.place, e)) is not None]
+    if others:
+        yield _remedy(job, [own, *others])
+    yield _remedy(job, [own])
 
 
 @remedy("exp_overflow", "overflow", "low_precision_overflow", "where_grad_trap", "zero_over_zero")
@@ -150,9 +160,10 @@ def exponential_inside_a_known_formula(job: Job) -> Iterator[Remedy]:
     source, node = place.source, place.node
     for other in ast.walk(source.scope(node)):
         expr = source.expr(other)
-        if expr.op in ("log", "log1p"):
-            yield from _log_candidate(job, place, expr, must_use=node)
-        elif isinstance(other, ast.BinOp) and expr.op == "div":
+        form = _stable_log(place, expr)
+        if form is not None and node in form[0].seen:
+            yield _remedy(job, [form])
+        if isinstance(other, ast.BinOp) and expr.op == "div":
             yield from _softmax_by_hand(job, place, expr)
             yield from _sigmoid_by_hand(job, place, expr)
 

@@ -13,6 +13,7 @@ from firstnan.records import (
     Batch,
     Cause,
     History,
+    InFloat64,
     LayerTrack,
     NaNEvent,
     Noticed,
@@ -118,6 +119,7 @@ def _origin_dict(origin: Origin) -> dict[str, Any]:
         "library": _site_dict(library) if library else None,
         "raised": event and event.raised,
         "in_python_backward": bool(event and event.in_python_backward),
+        "in_float64": event and event.in_float64,
     }
 
 
@@ -274,6 +276,7 @@ def _event(f: Fields, op: str, aten: str, phase: Phase, step: int) -> OpEvent | 
         witness=tuple((n, Fields({"value": v}, w).number("value")) for n, v, w in names_and_values(f, "witness")),
         raised=f.text("raised") or None,
         in_python_backward=f.flag("in_python_backward") or False,
+        in_float64=cast(Any, f.choice("in_float64", get_args(InFloat64), "") or None),
     )
     nothing = OpEvent(0, op, aten, event.phase, step)
     return None if event == nothing else event

@@ -44,7 +44,7 @@ def from_history(history: History) -> Cause | None:
         return None
     rule = next(r for r in RULES if r.slug == "divergence_lr")
     why = f"In the steps before, {rise.sentence()}: every step made it worse, until the numbers ran out of range."
-    return Cause(rule.slug, rule.title, why, (rise.sentence(),), SECOND)
+    return Cause(rule.slug, rule.title, why, rise.lines(), SECOND)
 
 
 def _all(scene: Scene) -> list[Cause]:

@@ -49,7 +49,7 @@ class Rule:
             return None
         if finding is None:
             return None
-        evidence = tuple(dict.fromkeys((*finding.evidence, *scene.witness_lines())))
+        evidence = tuple(dict.fromkeys((*finding.evidence, *scene.witness_lines(), *scene.float64_lines())))
         confidence = min(1.0, max(0.0, finding.confidence * weight))
         return Cause(self.slug, finding.title or self.title, finding.why, evidence, confidence)
 

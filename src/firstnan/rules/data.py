@@ -34,13 +34,14 @@ def _in_model(event: OpEvent) -> bool:
 
 def _enters_model(scene: Scene, label: str) -> bool | None:
     """Whether a tensor from outside goes into a layer before it meets the model's output; None if nobody read it."""
-    carriers: set[int] = set()
+    # One that the trace saw being made is followed from there, whatever its name.
+    carriers: set[int] = {scene.event.index} if scene.event is not None else set()
     derived: set[int] = set()
     met = False
     for event in scene.trace.events:
         if event.phase != "forward":
             continue
-        reads = any(i.label == label or i.producer in carriers for i in event.inputs)
+        reads = any((label and i.label == label) or i.producer in carriers for i in event.inputs)
         if reads and _in_model(event):
             return True
         if _in_model(event) or any(i.producer in derived for i in event.inputs):
@@ -54,7 +55,7 @@ def _enters_model(scene: Scene, label: str) -> bool | None:
 def _is_label(scene: Scene) -> bool:
     """The tensor is a target: it meets what the model has computed, not the model; or its name says so."""
     label = scene.origin.label
-    enters = _enters_model(scene, label) if label else None
+    enters = _enters_model(scene, label)
     if enters is not None:
         return not enters
     if LABEL_WORDS.search(label):

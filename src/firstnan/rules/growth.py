@@ -11,6 +11,8 @@ from firstnan.records import History
 
 WINDOW = 40
 TINY = 1e-12
+BAND = 3.0
+"""So many times the usual maximum still counts as healthy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,10 @@ class Growth:
     first: float
     last_step: int
     last: float
+    usual: float = math.inf
+    """The most that the steps up to the first showed."""
+    left_step: int | None = None
+    """The step from which on it was never back in the healthy band."""
 
     @property
     def factor(self) -> float:
@@ -30,6 +36,17 @@ class Growth:
     @property
     def steps(self) -> int:
         return self.last_step - self.first_step
+
+    @property
+    def per_step(self) -> float:
+        return float(self.factor ** (1 / max(self.steps, 1)))
+
+    def lines(self) -> tuple[str, ...]:
+        """The rise as evidence: from where to where, how fast, and when it left what was usual."""
+        rise = f"{self.sentence()}, {self.per_step:.3g} times a step"
+        if self.left_step is None:
+            return (rise,)
+        return (rise, f"step {self.left_step} left the healthy band for good (up to {BAND * self.usual:.4g})")
 
     def sentence(self) -> str:
         return (
@@ -67,7 +84,10 @@ def _rise(what: str, points: list[tuple[int, float]]) -> Growth | None:
     # One outlier batch is no growth: the end must be near the top, and most steps on the way must go up.
     if len(tail) < 2 or values[-1] < 0.3 * max(values) or rises < 0.6 * (len(tail) - 1):
         return None
-    rise = Growth(what, points[low][0], values[low], points[-1][0], values[-1])
+    usual = max(values[: low + 1])
+    inside = [i for i, v in enumerate(values) if v <= BAND * usual]
+    left = points[inside[-1] + 1][0] if inside and inside[-1] + 1 < len(points) else None
+    rise = Growth(what, points[low][0], values[low], points[-1][0], values[-1], usual, left)
     long = len(tail) >= 4 and rise.factor >= 10
     steep = len(tail) >= 3 and values[-1] > 1e6 * max(statistics.median(values), TINY)
     abrupt = len(points) <= 4 and rise.factor >= 1e4

@@ -8,7 +8,7 @@ from firstnan.records import OpEvent, TensorStat, Trace
 from firstnan.rules.base import ANY, Finding, rule
 from firstnan.rules.division import DIVISIONS
 from firstnan.rules.growth import growth as growth_of
-from firstnan.rules.scene import Scene, describe, largest, number, words
+from firstnan.rules.scene import Scene, describe, dtype_max, largest, number, words
 
 EXPONENTIALS = ("exp", "expm1", "exp2", "sinh", "cosh", "softplus", "logaddexp")
 ARITHMETIC = words(
@@ -21,6 +21,9 @@ ARITHMETIC = words(
 ORDINARY_WEIGHT = 50.0
 """Default initialisers stay near 1; a weight beyond this in the first steps was put there."""
 ABSURD_WEIGHT = 1e6
+WAY = 5
+"""How many operators back the head-room is told."""
+NEAR = 1e-3
 
 
 def overflowed(scene: Scene) -> bool:
@@ -54,6 +57,25 @@ def _sizes(scene: Scene) -> str:
     return f"It read magnitudes up to {number(scene.reach)}; {scene.dtype} ends at {number(scene.limit)}."
 
 
+def headroom(scene: Scene) -> tuple[str, ...]:
+    """How the magnitudes came near the end of the type, operator by operator, as one line of evidence."""
+    if scene.event is None or not scene.dtype:
+        return ()
+    steps, event = [], scene.event
+    for _ in range(WAY):
+        before = [(largest(e.outputs[0]), e) for e in scene.trace.producers(event) if len(e.outputs) == 1]
+        known = [(size, e) for size, e in before if size is not None]
+        if not known:
+            break
+        size, event = max(known, key=lambda pair: pair[0])
+        share = size / dtype_max(event.outputs[0].dtype)
+        if share > NEAR:
+            steps.append(f"{event.op} {number(size)} ({100 * share:.2g} %)")
+    if not steps:
+        return ()
+    return (f"on the way here, of the range of {scene.dtype} ({number(scene.limit)}): {', '.join(reversed(steps))}",)
+
+
 @rule("exp_overflow", title="Exponential too large for its type")
 def exp_overflow(scene: Scene) -> Finding | None:
     if scene.op not in EXPONENTIALS or not scene.inf or scene.fed_by_nonfinite:
@@ -82,7 +104,7 @@ def low_precision_overflow(scene: Scene) -> Finding | None:
         f"{number(scene.reach)}; float32 or bfloat16 would hold the result."
     )
     confidence = 0.5 if scene.phase == "optimizer" else 0.9
-    return Finding(why, confidence, scene.input_lines() + _mask_line(scene))
+    return Finding(why, confidence, scene.input_lines() + headroom(scene) + _mask_line(scene))
 
 
 def _mask_line(scene: Scene) -> tuple[str, ...]:
@@ -113,7 +135,7 @@ def divergence_lr(scene: Scene) -> Finding | None:
     only_gradients = scene.phase == "backward" and growth_of(scene.history, gradients=False) is None
     state = scene.phase == "optimizer" and scene.op in STATE_OPS
     confidence = 0.6 if scene.narrow or state or only_gradients else 0.93
-    return Finding(why, confidence, (growth.sentence(), *scene.input_lines()))
+    return Finding(why, confidence, (*growth.lines(), *scene.input_lines()))
 
 
 STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
@@ -177,7 +199,7 @@ def exploding_gradient(scene: Scene) -> Finding | None:
     )
     steps = [s for s in scene.history.steps if s.grad_norm is not None and math.isfinite(s.grad_norm)]
     known = (f"last finite gradient norm: {number(steps[-1].grad_norm)} in step {steps[-1].step}",) if steps else ()
-    return Finding(why, 0.8, scene.input_lines() + known)
+    return Finding(why, 0.8, scene.input_lines() + headroom(scene) + known)
 
 
 @rule("overflow", title="A result beyond the range of its type")
@@ -188,7 +210,7 @@ def overflow(scene: Scene) -> Finding | None:
         f"{_operator(scene)} made {scene.inf + scene.nan} element(s) too large for {scene.dtype} out of "
         f"finite numbers. {_sizes(scene)} No growth over the steps before explains it."
     )
-    return Finding(why, 0.6, scene.input_lines() + _mask_line(scene))
+    return Finding(why, 0.6, scene.input_lines() + headroom(scene) + _mask_line(scene))
 
 
 @rule("overflow", title="A result beyond the range of its type", phases=ANY)

@@ -221,6 +221,15 @@ class Scene:
         at = f"at {list(where)}" if where else "at the first bad element"
         return (f"{at}: {read}" + ("" if result is None else f" -> {number(result)}"),)
 
+    def float64_lines(self) -> tuple[str, ...]:
+        """Whether a wider type would have helped, as a line of evidence."""
+        known = self.event.in_float64 if self.event is not None else None
+        if known is None or not self.event or not self.event.born or self.dtype == "float64":
+            return ()
+        if known == "finite":
+            return (f"the same operator on the same numbers in float64 stays finite: {self.dtype} is too narrow here",)
+        return ("the same operator in float64 is non-finite too: undefined in any precision",)
+
     def input_lines(self, *names: str) -> tuple[str, ...]:
         """A line of evidence for each input of these names (without names: for each)."""
         if not names:

@@ -1,0 +1,122 @@
+"""Schedules of the learning rate: kept a number, and kept from growing past what training can bear."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from firstnan.records import Remedy
+from firstnan.remedies.base import Job, remedy
+from firstnan.remedies.edits import put
+from firstnan.remedies.numbers import written
+from firstnan.remedies.setup import Setup
+from firstnan.remedies.source import Function, Source, number
+
+
+@remedy("nan_lr")
+def guarded_schedule(job: Job) -> Iterator[Remedy]:
+    """The expression that computes the learning rate kept inside its domain."""
+    for source in Setup(job).files:
+        for expression in _schedules(source):
+            for node in ast.walk(expression):
+                found = _guard(source, node)
+                if found is not None:
+                    inner, text, why = found
+                    title = f"`{' '.join(source.code(inner).split())}` kept in range"
+                    yield job.remedy(title, why, put(source, inner, text), kind="setting")
+
+
+def _schedules(source: Source) -> Iterator[ast.expr]:
+    """What a schedule returns, and what is written into `group["lr"]`."""
+    names = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and "LambdaLR" in source.called(n)]
+    names += [n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and "MultiplicativeLR" in source.called(n)]
+    for call in names:
+        given = [*call.args[1:2], *(k.value for k in call.keywords if k.arg == "lr_lambda")]
+        for function in (f for g in given for f in _functions(source, g)):
+            yield from _returned(function)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and any(_is_rate(t) for t in node.targets):
+            yield node.value
+            # `group["lr"] = schedule(step)`, or a name that was computed before
+            for function in _functions(source, node.value):
+                yield from _returned(function)
+            if isinstance(node.value, ast.Name) and (value := source.value(node.value)) is not node.value:
+                yield value
+                yield from (r for f in _functions(source, value) for r in _returned(f))
+    for own in (n for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef) and n.name == "get_lr"):
+        yield from _returned(own)
+
+
+def _is_rate(node: ast.expr) -> bool:
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == "lr"
+
+
+def _functions(source: Source, node: ast.expr, depth: int = 3) -> Iterator[Function]:
+    """The functions that an expression stands for: a lambda, a name, what another function returns."""
+    if isinstance(node, ast.Lambda):
+        yield node
+    name = source.called(node).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else getattr(node, "id", None)
+    name = node.attr if isinstance(node, ast.Attribute) else name
+    for own in ast.walk(source.tree) if depth else ():
+        if isinstance(own, ast.FunctionDef) and own.name == name:
+            yield own
+            for returned in _returned(own):
+                yield from _functions(source, returned, depth - 1)
+
+
+def _returned(function: Function) -> Iterator[ast.expr]:
+    if isinstance(function, ast.Lambda):
+        yield function.body
+        return
+    for node in ast.walk(function):
+        # What it is computed from on the way counts too.
+        if isinstance(node, ast.Return | ast.Assign) and node.value is not None:
+            yield node.value
+
+
+def _guard(source: Source, node: ast.AST) -> tuple[ast.expr, str, str] | None:
+    """An operation that leaves the numbers, with the operand that has to be held and how."""
+    expr = source.expr(node)
+    first = expr.arg(0, "x")
+    if first is None or (isinstance(node, ast.Call) and expr.library not in ("numpy", "math", "torch", "")):
+        return None
+    if expr.op in ("pow", "sqrt", "log", "log2", "log10") and number(first) is None:
+        floor = "0.0" if expr.op in ("pow", "sqrt") else "1e-8"
+        why = "After the planned number of steps the base becomes negative, and a fractional power of it is no number."
+        return first, f"max({source.code(first)}, {floor})", why
+    if expr.op == "div" and (below := expr.arg(1, "other")) is not None and number(below) is None:
+        return below, f"max({source.code(below)}, 1)", "A schedule of no steps divided by zero."
+    return None
+
+
+@remedy("divergence_lr")
+def capped_schedule(job: Job) -> Iterator[Remedy]:
+    """A schedule that raises the rate stops where training was still healthy."""
+    rates = [(s.step, s.lr) for s in job.scene.history.steps if s.lr is not None and math.isfinite(s.lr)]
+    growth = job.scene.growth
+    initial: Any = dict(job.scene.history.settings).get("initial_lr")
+    if len(rates) < 3 or growth is None or not isinstance(initial, int | float) or not initial:
+        return
+    healthy = [r for step, r in rates if step <= growth.first_step]
+    if not healthy or rates[-1][1] < 3 * min(r for _, r in rates):
+        return
+    cap = healthy[-1] / initial
+    for source in Setup(job).files:
+        for call in ast.walk(source.tree):
+            if not isinstance(call, ast.Call) or not source.called(call).endswith("LambdaLR") or len(call.args) < 2:
+                continue
+            for function in _functions(source, call.args[1]):
+                ends = [function.body] if isinstance(function, ast.Lambda) else _last_return(function)
+                edits = [put(source, e, f"min({source.code(e)}, {written(cap)})") for e in ends]
+                yield job.remedy(
+                    f"The schedule ends at {written(cap)} times the base rate",
+                    f"The loss began to rise when the learning rate passed {written(healthy[-1])}.",
+                    *edits,
+                    kind="setting",
+                )
+
+
+def _last_return(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
+    return [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
