@@ -53,7 +53,8 @@ class Investigation:
         self.watch: Watch | None = None
         self._trial: TrialWatch | None = None
         self.report = Report("clean")
-        self.error: BaseException | None = None
+        self._fate = trial.Outcome()
+        """How the program ended; the exception itself would keep its tensors alive."""
 
     # What the runner calls.
 
@@ -64,7 +65,7 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
-        self.error = error
+        self._fate = trial.ended_by(error)
         if self.watch is not None:
             self.watch.program_failed(error)
 
@@ -82,7 +83,7 @@ class Investigation:
                 self._run_again(watch)
         if self.order is not None:
             if self.order.what == "trial":
-                self._tell(self._trial.outcome(self.error) if self._trial else trial.ended_by(self.error))
+                self._tell(self._trial.outcome(self._fate) if self._trial else self._fate)
             else:
                 write(self.report, self.order.report)
             return 0
@@ -179,7 +180,16 @@ class Investigation:
         say(f"trying {changes} of the program (its output is hidden; Ctrl-C skips this)")
         steps = trial.STEPS if options.verify is None else options.verify
         trials = trial.Trials(self.start, options.program, steps, trial.Limits.after(self.seconds))
-        self.report = trials.run(report, self._save)
+        try:
+            trials.run(report, self._keep)
+        except KeyboardInterrupt:
+            pass  # what was tried until now is in the report
+        except Exception as error:
+            say(f"internal error: {type(error).__name__}: {error}")
+
+    def _keep(self, report: Report) -> None:
+        self.report = report
+        self._save(report)
 
     def _tell(self, outcome: trial.Outcome) -> None:
         assert self.order is not None

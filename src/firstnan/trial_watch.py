@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from firstnan.program_hooks import end_program
 from firstnan.site import Ownership
-from firstnan.trial import Outcome, described, ended_by
+from firstnan.trial import Outcome, described
 from firstnan.watch import Mode, Watch
 
 
@@ -39,13 +39,13 @@ class TrialWatch(Watch):
             self.mode, self._stopped = Mode.DONE, True
             end_program()
 
-    def outcome(self, error: BaseException | None = None) -> Outcome:
-        """What has been seen so far; `error` is what ended the program, if there was something."""
+    def outcome(self, fate: Outcome | None = None) -> Outcome:
+        """What has been seen so far; `fate` is how the program ended."""
         found = self.report.verdict == "nonfinite"
         noticed = self.report.noticed if found else self.bad_output if self.unresolved else None
         alarm = self.gate.explosion
         return replace(
-            ended_by(None if found or self._stopped else error),
+            Outcome() if fate is None or found or self._stopped else fate,
             passed=self.gate.steps.current,
             noticed=described(noticed) if noticed or found else "",
             bad_step=self.report.step if found else None,
