@@ -183,10 +183,10 @@ def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, in
     reached = passed > bad
     if outcome.noticed:
         when = outcome.bad_step if outcome.bad_step is not None else bad
-        where = f"{outcome.noticed} is not finite"
+        where = f"in step {when}"
         if when > bad:
-            return True, None, f"{where} in step {when}"
-        return False, None, f"{where} in step {when} already" if when < (report.step or 0) else ""
+            return True, None, f"{outcome.noticed} is not finite {where}"
+        return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.error:
         return reached, None, f"the program stopped in step {passed}: {outcome.error}"
     if outcome.exploded and reached:
