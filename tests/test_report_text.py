@@ -406,7 +406,7 @@ def test_nothing_here_imports_torch() -> None:
 
 def test_a_diff_is_shown_by_place_with_little_around_it() -> None:
     diff = (
-        "--- a//home/me/train.py\t2026\n+++ b//home/me/train.py\n@@ -7,6 +7,6 @@\n one\n two\n\tthree\r\n"
+        "--- a//home/me/train.py\t2026\n+++ b//home/me/train.py\n@@ -7,6 +7,6 @@\n one\n two\n \tthree\r\n"
         "-\told\r\n+\tnew\r\n\n four\n\\ No newline at end of file\n"
     )
     assert shown(diff) == [
