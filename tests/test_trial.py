@@ -24,7 +24,9 @@ from firstnan.records import History, Noticed, Origin, Remedy, Report, StepRecor
 from firstnan.report import load
 from firstnan.runner import Program
 from firstnan.trial import Limits, Outcome, Trials, judged, keeps_numbers, last_bad_step, loss_change, ranked
-from zygote import Zygote, firstnan  # noqa: F401  (a fixture)
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
 
 TRAIN = Program("train.py", ())
 AMPLE = Limits(60, 120)
@@ -54,7 +56,7 @@ HELPER = """
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, firstnan: Zygote) -> Path:  # noqa: F811
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, firstnan: Zygote) -> Path:
     """A folder to work in, where a program started again is a fork that has torch already."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", firstnan.executable)
@@ -181,7 +183,7 @@ def test_modules_and_packages_are_replaced_too(place: Path) -> None:
     ).proven
 
 
-def test_compiled_files_of_the_old_source_are_not_used_nor_written(place: Path, firstnan: Zygote) -> None:  # noqa: F811
+def test_compiled_files_of_the_old_source_are_not_used_nor_written(place: Path, firstnan: Zygote) -> None:
     import py_compile
 
     compiled = Path(py_compile.compile(str(place / "helper.py"), doraise=True))
@@ -263,6 +265,32 @@ def test_a_program_that_stops_itself_is_judged_by_what_it_read(place: Path) -> N
     assert bad.failing_step_finite is False
     good = change(place / "helper.py", "x.sum(1, keepdim=True)", "x.sum(1, keepdim=True) + 1e-6")
     assert tried(report.with_(remedies=(good,)), TRAIN).remedies[0].proven
+
+
+def test_a_program_that_updates_its_weights_itself(place: Path) -> None:
+    """Without an optimizer object: what an update did is seen when the next step begins."""
+    by_hand = LOOP.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)", "rate = 0.01")
+    by_hand = by_hand.replace("optimizer.zero_grad()", "model.zero_grad()").replace(
+        "optimizer.step()",
+        "with torch.no_grad():\n            for p in model.parameters():\n                p -= rate * p.grad",
+    )
+    write(place / "train.py", by_hand)
+    result = outcome_of(change(place / "train.py", "x[3] = 0", "x[3] = 1"))
+    assert (result.failing_step_finite, result.steps_finite_after) == (True, 20)
+    result = outcome_of(change(place / "train.py", "x[3] = 0", "rate = float('inf')"))
+    assert (result.failing_step_finite, result.note) == (False, "a parameter")
+
+
+def test_two_optimizers_that_take_turns(place: Path) -> None:
+    second = (
+        "\n        other.zero_grad()\n        (critic(x) - score(x)).square().mean().backward()\n        other.step()"
+    )
+    text = LOOP.replace("        optimizer.step()", "        optimizer.step()" + second)
+    made = "lr=0.01)\n    critic = torch.nn.Linear(4, 1)\n    other = torch.optim.SGD(critic.parameters(), lr=0.01)"
+    write(place / "train.py", text.replace("lr=0.01)", made))
+    result = outcome_of(change(place / "train.py", "x[3] = 0", "x[3] = 1"))
+    assert (result.failing_step_finite, result.steps_finite_after) == (True, 20)
+    assert outcome_of(change(place / "train.py", "x[3] = 0", "x[2] = 0")).failing_step_finite is False
 
 
 def test_its_own_exit_code_after_the_failing_step_is_no_failure(place: Path) -> None:
@@ -495,7 +523,7 @@ LOADED = """
 
 
 @pytest.fixture
-def command(place: Path, firstnan: Zygote) -> Any:  # noqa: F811
+def command(place: Path, firstnan: Zygote) -> Any:
     """`firstnan run` of a program whose report has these remedies."""
     write(place / "train.py", LOADED)
 

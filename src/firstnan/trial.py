@@ -180,7 +180,7 @@ def judged(remedy: Remedy, outcome: Outcome | None, report: Report, stopped: str
 def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, int | None, str]:
     """Whether the failing step is finite, how many are after it (None: something went wrong), and a remark."""
     bad, passed = last_bad_step(report), outcome.passed
-    reached = passed > bad
+    reached, steps = passed > bad, f"{passed} step{'s' * (passed != 1)}"
     if outcome.noticed:
         when = outcome.bad_step if outcome.bad_step is not None else bad
         where = f"in step {when}"
@@ -197,9 +197,9 @@ def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, in
     if outside and not outcome.trained and not outcome.exit:
         return True, 0, ""
     if remedy.kind == "data" and passed:
-        return True, 0, f"with less data the program ends after {passed} steps, all of them finite"
+        return True, 0, f"with less data the program ends after {steps}, all of them finite"
     how = f" with {outcome.exit}" if outcome.exit else ""
-    return False, None, f"the program ended{how} after {passed} steps, before the failing one"
+    return False, None, f"the program ended{how} after {steps}, before the failing one"
 
 
 def loss_change(outcome: Outcome, report: Report) -> float | None:

@@ -32,9 +32,10 @@ class TrialWatch(Watch):
 
     def step_ended(self, by_hand: bool = False) -> None:
         super().step_ended(by_hand)
-        if self.mode is not Mode.WATCHING or self.gate.steps.current <= self.step:
+        if self.mode is not Mode.WATCHING:
             return
-        self.tell(self.outcome())  # if time runs out, so much is known
+        if self.gate.steps.current > self.step:
+            self.tell(self.outcome())  # if time runs out, so much is known
         if self.gate.steps.current > self.last or os.getppid() != self._parent:
             self.mode, self._stopped = Mode.DONE, True
             end_program()
