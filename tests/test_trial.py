@@ -156,16 +156,17 @@ def test_a_program_that_ends_early_has_the_steps_it_has(place: Path) -> None:
     assert outcome_of(replace(good, kind="data"), step=30).proven
 
 
-def test_the_last_update_counts(place: Path) -> None:
-    """A step whose loss and gradients are finite but whose update is not has not passed."""
-    write(place / "train.py", LOOP.replace("lr=0.01)", "lr=0.01)\n    rate = 1e30").replace("range(40)", "range(6)"))
-    poison = change(
-        place / "train.py",
-        "    if step == 5:\n        x[3] = 0\n",
-        "    for group in optimizer.param_groups:\n        group['lr'] = float('inf') if step == 5 else 0.01\n",
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_update_of_the_failing_step_counts(place: Path, which: int) -> None:
+    """Every parameter of a large model is looked at after it, not only those whose turn it is."""
+    text = LOOP.replace("Linear(4, 1)", "Linear(4, 10000)").replace(
+        "model.parameters(), lr", "[{'params': [p]} for p in model.parameters()], lr"
     )
+    write(place / "train.py", text)
+    rate = f"optimizer.param_groups[{which}]['lr'] = float('inf') if step == 5 else 0.01"
+    poison = change(place / "train.py", "    if step == 5:\n        x[3] = 0\n", f"    {rate}\n")
     result = outcome_of(poison)
-    assert result.failing_step_finite is False
+    assert (result.failing_step_finite, result.note) == (False, "a parameter")
 
 
 def test_modules_and_packages_are_replaced_too(place: Path) -> None:

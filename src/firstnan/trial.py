@@ -171,7 +171,7 @@ def judged(remedy: Remedy, outcome: Outcome | None, report: Report, stopped: str
         return replace(remedy, note=f"{stopped}, before step {bad} was over" if stopped else "the trial was lost")
     change = loss_change(outcome, report) if remedy.kind == "code" else None
     finite, after, note = _verdict(remedy, outcome, report)
-    note = "; ".join(part for part in (note, stopped) if part)
+    note = "; ".join(part for part in (note, "" if outcome.noticed else stopped) if part)
     return replace(
         remedy, tried=True, failing_step_finite=finite, steps_finite_after=after, loss_change=change, note=note
     )
