@@ -249,7 +249,7 @@ def tried() -> Report:
         remedies=(
             Remedy("keep p above 0", two_places, True, True, 20, "A 0 becomes the least number.", loss_change=2.1e-8),
             Remedy("log1p instead of log", one, True, True, 1, loss_change=0.1432),
-            Remedy("clip the gradient", one, kind="setting", note="an earlier one already helps"),
+            Remedy("cut the batch", one, True, kind="data", note="the program stopped in step 0: IndexError: 3"),
             Remedy(
                 "learning rate 0.01", one, True, True, None, kind="setting", note="the loss is not finite in step 14"
             ),

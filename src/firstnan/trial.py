@@ -177,8 +177,8 @@ def judged(remedy: Remedy, outcome: Outcome | None, report: Report, stopped: str
     )
 
 
-def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, int | None, str]:
-    """Whether the failing step is finite, how many are after it (None: something went wrong), and a remark."""
+def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool | None, int | None, str]:
+    """Whether the failing step is finite (None: it never came), how many after it (None: not all), and a remark."""
     bad, passed = last_bad_step(report), outcome.passed
     reached, steps = passed > bad, f"{passed} step{'s' * (passed != 1)}"
     if outcome.noticed:
@@ -188,7 +188,7 @@ def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, in
             return True, None, f"{outcome.noticed} is not finite {where}"
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.error:
-        return reached, None, f"the program stopped in step {passed}: {outcome.error}"
+        return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"
     if outcome.exploded and reached:
         return True, None, outcome.exploded[:1].lower() + outcome.exploded[1:].rstrip(".")
     if reached:
@@ -199,7 +199,7 @@ def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, in
     if remedy.kind == "data" and passed:
         return True, 0, f"with less data the program ends after {steps}, all of them finite"
     how = f" with {outcome.exit}" if outcome.exit else ""
-    return False, None, f"the program ended{how} after {steps}, before the failing one"
+    return None, None, f"the program ended{how} after {steps}, before the failing one"
 
 
 def loss_change(outcome: Outcome, report: Report) -> float | None:
