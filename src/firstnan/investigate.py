@@ -45,7 +45,7 @@ class Investigation:
         self.options = options
         self.start = Start()
         self.order = Order.given()
-        if self.order is not None:
+        if self.order is not None and self.order.contents:
             overlay.put_in_place({path: text.encode("latin-1") for path, text in self.order.contents.items()})
         self.began = time.monotonic()
         self.seconds = 0.0
