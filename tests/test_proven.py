@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(not hasattr(remedies, "propose"), reason="nothin
 
 @pytest.mark.parametrize("name", FAILING[::6])
 def test_a_proven_change_holds_in_a_fresh_run(tmp_path: Path, name: str, firstnan: Zygote) -> None:
-    script = Path(shutil.copy(CASES / f"{name}.py", tmp_path))
+    for path in CASES.glob(f"{name}*.py"):
+        shutil.copy(path, tmp_path)
+    script = tmp_path / f"{name}.py"
     report = Report.from_dict(firstnan(["run", "--verify", "20", script.name], cwd=tmp_path).found)
     remedy = choose(report)
     assert remedy is not None, [(r.title, r.note) for r in report.remedies]
