@@ -19,7 +19,7 @@ import pytest
 
 from firstnan import trial
 from firstnan.child import Start
-from firstnan.investigate import reason_not_to_try
+from firstnan.investigate import Options, reason_not_to_try
 from firstnan.records import History, Noticed, Origin, Remedy, Report, StepRecord, TensorStat
 from firstnan.report import load
 from firstnan.runner import Program
@@ -390,6 +390,10 @@ def test_limits_follow_the_time_that_the_program_took() -> None:
     assert Limits.after(100) == Limits(300, 400)
 
 
+def options(verify: int | None, replay: Any = "auto") -> Options:
+    return Options(json=None, output=None, trace=False, replay=replay, program=TRAIN, verify=verify)
+
+
 @pytest.mark.parametrize(
     ("verify", "seconds", "reproduced", "says"),
     [
@@ -401,12 +405,17 @@ def test_limits_follow_the_time_that_the_program_took() -> None:
     ],
 )
 def test_when_nothing_is_tried(verify: int | None, seconds: float, reproduced: Any, says: str) -> None:
-    assert reason_not_to_try(failing(5, reproduced=reproduced), verify, seconds) == says
+    assert reason_not_to_try(failing(5, reproduced=reproduced), options(verify), seconds) == says
+
+
+def test_who_forbids_a_replay_forbids_a_trial() -> None:
+    assert reason_not_to_try(failing(5), options(None, "never"), 1.0) == "--replay never"
+    assert reason_not_to_try(failing(5), options(20, "never"), 1.0) == ""
 
 
 def test_one_of_several_processes_is_not_started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert reason_not_to_try(failing(5), None, 1.0) == "one of several processes cannot be run alone"
+    assert reason_not_to_try(failing(5), options(None), 1.0) == "one of several processes cannot be run alone"
 
 
 # --- which one wins -----------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class Investigation:
         count = min(sum(1 for remedy in report.remedies if remedy.diff), trial.MOST)
         if not count:
             return
-        why = reason_not_to_try(report, options.verify, self.seconds)
+        why = reason_not_to_try(report, options, self.seconds)
         if why:
             self.report = report.with_(remedies=tuple(replace(r, note=why) for r in report.remedies))
             return
@@ -233,15 +233,17 @@ def say(text: str) -> None:
     print(f"firstnan: {text}", file=sys.stderr, flush=True)
 
 
-def reason_not_to_try(report: Report, verify: int | None, seconds: float) -> str:
+def reason_not_to_try(report: Report, options: Options, seconds: float) -> str:
     """Why the program is not started again with changes in it; empty where nothing speaks against it."""
     if report.reproduced == "transient":
         return "it did not happen again, so that a trial proves nothing"
-    if verify == 0:
+    if options.verify == 0:
         return "--verify 0"
+    if options.verify is None and options.replay == "never":
+        return "--replay never"
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         return "one of several processes cannot be run alone"
-    if verify is None and seconds > trial.PATIENCE:
+    if options.verify is None and seconds > trial.PATIENCE:
         return f"the program ran {seconds / 60:.0f} minutes; with --verify {trial.STEPS} it is tried all the same"
     return ""
 
