@@ -235,6 +235,35 @@ def watched() -> Report:
     )  # fmt: skip
 
 
+def tried() -> Report:
+    """What trying several changes showed."""
+    two_places = (
+        f"--- a/{F}\n+++ b/{F}\n@@ -1,4 +1,5 @@\n import math\n+import torch\n \n \n def loss(p, y):\n"
+        "@@ -7,7 +8,7 @@\n\n     # probabilities\n     p = p / p.sum(dim=1, keepdim=True)\n"
+        "-    return -(y * torch.log(p)).sum(dim=1).mean()\n"
+        "+    return -(y * torch.log(p.clamp_min(torch.finfo(p.dtype).tiny)).nan_to_num()).sum(dim=1).mean()\n"
+        " \n \n loader = DataLoader(rows)\n"
+    )
+    one = f"--- a/{F}\n+++ b/{F}\n@@ -10 +10 @@\n-    x = 1\n+    x = 2\n"
+    return forward().with_(
+        remedies=(
+            Remedy("keep p above 0", two_places, True, True, 20, "A 0 becomes the least number.", loss_change=2.1e-8),
+            Remedy("log1p instead of log", one, True, True, 1, loss_change=0.1432),
+            Remedy("cut the batch", one, True, kind="data", note="the program stopped in step 0: IndexError: 3"),
+            Remedy(
+                "learning rate 0.01", one, True, True, None, kind="setting", note="the loss is not finite in step 14"
+            ),
+            Remedy("take the absolute value", one, True, False, note="a gradient"),
+        )
+    )
+
+
+def untried() -> Report:
+    """As a detector reports it, which does not run the program again."""
+    one = f"--- a/{F}\n+++ b/{F}\n@@ -10 +10 @@\n-    x = 1\n+    x = 2\n"
+    return forward().with_(remedies=(Remedy("add an eps", one, why="No 0 is left."), Remedy("look at the data")))
+
+
 def clean() -> Report:
     return Report("clean", step=199)
 
@@ -257,6 +286,8 @@ SAMPLES = {
     "parameter": parameter,
     "divergence": divergence,
     "watched": watched,
+    "tried": tried,
+    "untried": untried,
     "clean": clean,
     "minimal": minimal,
     "no_cause": no_cause,

@@ -131,7 +131,8 @@ HEAD = "--- a/train.py\n+++ b/train.py\n"
         ("--- /dev/null\n+++ b/train.py\n@@ -0,0 +1 @@\n+a\n", "makes or removes a file"),
         ("--- a/train.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-import torch\n", "makes or removes a file"),
         ("--- a/train.py\n+++ b/other.py\n@@ -1 +1 @@\n-import torch\n+a\n", "renames 'train.py' to 'other.py'"),
-        ("--- a/\n+++ b/\n@@ -1 +1 @@\n-import torch\n+a\n", "names no file"),
+        ("--- a/\n+++ b/\n@@ -1 +1 @@\n-import torch\n+a\n", "names no file: ''"),
+        ("--- a/\x1b[2J\n+++ b/\x1b[2J\n@@ -1 +1 @@\n-import torch\n+a\n", r"names no file: '\x1b[2J'"),
     ],
 )
 def test_what_is_no_diff_is_refused_in_one_line(diff: str, says: str) -> None:

@@ -19,6 +19,7 @@ from rich.cells import cell_len
 
 from firstnan.records import History, LayerTrack, Noticed, Origin, PathStep, Report, Site, TensorStat
 from firstnan.report import print_text, render_text, words
+from firstnan.report.diff import shown
 from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer, watched
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -398,3 +399,28 @@ def test_nothing_here_imports_torch() -> None:
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here.parent / "src"), str(here)])
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": paths}, timeout=60)
+
+
+# --- diffs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_diff_is_shown_by_place_with_little_around_it() -> None:
+    diff = (
+        "--- a//home/me/train.py\t2026\n+++ b//home/me/train.py\n@@ -7,6 +7,6 @@\n one\n two\n \tthree\r\n"
+        "-\told\r\n+\tnew\r\n\n four\n\\ No newline at end of file\n"
+    )
+    assert shown(diff) == [
+        ("", "/home/me/train.py:10"),
+        (" ", "three"),
+        ("-", "old"),
+        ("+", "new"),
+    ]
+
+
+@pytest.mark.parametrize("diff", ["", "\n", "no diff", "@@", "--- a", "@@ -x +y @@\n", "--- \n+++ \n@@ -1 +1 @@\n"])
+def test_what_is_no_diff_shows_nothing(diff: str) -> None:
+    assert shown(diff) == []
+
+
+def test_a_diff_without_a_place_is_shown_all_the_same() -> None:
+    assert shown("-eps=0\n+eps=1e-8") == [("-", "eps=0"), ("+", "eps=1e-8")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -84,17 +85,17 @@ def apply(remedy: Remedy, stream: TextIO) -> None:
 
 def _backup(source: Source, target: Path) -> Path:
     """A copy beside the file, under a name that was free."""
-    number = 0
-    while True:
+    for number in itertools.count():
         backup = target.with_name(f"{target.name}.orig{f'.{number}' if number else ''}")
-        try:
-            with open(backup, "xb") as file:
+        with contextlib.suppress(FileExistsError), open(backup, "xb") as file:
+            try:
                 file.write(source.content)
-        except FileExistsError:
-            number += 1
-            continue
-        shutil.copystat(target, backup)
-        return backup
+                shutil.copystat(target, backup)
+            except BaseException:
+                backup.unlink()
+                raise
+            return backup
+    raise AssertionError("numbers do not end")
 
 
 def _replace(target: Path, content: bytes) -> None:

@@ -45,7 +45,7 @@ class Investigation:
         self.options = options
         self.start = Start()
         self.order = Order.given()
-        if self.order is not None:
+        if self.order is not None and self.order.contents:
             overlay.put_in_place({path: text.encode("latin-1") for path, text in self.order.contents.items()})
         self.began = time.monotonic()
         self.seconds = 0.0
@@ -53,7 +53,8 @@ class Investigation:
         self.watch: Watch | None = None
         self._trial: TrialWatch | None = None
         self.report = Report("clean")
-        self.error: BaseException | None = None
+        self._fate = trial.Outcome()
+        """How the program ended; the exception itself would keep its tensors alive."""
 
     # What the runner calls.
 
@@ -64,7 +65,7 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
-        self.error = error
+        self._fate = trial.ended_by(error)
         if self.watch is not None:
             self.watch.program_failed(error)
 
@@ -82,7 +83,7 @@ class Investigation:
                 self._run_again(watch)
         if self.order is not None:
             if self.order.what == "trial":
-                self._tell(self._trial.outcome(self.error) if self._trial else trial.ended_by(self.error))
+                self._tell(self._trial.outcome(self._fate) if self._trial else self._fate)
             else:
                 write(self.report, self.order.report)
             return 0
@@ -170,7 +171,7 @@ class Investigation:
         count = min(sum(1 for remedy in report.remedies if remedy.diff), trial.MOST)
         if not count:
             return
-        why = reason_not_to_try(report, options.verify, self.seconds)
+        why = reason_not_to_try(report, options, self.seconds)
         if why:
             self.report = report.with_(remedies=tuple(replace(r, note=why) for r in report.remedies))
             return
@@ -179,7 +180,16 @@ class Investigation:
         say(f"trying {changes} of the program (its output is hidden; Ctrl-C skips this)")
         steps = trial.STEPS if options.verify is None else options.verify
         trials = trial.Trials(self.start, options.program, steps, trial.Limits.after(self.seconds))
-        self.report = trials.run(report, self._save)
+        try:
+            trials.run(report, self._keep)
+        except KeyboardInterrupt:
+            pass  # what was tried until now is in the report
+        except Exception as error:
+            say(f"internal error: {type(error).__name__}: {error}")
+
+    def _keep(self, report: Report) -> None:
+        self.report = report
+        self._save(report)
 
     def _tell(self, outcome: trial.Outcome) -> None:
         assert self.order is not None
@@ -223,15 +233,17 @@ def say(text: str) -> None:
     print(f"firstnan: {text}", file=sys.stderr, flush=True)
 
 
-def reason_not_to_try(report: Report, verify: int | None, seconds: float) -> str:
+def reason_not_to_try(report: Report, options: Options, seconds: float) -> str:
     """Why the program is not started again with changes in it; empty where nothing speaks against it."""
     if report.reproduced == "transient":
         return "it did not happen again, so that a trial proves nothing"
-    if verify == 0:
+    if options.verify == 0:
         return "--verify 0"
+    if options.verify is None and options.replay == "never":
+        return "--replay never"
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         return "one of several processes cannot be run alone"
-    if verify is None and seconds > trial.PATIENCE:
+    if options.verify is None and seconds > trial.PATIENCE:
         return f"the program ran {seconds / 60:.0f} minutes; with --verify {trial.STEPS} it is tried all the same"
     return ""
 

@@ -77,9 +77,10 @@ class Trials:
         self.until = time.monotonic() + limits.all
         self._fails_again: bool | None = None
         """Whether the unchanged program is known to fail again in the same step."""
+        self._longest = 0.0
 
     def run(self, report: Report, save: Callable[[Report], None]) -> Report:
-        """The report with its remedies tried; `save` gets it after each of them."""
+        """The report with its remedies tried; `save` gets it after each of them, and at the end."""
         self._fails_again = True if report.replay.startswith(RUN_AGAIN) else None
         waiting, done, why = list(report.remedies), list[Remedy](), ""
         while waiting:
@@ -88,16 +89,17 @@ class Trials:
                 done.append(replace(remedy, note=why) if remedy.diff else remedy)
                 continue
             try:
-                remedy = self._try(remedy, report)
+                done.append(self._try(remedy, report))
             except KeyboardInterrupt:
-                remedy = replace(remedy, note=_SKIPPED)
-            done.append(remedy)
+                done.append(replace(remedy, note=_SKIPPED))
             why = self._reason_to_stop(done, report)
             save(report.with_(remedies=ranked([*done, *waiting], report)))
         if self._fails_again is False:
             done = [replace(untried(remedy), note=_CHANCE) for remedy in done]
         surplus = [remedy for remedy in done if remedy.note == _HELPED][_LEFT_UNTRIED:]
-        return report.with_(remedies=ranked([remedy for remedy in done if remedy not in surplus], report))
+        report = report.with_(remedies=ranked([remedy for remedy in done if remedy not in surplus], report))
+        save(report)
+        return report
 
     def _reason_to_stop(self, done: list[Remedy], report: Report) -> str:
         """Why the rest is not tried; empty where it is."""
@@ -108,8 +110,8 @@ class Trials:
             return _SKIPPED
         if last.proven and keeps_numbers(last, report):
             return _HELPED
-        if time.monotonic() > self.until:
-            return f"{self.limits.all:.0f} s were up"
+        if time.monotonic() + self._longest > self.until:
+            return f"{self.limits.all:.0f} s are enough"
         return f"{MOST} others were tried before it" if sum(1 for one in done if one.diff) >= MOST else ""
 
     def _try(self, remedy: Remedy, report: Report) -> Remedy:
@@ -132,8 +134,10 @@ class Trials:
     def _outcome(self, contents: dict[str, bytes], report: Report, steps: int) -> tuple[Outcome | None, str]:
         """What came of one run, and why it was stopped, if it was."""
         bad = last_bad_step(report)
-        seconds = min(self.limits.one, max(self.until - time.monotonic(), 1.0))
+        began = time.monotonic()
+        seconds = min(self.limits.one, max(self.until - began, 1.0))
         data, in_time = self.start.try_out(self.program, contents, step=bad, last=bad + steps, seconds=seconds)
+        self._longest = max(self._longest, time.monotonic() - began)
         return Outcome.of(data) if data is not None else None, "" if in_time else f"stopped after {seconds:.0f} s"
 
     def _is_repeatable(self, outcome: Outcome, report: Report) -> bool:
@@ -167,24 +171,24 @@ def judged(remedy: Remedy, outcome: Outcome | None, report: Report, stopped: str
         return replace(remedy, note=f"{stopped}, before step {bad} was over" if stopped else "the trial was lost")
     change = loss_change(outcome, report) if remedy.kind == "code" else None
     finite, after, note = _verdict(remedy, outcome, report)
-    note = "; ".join(part for part in (note, stopped) if part)
+    note = "; ".join(part for part in (note, "" if outcome.noticed else stopped) if part)
     return replace(
         remedy, tried=True, failing_step_finite=finite, steps_finite_after=after, loss_change=change, note=note
     )
 
 
-def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, int | None, str]:
-    """Whether the failing step is finite, how many are after it (None: something went wrong), and a remark."""
+def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool | None, int | None, str]:
+    """Whether the failing step is finite (None: it never came), how many after it (None: not all), and a remark."""
     bad, passed = last_bad_step(report), outcome.passed
-    reached = passed > bad
+    reached, steps = passed > bad, f"{passed} step{'s' * (passed != 1)}"
     if outcome.noticed:
         when = outcome.bad_step if outcome.bad_step is not None else bad
-        where = f"{outcome.noticed} is not finite"
+        where = f"in step {when}"
         if when > bad:
-            return True, None, f"{where} in step {when}"
-        return False, None, f"{where} in step {when} already" if when < (report.step or 0) else ""
+            return True, None, f"{outcome.noticed} is not finite {where}"
+        return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.error:
-        return reached, None, f"the program stopped in step {passed}: {outcome.error}"
+        return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"
     if outcome.exploded and reached:
         return True, None, outcome.exploded[:1].lower() + outcome.exploded[1:].rstrip(".")
     if reached:
@@ -193,9 +197,9 @@ def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool, in
     if outside and not outcome.trained and not outcome.exit:
         return True, 0, ""
     if remedy.kind == "data" and passed:
-        return True, 0, f"with less data the program ends after {passed} steps, all of them finite"
+        return True, 0, f"with less data the program ends after {steps}, all of them finite"
     how = f" with {outcome.exit}" if outcome.exit else ""
-    return False, None, f"the program ended{how} after {passed} steps, before the failing one"
+    return None, None, f"the program ended{how} after {steps}, before the failing one"
 
 
 def loss_change(outcome: Outcome, report: Report) -> float | None:
@@ -251,10 +255,9 @@ def described(noticed: Noticed | None) -> str:
     return {"loss": "the loss", "value": "a value that the program reads"}.get(what, f"a {what}")
 
 
-def ended_by(error: BaseException | None) -> Outcome:
-    """The outcome of a program of which only this is known: what ended it, None where it came to its end."""
+def ended_by(error: BaseException) -> Outcome:
+    """The outcome of a program of which only this is known: what ended it."""
     if isinstance(error, SystemExit):
-        return Outcome(exit=f"exit code {error.code}") if error.code not in (0, None) else Outcome()
-    if error is None:
-        return Outcome()
+        code = " ".join(str(error.code).split())[:100]
+        return Outcome(exit=f"exit code {code}") if error.code not in (0, None) else Outcome()
     return Outcome(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])

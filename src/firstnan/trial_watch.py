@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from firstnan.program_hooks import end_program
 from firstnan.site import Ownership
-from firstnan.trial import Outcome, described, ended_by
+from firstnan.trial import Outcome, described
 from firstnan.watch import Mode, Watch
 
 
@@ -32,20 +32,21 @@ class TrialWatch(Watch):
 
     def step_ended(self, by_hand: bool = False) -> None:
         super().step_ended(by_hand)
-        if self.mode is not Mode.WATCHING or self.gate.steps.current <= self.step:
+        if self.mode is not Mode.WATCHING:
             return
-        self.tell(self.outcome())  # if time runs out, so much is known
+        if self.gate.steps.current > self.step:
+            self.tell(self.outcome())  # if time runs out, so much is known
         if self.gate.steps.current > self.last or os.getppid() != self._parent:
             self.mode, self._stopped = Mode.DONE, True
             end_program()
 
-    def outcome(self, error: BaseException | None = None) -> Outcome:
-        """What has been seen so far; `error` is what ended the program, if there was something."""
+    def outcome(self, fate: Outcome | None = None) -> Outcome:
+        """What has been seen so far; `fate` is how the program ended."""
         found = self.report.verdict == "nonfinite"
         noticed = self.report.noticed if found else self.bad_output if self.unresolved else None
         alarm = self.gate.explosion
         return replace(
-            ended_by(None if found or self._stopped else error),
+            Outcome() if fate is None or found or self._stopped else fate,
             passed=self.gate.steps.current,
             noticed=described(noticed) if noticed or found else "",
             bad_step=self.report.step if found else None,

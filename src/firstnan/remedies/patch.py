@@ -93,10 +93,11 @@ def with_paths(diff: str, rename: Callable[[str], str]) -> str:
 def _check(changes: list[Change]) -> None:
     if not changes:
         raise PatchError("there is no change in the diff")
-    paths = [change.path for change in changes]
+    seen: set[str] = set()
     for change in changes:
-        if paths.count(change.path) > 1:
+        if change.path in seen:
             raise PatchError(f"the diff names {change.path} twice")
+        seen.add(change.path)
         if not any(line.mark != " " for hunk in change.hunks for line in hunk.lines):
             raise PatchError(f"the diff changes nothing in {change.path}")
 
@@ -111,8 +112,8 @@ def _path(old: str, new: str) -> str:
     if bare[0] != bare[1] and names[0] != names[1]:
         raise PatchError(f"the diff renames {bare[0]!r} to {bare[1]!r}; only changes are allowed")
     name = bare[0] if bare[0] == bare[1] else names[0]
-    if not name or "\0" in name:
-        raise PatchError("the diff names no file")
+    if not name or not name.isprintable():  # shown as it is to whoever is asked whether to change it
+        raise PatchError(f"the diff names no file: {name[:60]!r}")
     return name
 
 

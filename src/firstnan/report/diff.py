@@ -12,9 +12,9 @@ AROUND = 1
 _LONGEST = 100_000
 
 
-def shown(diff: str) -> list[str]:
-    """The lines of a diff, each change under its place; anything that is no diff comes out as it is."""
-    path, number, out = "", 0, []
+def shown(diff: str) -> list[tuple[str, str]]:
+    """The lines of a diff, each with its mark, every change under its place (which has none)."""
+    path, number, out = "", 0, list[tuple[str, str]]()
     hunk: list[str] = []
     for line in [*diff[:_LONGEST].strip("\n").split("\n"), "@@"]:
         if line.startswith(("--- ", "+++ ", "@@")):
@@ -29,14 +29,15 @@ def shown(diff: str) -> list[str]:
     return out
 
 
-def _block(path: str, number: int, hunk: list[str]) -> list[str]:
+def _block(path: str, number: int, hunk: list[str]) -> list[tuple[str, str]]:
     """One change: its place, then its lines without the indentation that they share."""
     changes = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
     if not changes:
         return []
-    first = max(changes[0] - AROUND, 0)
-    place = [f"{path}:{number + changes[0]}" if number else path] if path else []
-    lines = hunk[first : changes[-1] + AROUND + 1]
+    place = [("", f"{path}:{number + changes[0]}" if number else path)] if path else []
+    first, last = max(changes[0] - AROUND, 0), changes[-1] + AROUND
+    # An empty line around it tells nothing.
+    lines = [x for i, x in enumerate(hunk[: last + 1]) if i >= first and (x.strip() or changes[0] <= i <= changes[-1])]
     marks = [line[:1] or " " for line in lines]
     texts = textwrap.dedent("\n".join(line[1:] for line in lines)).split("\n")
-    return place + [f"{mark} {text}".rstrip() for mark, text in zip(marks, texts, strict=True)]
+    return place + list(zip(marks, texts, strict=True))

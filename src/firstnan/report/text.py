@@ -185,7 +185,7 @@ class _Page:
             if cause.why:
                 yield sure, self._text(cause.why)
             for line in self._evidence(cause)[: MOST["evidence"]]:
-                yield sure, self._bullet(line)
+                yield sure, self._hanging(self.chars.bullet, self._text(line))
         elif report.origin:
             yield "cause", Text("no known cause fits", style="yellow")
 
@@ -228,12 +228,12 @@ class _Page:
         told = tuple(f"{stat.name} {list(stat.shape)} " for stat in read if stat.name)
         return [line for line in cause.evidence if not (told and line.startswith(told))]
 
-    def _bullet(self, line: str) -> Table:
-        """A point of a list, whose wrapped lines stay right of the point."""
+    def _hanging(self, mark: str, text: Text, style: str = "") -> Table:
+        """A text whose wrapped lines stay right of its mark."""
         grid = Table.grid(padding=(0, 1, 0, 0))
-        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True, style=style)
         grid.add_column(overflow="fold")
-        grid.add_row(self.chars.bullet, self._text(line))
+        grid.add_row(mark, text)
         return grid
 
     def _values(self, origin: Origin) -> Iterable[tuple[str, RenderableType]]:
@@ -277,19 +277,19 @@ class _Page:
                 continue
             yield label, Text.assemble(title, f": {self.chars.prose(remedy.why)}" if remedy.why else "")
             yield label, self._text(result, tone)
-            for line in self._diff(remedy):
-                yield label, line
+            yield from ((label, line) for line in self._diff(remedy))
         if len(remedies) > MOST["remedies"]:
             yield "", Text(f"and {len(remedies) - MOST['remedies']} more in the JSON", style="dim")
         if self.report.other_causes:
             causes = self.report.other_causes[: MOST["causes"]]
             yield "or maybe", self._text("; ".join(f"{c.title} [{c.slug}]" for c in causes), "dim")
 
-    def _diff(self, remedy: Remedy) -> Iterable[Text]:
+    def _diff(self, remedy: Remedy) -> Iterable[RenderableType]:
         lines = shown(remedy.diff)
-        for line in lines[: MOST["diff"]]:
-            style = {"+": "green", "-": "red", " ": ""}.get(line[:1], "dim")
-            yield Text(self.chars.cut(self.chars.show(line.expandtabs(TAB)), 400), style=style)
+        for mark, line in lines[: MOST["diff"]]:
+            text = self.chars.cut(self.chars.show(line.expandtabs(TAB)), 400)
+            style = {"+": "green", "-": "red", " ": ""}.get(mark, "dim")
+            yield self._hanging(mark, Text(text, style=style), style) if mark else Text(text, style=style)
         if len(lines) > MOST["diff"]:
             yield Text(f"and {words.count(len(lines) - MOST['diff'], 'line')} more", style="dim")
 
@@ -299,6 +299,8 @@ class _Page:
         yield from self._notes()
         if saved:
             yield "json", self._text(saved)
+        if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:
+            yield "", self._text(f"firstnan fix {saved} --apply makes the change", "dim")
 
     def _notes(self) -> Iterable[tuple[str, RenderableType]]:
         notes = self.report.notes

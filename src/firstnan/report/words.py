@@ -260,7 +260,7 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
         how = "; firstnan run script.py tries it" if remedy.diff else ""
         return f"not tried: {remedy.note}" if remedy.note else f"not tried{how}"
     if remedy.failing_step_finite is None:
-        return "tried"
+        return f"tried: {remedy.note}" if remedy.note else "tried"
     if not remedy.failing_step_finite:
         return f"tried: {step} is still not finite" + (f" ({remedy.note})" if remedy.note else "")
     if remedy.steps_finite_after is None:

@@ -1,0 +1,35 @@
+"""No change is called proven that a fresh run of the changed program contradicts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from firstnan import remedies
+from firstnan.fix import choose
+from firstnan.records import Report
+from firstnan.remedies.patch import new_contents
+from test_cases import CASES, FAILING
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
+pytestmark = pytest.mark.skipif(not hasattr(remedies, "propose"), reason="nothing proposes changes yet")
+
+
+@pytest.mark.parametrize("name", FAILING[::6])
+def test_a_proven_change_holds_in_a_fresh_run(tmp_path: Path, name: str, firstnan: Zygote) -> None:
+    for path in CASES.glob(f"{name}*.py"):
+        shutil.copy(path, tmp_path)
+    script = tmp_path / f"{name}.py"
+    report = Report.from_dict(firstnan(["run", "--verify", "20", script.name], cwd=tmp_path).found)
+    remedy = choose(report)
+    assert remedy is not None, [(r.title, r.note) for r in report.remedies]
+    assert remedy.steps_finite_after is not None
+    for source, content in new_contents(remedy.diff):
+        source.path.write_bytes(content)
+    again = firstnan(["run", script.name], cwd=tmp_path)
+    assert again.report is not None
+    if again.report["verdict"] == "nonfinite":
+        assert again.report["step"] > (report.step or 0) + remedy.steps_finite_after
