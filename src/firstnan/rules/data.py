@@ -63,7 +63,7 @@ def _is_label(scene: Scene) -> bool:
     return label.endswith("[1]") and bool(readers) and all(e.op in LOSSES for e in readers)
 
 
-@rule("nan_label", title="Non-finite value in the targets", phases=INPUT)
+@rule("nan_label", phases=INPUT)
 def nan_label(scene: Scene) -> Finding | None:
     if not _is_label(scene):
         return None
@@ -75,7 +75,7 @@ def nan_label(scene: Scene) -> Finding | None:
     return Finding(why, 0.85 if scene.event is None else 0.5, (describe(stat, scene.origin.label),) if stat else ())
 
 
-@rule("nan_input", title="Non-finite value in the input data", phases=INPUT)
+@rule("nan_input", phases=INPUT)
 def nan_input(scene: Scene) -> Finding | None:
     stat = scene.origin.produced or scene.made
     name = scene.origin.label or "the batch"
@@ -86,7 +86,7 @@ def nan_input(scene: Scene) -> Finding | None:
     return Finding(why, 0.6 if scene.event is None else 0.4, (describe(stat, name),) if stat else ())
 
 
-@rule("uninitialized_memory", title="Memory that was never initialised", phases=ANY)
+@rule("uninitialized_memory", phases=ANY)
 def uninitialized_memory(scene: Scene) -> Finding | None:
     empty = scene.op.startswith(("empty", "new_empty")) or scene.origin.op.startswith(("empty", "new_empty"))
     if not (empty and scene.phase == "parameter") and not _from_empty(scene):
@@ -105,7 +105,7 @@ def _from_empty(scene: Scene) -> bool:
     return scene.event is not None and any(e.uninitialized for e in (scene.event, *scene.trace.producers(scene.event)))
 
 
-@rule("nan_parameter", title="Non-finite value already in the weights", phases=PARAMETER)
+@rule("nan_parameter", phases=PARAMETER)
 def nan_parameter(scene: Scene) -> Finding | None:
     stat = scene.origin.produced or scene.made
     name = scene.origin.label or "a parameter"
@@ -116,7 +116,7 @@ def nan_parameter(scene: Scene) -> Finding | None:
     return Finding(why, 0.6 if scene.event is None else 0.35, (describe(stat, name),) if stat else ())
 
 
-@rule("nan_constant", title="A constant NaN in the code", phases=ANY)
+@rule("nan_constant", phases=ANY)
 def nan_constant(scene: Scene) -> Finding | None:
     event = scene.origin.event
     if event is None or scene.phase == "optimizer" or not event.bad or not _literal(scene, event):

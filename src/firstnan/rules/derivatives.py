@@ -103,7 +103,7 @@ def _arriving(scene: Scene) -> str:
     return " The gradient that arrives there is 0, and 0 times infinity is NaN." if zero else ""
 
 
-@rule("where_grad_trap", title="A discarded element still gets a NaN gradient", phases=BACKWARD)
+@rule("where_grad_trap", phases=BACKWARD)
 def where_grad_trap(scene: Scene) -> Finding | None:
     if scene.event is None or scene.event.in_python_backward or _incoming_zero(scene) is not True:
         return None
@@ -126,7 +126,7 @@ def where_grad_trap(scene: Scene) -> Finding | None:
     return Finding(why, sure, _forward_lines(scene))
 
 
-@rule("where_grad_trap", title="A discarded element still gets a NaN gradient", phases=frozenset({"forward"}))
+@rule("where_grad_trap", phases=frozenset({"forward"}))
 def discarded_in_forward(scene: Scene) -> Finding | None:
     """The origin is a forward infinity that forward itself threw away: only backward can have brought it back."""
     event = scene.event
@@ -157,7 +157,7 @@ def _survives(scene: Scene, start: OpEvent) -> bool:
     return bool(tainted - used)
 
 
-@rule("sqrt_grad_at_zero", title="The derivative of a square root (or norm) at zero", phases=BACKWARD)
+@rule("sqrt_grad_at_zero", phases=BACKWARD)
 def sqrt_grad_at_zero(scene: Scene) -> Finding | None:
     if not scene.family & SQRTS or scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
         return None
@@ -169,7 +169,7 @@ def sqrt_grad_at_zero(scene: Scene) -> Finding | None:
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 
 
-@rule("pow_grad_at_zero", title="The derivative of a power below 1 at zero", phases=BACKWARD)
+@rule("pow_grad_at_zero", phases=BACKWARD)
 def pow_grad_at_zero(scene: Scene) -> Finding | None:
     if "pow" not in scene.family or scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
         return None
@@ -199,7 +199,7 @@ def _power(scene: Scene) -> float | None:
     return float(given) if isinstance(given, int | float) else None
 
 
-@rule("acos_grad_at_one", title="The derivative of acos or asin at 1 or -1", phases=BACKWARD)
+@rule("acos_grad_at_one", phases=BACKWARD)
 def acos_grad_at_one(scene: Scene) -> Finding | None:
     if not scene.family & ARCS or scene.event is None or scene.event.in_python_backward:
         return None
@@ -212,7 +212,7 @@ def acos_grad_at_one(scene: Scene) -> Finding | None:
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 
 
-@rule("xlogy_grad_at_zero", title="The derivative of x * log(y) at 0", phases=BACKWARD)
+@rule("xlogy_grad_at_zero", phases=BACKWARD)
 def xlogy_grad_at_zero(scene: Scene) -> Finding | None:
     if not scene.family & {"xlogy", "xlog1py", "entr", "kldiv"} or scene.event is None or not scene.event.bad:
         return None
@@ -223,7 +223,7 @@ def xlogy_grad_at_zero(scene: Scene) -> Finding | None:
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 
 
-@rule("logsumexp_grad_all_inf", title="The derivative of logsumexp over a slice of -inf", phases=BACKWARD)
+@rule("logsumexp_grad_all_inf", phases=BACKWARD)
 def logsumexp_grad_all_inf(scene: Scene) -> Finding | None:
     if not scene.family & LOGSUMS or not scene.nan:
         return None
@@ -234,7 +234,7 @@ def logsumexp_grad_all_inf(scene: Scene) -> Finding | None:
     return Finding(why, 0.93, scene.input_lines() or _forward_lines(scene))
 
 
-@rule("degenerate_decomposition", title="The derivative of a decomposition with equal values", phases=BACKWARD)
+@rule("degenerate_decomposition", phases=BACKWARD)
 def degenerate_decomposition(scene: Scene) -> Finding | None:
     if not scene.family & DECOMPOSITIONS or not (scene.nan or scene.inf):
         return None
@@ -249,7 +249,7 @@ def degenerate_decomposition(scene: Scene) -> Finding | None:
     return Finding(why, 0.93, scene.input_lines() + _forward_lines(scene))
 
 
-@rule("custom_backward", title="A hand-written backward made it", phases=BACKWARD)
+@rule("custom_backward", phases=BACKWARD)
 def custom_backward(scene: Scene) -> Finding | None:
     if scene.event is None or not scene.event.in_python_backward:
         return None
@@ -260,7 +260,7 @@ def custom_backward(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines())
 
 
-@rule("infinite_derivative", title="An infinite derivative", phases=BACKWARD)
+@rule("infinite_derivative", phases=BACKWARD)
 def infinite_derivative(scene: Scene) -> Finding | None:
     if scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
         return None

@@ -37,7 +37,7 @@ def denominator(scene: Scene) -> str:
     return "the denominator"
 
 
-@rule("zero_over_zero", title="Zero divided by zero", elsewhere=ELSEWHERE)
+@rule("zero_over_zero", elsewhere=ELSEWHERE)
 def zero_over_zero(scene: Scene) -> Finding | None:
     if scene.op not in DIVISIONS or not scene.nan:
         return None
@@ -69,7 +69,7 @@ def normalise_constant(scene: Scene) -> Finding | None:
     return Finding(why, 0.9, scene.input_lines())
 
 
-@rule("div_by_zero", title="Division by zero", elsewhere=ELSEWHERE)
+@rule("div_by_zero", elsewhere=ELSEWHERE)
 def div_by_zero(scene: Scene) -> Finding | None:
     if scene.op not in DIVISIONS or not (scene.inf or scene.op in ("fmod", "remainder")):
         return None
@@ -88,7 +88,7 @@ def div_by_zero(scene: Scene) -> Finding | None:
     return Finding(why, 0.94, scene.input_lines(*(n for n in (top, bottom) if n)))
 
 
-@rule("zero_times_inf", title="Zero times infinity", elsewhere=ELSEWHERE)
+@rule("zero_times_inf", elsewhere=ELSEWHERE)
 def zero_times_inf(scene: Scene) -> Finding | None:
     if scene.op not in PRODUCTS or not scene.nan or scene.event is None:
         return None
@@ -107,7 +107,7 @@ def zero_times_inf(scene: Scene) -> Finding | None:
     return Finding(why, 0.92, scene.input_lines())
 
 
-@rule("inf_minus_inf", title="Infinity minus infinity")
+@rule("inf_minus_inf")
 def inf_minus_inf(scene: Scene) -> Finding | None:
     if scene.op not in ("sub", "rsub", "add", "sum", "mean", "cumsum", "div", "var", "std") or not scene.nan:
         return None

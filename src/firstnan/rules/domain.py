@@ -35,7 +35,7 @@ def _underflow(scene: Scene) -> str:
     return ""
 
 
-@rule("log_of_zero", title="Logarithm of zero", elsewhere=ELSEWHERE)
+@rule("log_of_zero", elsewhere=ELSEWHERE)
 def log_of_zero(scene: Scene) -> Finding | None:
     if scene.op not in LOGS or not scene.inf:
         return None
@@ -56,7 +56,7 @@ def log_of_zero(scene: Scene) -> Finding | None:
     return Finding(why, 0.95 if touched else 0.7, scene.input_lines(name))
 
 
-@rule("log_of_negative", title="Logarithm of a negative number", elsewhere=ELSEWHERE)
+@rule("log_of_negative", elsewhere=ELSEWHERE)
 def log_of_negative(scene: Scene) -> Finding | None:
     if scene.op not in LOGS or not scene.nan:
         return None
@@ -94,7 +94,7 @@ def logdet_of_singular(scene: Scene) -> Finding | None:
     return Finding(why, 0.8, scene.input_lines())
 
 
-@rule("sqrt_of_negative", title="Square root of a negative number", elsewhere=ELSEWHERE)
+@rule("sqrt_of_negative", elsewhere=ELSEWHERE)
 def sqrt_of_negative(scene: Scene) -> Finding | None:
     name = "running_var" if scene.op in NORMALISERS else "self"
     if scene.op not in (*ROOTS, *NORMALISERS) or not scene.nan or not scene.negative_at(name):
@@ -109,7 +109,7 @@ def sqrt_of_negative(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines(name))
 
 
-@rule("pow_of_zero", title="Zero to a negative power", elsewhere=ELSEWHERE)
+@rule("pow_of_zero", elsewhere=ELSEWHERE)
 def pow_of_zero(scene: Scene) -> Finding | None:
     if scene.op not in ("pow", "float_power") or not scene.inf:
         return None
@@ -122,7 +122,7 @@ def pow_of_zero(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines("self"))
 
 
-@rule("pow_of_negative", title="Negative base to a fractional power", elsewhere=ELSEWHERE)
+@rule("pow_of_negative", elsewhere=ELSEWHERE)
 def pow_of_negative(scene: Scene) -> Finding | None:
     if scene.op not in ("pow", "float_power") or not scene.nan or not scene.negative_at("self"):
         return None
@@ -138,7 +138,7 @@ def pow_of_negative(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines("self"))
 
 
-@rule("sqrt_of_negative", title="Square root of a negative number")
+@rule("sqrt_of_negative")
 def half_power_of_negative(scene: Scene) -> Finding | None:
     if scene.at("exponent") not in (0.5, -0.5):
         return None
@@ -146,7 +146,7 @@ def half_power_of_negative(scene: Scene) -> Finding | None:
     return Finding(found.why, 0.5, found.evidence) if found else None
 
 
-@rule("arc_out_of_domain", title="Inverse function outside its domain", elsewhere=ELSEWHERE)
+@rule("arc_out_of_domain", elsewhere=ELSEWHERE)
 def arc_out_of_domain(scene: Scene) -> Finding | None:
     if not scene.nan or scene.op not in (*ARCS, "acosh", "logit"):
         return None
@@ -164,7 +164,7 @@ def arc_out_of_domain(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines("self"))
 
 
-@rule("pole", title="Function evaluated at a pole", elsewhere=ELSEWHERE)
+@rule("pole", elsewhere=ELSEWHERE)
 def pole(scene: Scene) -> Finding | None:
     if not (scene.nan or scene.inf) or scene.fed_by_nonfinite:
         return None

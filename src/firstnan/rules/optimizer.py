@@ -34,7 +34,7 @@ def _moved_by_gradient(scene: Scene) -> bool:
     return any(i.role in ("gradient", "state") or i.label.endswith(".grad") for e in events for i in e.inputs)
 
 
-@rule("nan_lr", title="The learning rate is not a finite number", phases=UPDATES)
+@rule("nan_lr", phases=UPDATES)
 def nan_lr(scene: Scene) -> Finding | None:
     given = dict(scene.event.scalars) if scene.event else {}
     used = [(n, v) for n in (*RATE_NAMES, "scalars") for v in _numbers(given.get(n))]
@@ -53,7 +53,7 @@ def nan_lr(scene: Scene) -> Finding | None:
     return Finding(why, 0.99, (f"{bad[0]} = {bad[1]}",))
 
 
-@rule("optimizer_eps", title="The optimizer divides by zero", phases=UPDATES)
+@rule("optimizer_eps", phases=UPDATES)
 def optimizer_eps(scene: Scene) -> Finding | None:
     if not (scene.nan or scene.inf):
         return None
@@ -79,7 +79,7 @@ def optimizer_eps(scene: Scene) -> Finding | None:
     return Finding(why, 0.96 if moved else 0.25, scene.input_lines(*(n for n in names if n)))
 
 
-@rule("optimizer_overflow", title="Overflow inside the optimizer", phases=frozenset({"optimizer"}))
+@rule("optimizer_overflow", phases=frozenset({"optimizer"}))
 def optimizer_overflow(scene: Scene) -> Finding | None:
     if not (scene.inf or scene.nan) or not (scene.op in FUSED or overflowed(scene)):
         return None

@@ -54,7 +54,7 @@ def _sizes(scene: Scene) -> str:
     return f"It read magnitudes up to {number(scene.reach)}; {scene.dtype} ends at {number(scene.limit)}."
 
 
-@rule("exp_overflow", title="Exponential too large for its type")
+@rule("exp_overflow")
 def exp_overflow(scene: Scene) -> Finding | None:
     if scene.op not in EXPONENTIALS or not scene.inf or scene.fed_by_nonfinite:
         return None
@@ -68,7 +68,7 @@ def exp_overflow(scene: Scene) -> Finding | None:
     return Finding(why, 0.6 if wide_enough else 0.92, scene.input_lines("self"))
 
 
-@rule("low_precision_overflow", title="Beyond the range of a 16-bit (or narrower) type", phases=ANY)
+@rule("low_precision_overflow", phases=ANY)
 def low_precision_overflow(scene: Scene) -> Finding | None:
     if not scene.narrow or not overflowed(scene):
         return None
@@ -95,7 +95,7 @@ def _mask_line(scene: Scene) -> tuple[str, ...]:
     return ()
 
 
-@rule("divergence_lr", title="Training diverged: the step size is too large", phases=ANY)
+@rule("divergence_lr", phases=ANY)
 def divergence_lr(scene: Scene) -> Finding | None:
     growth = scene.growth
     if growth is None or not overflowed(scene) or scene.phase == "input":
@@ -120,7 +120,7 @@ STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
 """What an optimizer uses to update its own state."""
 
 
-@rule("bad_init", title="Absurdly large initial weights", phases=ANY - {"optimizer"})
+@rule("bad_init", phases=ANY - {"optimizer"})
 def bad_init(scene: Scene) -> Finding | None:
     if not overflowed(scene) or scene.origin.step > 1 or scene.growth is not None or scene.event is None:
         return None
@@ -167,7 +167,7 @@ def _weights(scene: Scene, start: OpEvent) -> list[tuple[str, TensorStat]]:
     return found
 
 
-@rule("exploding_gradient", title="The gradient overflowed on its way back", phases=frozenset({"backward"}))
+@rule("exploding_gradient", phases=frozenset({"backward"}))
 def exploding_gradient(scene: Scene) -> Finding | None:
     if scene.event is None or scene.event.in_python_backward or not overflowed(scene):
         return None
@@ -180,7 +180,7 @@ def exploding_gradient(scene: Scene) -> Finding | None:
     return Finding(why, 0.8, scene.input_lines() + known)
 
 
-@rule("overflow", title="A result beyond the range of its type")
+@rule("overflow")
 def overflow(scene: Scene) -> Finding | None:
     if not overflowed(scene) or scene.op in EXPONENTIALS:
         return None
@@ -191,7 +191,7 @@ def overflow(scene: Scene) -> Finding | None:
     return Finding(why, 0.6, scene.input_lines() + _mask_line(scene))
 
 
-@rule("overflow", title="A result beyond the range of its type", phases=ANY)
+@rule("overflow", phases=ANY)
 def overflow_elsewhere(scene: Scene) -> Finding | None:
     if not scene.inf or scene.nan or scene.fed_by_nonfinite or scene.event is None or not scene.event.born:
         return None

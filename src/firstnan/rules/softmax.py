@@ -44,7 +44,7 @@ def _width(scene: Scene, stat: TensorStat) -> int | None:
     return stat.shape[dim]
 
 
-@rule("fully_masked_softmax", title="Softmax over a row that is masked as a whole", elsewhere=0.5)
+@rule("fully_masked_softmax", elsewhere=0.5)
 def fully_masked_softmax(scene: Scene) -> Finding | None:
     if scene.op not in SOFTMAXES or not scene.nan:
         return None
@@ -85,7 +85,7 @@ def masked_by_hand(scene: Scene) -> Finding | None:
     return Finding(why, 0.96 if scene.op == "div" else 0.9, scene.input_lines())
 
 
-@rule("masked_label", title="The label points at a class that is masked with -inf")
+@rule("masked_label")
 def masked_label(scene: Scene) -> Finding | None:
     if scene.op not in PICKS + CARRIES or not scene.inf or scene.nan:
         return None

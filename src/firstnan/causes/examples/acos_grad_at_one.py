@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 cosine = torch.rand(512, 1) * 1.6 - 0.8
 angle = torch.acos(cosine)

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 lines = torch.randn(512, 12, 5)
 text = torch.randint(1, 8, (512, 14))

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 samples = torch.randn(512, 12, 3)
 samples[36] = torch.eye(3).repeat(4, 1)  # a calibration pattern

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 area = torch.rand(512, 3)
 price = area.sum(dim=1) + 0.5

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 users = torch.randint(0, 20, (512,))
 films = torch.randint(0, 30, (512,))

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 tokens = torch.randn(512, 6)
 tags = torch.randint(0, 4, (512,))

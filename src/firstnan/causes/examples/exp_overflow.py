@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 genes = torch.randn(512, 10)
 genes[47] = 400.0 * genes[47].abs()  # counts that were never normalised

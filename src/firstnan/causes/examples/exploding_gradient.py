@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 length = torch.full((512,), 20)
 length[40:48] = 90  # the first long recordings

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 words = torch.randn(512, 5, 8)
 label = torch.randint(0, 2, (512,))

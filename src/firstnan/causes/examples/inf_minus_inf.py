@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 states = torch.randn(512, 6)
 blocked = torch.zeros(512, 4, dtype=torch.bool)

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 customers = torch.randn(512, 6)
 leaves = (customers[:, 0] > 0.5).float()

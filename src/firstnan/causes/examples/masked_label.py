@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 basket = torch.randn(512, 6)
 bought = torch.randint(0, 10, (512,))

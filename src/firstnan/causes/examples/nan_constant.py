@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 reading = torch.randn(512, 3)
 sensor = torch.randint(0, 3, (512,))

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 table = torch.randn(512, 5)
 price = table[:, 0] * 2 + 1

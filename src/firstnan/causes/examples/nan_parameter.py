@@ -6,6 +6,7 @@ import tempfile
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 x = torch.randn(512, 5)
 y = torch.randint(0, 3, (512,))

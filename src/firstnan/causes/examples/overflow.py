@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 traffic = torch.rand(512, 3)
 load = traffic.sum(dim=1)

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 features = torch.randn(512, 4)
 rank = torch.rand(512) * 0.98 + 0.01

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 distance = torch.rand(512, 5) + 0.1
 rain = torch.rand(512)

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 players = torch.randn(512, 4)
 team = torch.arange(512) // 2 % 4

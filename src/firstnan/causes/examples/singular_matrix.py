@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 design = torch.randn(512, 6, 2)
 answer = torch.randn(512, 6, 1)

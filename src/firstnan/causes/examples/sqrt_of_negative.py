@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 windows = 2.0 * torch.randn(512, 32) + 3.0
 fault = (windows.std(dim=1) > 2).float()

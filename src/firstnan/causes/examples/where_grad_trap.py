@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 time = torch.rand(512, 4) * 6 - 3
 wave = torch.sinc(time)

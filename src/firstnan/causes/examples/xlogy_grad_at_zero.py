@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
 torch.manual_seed(0)
 counts = torch.rand(512, 4) + 0.1
 counts[42, 3] = 0.0  # a species that was not seen
