@@ -82,6 +82,8 @@ def _at_edge(scene: Scene) -> bool:
         return scene.zero_at("other" if scene.op == "div" else "self")
     if scene.op == "pow":
         return scene.zero_at("self") and scene.negative_at("exponent")
+    if scene.op == "log":  # x ** a, and what contains it, has a * log(x) in its derivative
+        return scene.zero_at("self")
     forward = _forward(scene)
     read = [i.stat for i in forward.inputs] if forward else []
     return scene.op in ("mul", "pow") and bool(scene.event and scene.event.bad) and any(has_zero(s) for s in read)
@@ -187,7 +189,14 @@ def pow_grad_at_zero(scene: Scene) -> Finding | None:
 @rule("sqrt_grad_at_zero", title="The derivative of a square root at zero", phases=BACKWARD)
 def half_power_at_zero(scene: Scene) -> Finding | None:
     found = pow_grad_at_zero(scene) if _power(scene) == 0.5 else None
-    return Finding(found.why, 0.5, found.evidence) if found else None
+    return Finding(found.why, 0.93 if _of_squares(scene) else 0.5, found.evidence) if found else None
+
+
+def _of_squares(scene: Scene) -> bool:
+    """The root is taken of a sum or mean of squares: a norm, a distance, a standard deviation."""
+    forward = _forward(scene)
+    near = [e.op for e in scene.trace.feeding(forward, 3)] if forward else []
+    return (bool({"sum", "mean"} & {*near}) and bool({"pow", "square", "mul"} & {*near})) or "var" in near
 
 
 def _power(scene: Scene) -> float | None:
@@ -266,6 +275,6 @@ def infinite_derivative(scene: Scene) -> Finding | None:
         return None
     why = (
         f"The slope of `{scene.code}` is infinite at the value it was given: backward ({scene.event.node}) "
-        f"divides by 0. That gives {scene.nan + scene.inf} non-finite element(s).{_arriving(scene)}"
+        f"computes {scene.op} at 0. That gives {scene.nan + scene.inf} non-finite element(s).{_arriving(scene)}"
     )
     return Finding(why, 0.4, _forward_lines(scene) + scene.input_lines())

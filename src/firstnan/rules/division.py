@@ -96,7 +96,7 @@ def zero_times_inf(scene: Scene) -> Finding | None:
     scalar_inf = constant in (float("inf"), float("-inf"))
     infinite = scalar_inf or any(t.inf for t in scene.tensors)
     values = [v for n, v in scene.event.witness if n != "result"]
-    zero = 0 in values if values else any(has_zero(t) for t in scene.tensors)
+    zero = constant == 0 or (0 in values if values else any(has_zero(t) for t in scene.tensors))
     if not infinite or not zero or any(t.nan for t in scene.tensors):
         return None
     why = (
@@ -120,3 +120,15 @@ def inf_minus_inf(scene: Scene) -> Finding | None:
         "element(s) became NaN."
     )
     return Finding(why, 0.6, scene.input_lines())
+
+
+@rule("inf_minus_inf", title="An operator that has no value for infinity")
+def no_value_for_infinity(scene: Scene) -> Finding | None:
+    if scene.event is None or not scene.event.nan_from_inf or any(t.nan for t in scene.tensors):
+        return None
+    infinite = sum(t.inf for t in scene.tensors)
+    why = (
+        f"`{scene.code}` reads {infinite} infinite element(s), for which {scene.op} has no value: {scene.nan} "
+        "element(s) became NaN. The infinity was put there on purpose, or belongs to a mask."
+    )
+    return Finding(why, 0.2, scene.input_lines())

@@ -19,7 +19,9 @@ LOGS = {
     "kl_div": ("target", 0.0),
 }
 ROOTS = ("sqrt", "rsqrt")
-ARCS = {"acos": 1.0, "asin": 1.0, "atanh": 1.0, "erfinv": 1.0}
+ARCS = ("acos", "asin", "atanh", "erfinv")
+DOMAINS = {"acosh": (1.0, math.inf), "logit": (0.0, 1.0), "ndtri": (0.0, 1.0)}
+"""Where an inverse function is defined, if it is not from -1 to 1."""
 POLES = ("lgamma", "digamma", "polygamma", "tan", "mvlgamma", "zeta")
 NORMALISERS = ("batch_norm", "layer_norm", "group_norm", "instance_norm")
 ELSEWHERE = 0.3
@@ -148,18 +150,18 @@ def half_power_of_negative(scene: Scene) -> Finding | None:
 
 @rule("arc_out_of_domain", elsewhere=ELSEWHERE)
 def arc_out_of_domain(scene: Scene) -> Finding | None:
-    if not scene.nan or scene.op not in (*ARCS, "acosh", "logit"):
+    if not scene.nan or scene.op not in (*ARCS, *DOMAINS):
         return None
     stat, value = scene.stat("self"), scene.at("self")
-    low, high = {"acosh": (1.0, math.inf), "logit": (0.0, 1.0)}.get(scene.op, (-1.0, 1.0))
+    low, high = DOMAINS.get(scene.op, (-1.0, 1.0))
     seen = [v for v in ((value,) if value is not None else (stat.min, stat.max) if stat else ()) if v is not None]
     outside = [v for v in seen if not low <= v <= high]
     if not outside:
         return None
     worst = max(outside, key=lambda v: max(low - v, v - high))
-    why = (
-        f"`{scene.code}` got {number(worst)}, but {scene.op} is defined from {number(low)} to {number(high)} only. "
-        + ("It is out by rounding only." if min(abs(worst - low), abs(worst - high)) < 1e-3 else "That gives NaN.")
+    excess = min(abs(worst - low), abs(worst - high))
+    why = f"`{scene.code}` got {worst:.8g}, but {scene.op} is defined from {number(low)} to {number(high)} only. " + (
+        f"It is out by {number(excess)}, which is rounding." if excess < 1e-3 else "That gives NaN."
     )
     return Finding(why, 0.95, scene.input_lines("self"))
 
@@ -169,8 +171,8 @@ def pole(scene: Scene) -> Finding | None:
     if not (scene.nan or scene.inf) or scene.fed_by_nonfinite:
         return None
     value = scene.at("self")
-    if scene.op in ARCS or scene.op == "logit":
-        edges = (0.0, 1.0) if scene.op == "logit" else (-1.0, 1.0)
+    if scene.op in (*ARCS, *DOMAINS):
+        edges = DOMAINS.get(scene.op, (-1.0, 1.0))
         hit = scene.inf > 0 and (value in edges if value is not None else True)
         where = f"exactly {number(value)}" if value is not None else f"{number(edges[0])} or {number(edges[1])}"
     elif scene.op in POLES:

@@ -7,7 +7,6 @@ import math
 from firstnan.records import OpEvent, TensorStat
 from firstnan.rules.base import ANY, Finding, rule
 from firstnan.rules.division import DIVISIONS
-from firstnan.rules.growth import growth as growth_of
 from firstnan.rules.scene import Scene, describe, largest, number, words
 
 EXPONENTIALS = ("exp", "expm1", "exp2", "sinh", "cosh", "softplus", "logaddexp")
@@ -110,7 +109,7 @@ def divergence_lr(scene: Scene) -> Finding | None:
         f"made it worse.{rate} The operator is only where the numbers ran out of range."
     )
     # Gradients that grow while loss and weights stay put are the depth of the graph, not the step size.
-    only_gradients = scene.phase == "backward" and growth_of(scene.history, gradients=False) is None
+    only_gradients = scene.phase == "backward" and scene.growth_of_loss is None
     state = scene.phase == "optimizer" and scene.op in STATE_OPS
     confidence = 0.6 if scene.narrow or state or only_gradients else 0.93
     return Finding(why, confidence, (growth.sentence(), *scene.input_lines()))

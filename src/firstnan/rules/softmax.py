@@ -17,6 +17,7 @@ PICKS = (
     "index",
     "index_select",
     "take",
+    "kl_div",
 )
 CARRIES = (
     "sum",
@@ -91,7 +92,10 @@ def masked_label(scene: Scene) -> Finding | None:
         return None
     masked = sum(t.neginf for t in scene.tensors)
     legal = masked or (scene.event is not None and scene.event.on_purpose)
-    if not legal or any(t.nan or t.posinf for t in scene.tensors):
+    if any(t.posinf for t in scene.tensors):  # minus a log-probability that is masked further back
+        masks = [o.neginf for e in scene.feeding() if e.on_purpose for o in e.outputs if o.neginf]
+        legal = masked = masks[0] if masks else 0
+    if not legal or any(t.nan for t in scene.tensors):
         return None
     why = (
         f"`{scene.code}` picks the log-probability of the target class, and {scene.inf} of the picked values "

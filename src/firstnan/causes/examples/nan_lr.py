@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 x = torch.randn(512, 4)
 y = torch.randint(0, 3, (512,))
-rates = [float(cell) for cell in "0.1 0.1 0.08 0.08 nan 0.05 0.02 0.02".split()]
+rates = [0.1, 0.1, 0.08, 0.08, float("nan"), 0.05, 0.02, 0.02]
 
 model = nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
