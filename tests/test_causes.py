@@ -30,7 +30,11 @@ NEAR_MISSES = {
     "arc_out_of_domain": ("torch.acos(correlation)", "torch.acos(0.9 * correlation)", "clean"),
     "pole": ("torch.erfinv(2 * u - 1)", "torch.erfinv(2 * u)", "arc_out_of_domain"),
     "div_by_zero": ("(predicted - y).abs() / y", "((predicted - y) * y / y).abs()", "zero_over_zero"),
-    "zero_over_zero": ("vector / vector.norm(dim=1, keepdim=True)", "vector.norm(dim=1) ** -1", "div_by_zero"),
+    "zero_over_zero": (
+        "vector / vector.norm(dim=1, keepdim=True)",
+        "vector * (1 / vector.norm(dim=1, keepdim=True))",
+        "div_by_zero",
+    ),
     "zero_times_inf": ('float("-inf")', "-1e9", "clean"),
     "inf_minus_inf": ('float("-inf")', "-1e9", "clean"),
     "exp_overflow": ("torch.exp(log_scale)", "torch.exp(log_scale.clamp(max=10))", "clean"),
@@ -41,7 +45,7 @@ NEAR_MISSES = {
     "bad_init": ("in_features**5", "in_features**-0.5", "clean"),
     "fully_masked_softmax": ("padding[50] = True", "padding[50, 1:] = True", "clean"),
     "masked_label": ("in_stock[36, bought[36]]", "in_stock[36]", "fully_masked_softmax"),
-    "empty_reduction": ("tags[32:40]", "tags[32:39]", "clean"),
+    "empty_reduction": ("tags[32:40] = -100", "tags[32:40] = 1", "clean"),
     "single_sample_variance": ("team[41]", "team[40:42]", "clean"),
     "ctc_infeasible": ("letters[44] = 14", "letters[44] = 5", "clean"),
     "sqrt_grad_at_zero": (
