@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 
 from firstnan.records import OpEvent, Phase
+from firstnan.rules import story
 from firstnan.rules.base import Finding, rule
 from firstnan.rules.scene import COMPARISONS, Scene, describe, has_zero, number, words
 
@@ -98,6 +99,10 @@ def _forward_lines(scene: Scene) -> tuple[str, ...]:
     return read[:3] + tuple(f"forward {describe(o, 'result')}" for o in forward.outputs[:1])
 
 
+def _why_zero(scene: Scene) -> str:
+    return story.zero(scene.trace, _forward(scene), "self")
+
+
 def _arriving(scene: Scene) -> str:
     zero = _incoming_zero(scene)
     if zero is None:
@@ -166,7 +171,7 @@ def sqrt_grad_at_zero(scene: Scene) -> Finding | None:
     bad = scene.made.bad if scene.made else 0
     why = (
         f"`{scene.code}` is exactly 0 in {bad} element(s), where the slope of a square root is infinite: "
-        f"backward divides by 2 * sqrt(0).{_arriving(scene)} The forward value, 0, looks healthy."
+        f"backward divides by 2 * sqrt(0).{_why_zero(scene)}{_arriving(scene)} The forward value, 0, looks healthy."
     )
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 
@@ -181,7 +186,7 @@ def pow_grad_at_zero(scene: Scene) -> Finding | None:
     shown = f"the power {number(power)}" if power is not None else "a power below 1"
     why = (
         f"`{scene.code}` raises exactly 0 to {shown}, and the slope of that is infinite at 0: backward "
-        f"computes 0 to a negative power.{_arriving(scene)} The forward value, 0, looks healthy."
+        f"computes 0 to a negative power.{_why_zero(scene)}{_arriving(scene)} The forward value, 0, looks healthy."
     )
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 

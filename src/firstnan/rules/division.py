@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from firstnan.rules import story
 from firstnan.rules.base import Finding, rule
 from firstnan.rules.scene import Scene, has_zero, number
 
@@ -21,22 +22,6 @@ PRODUCTS = ("mul", "mm", "addmm", "bmm", "baddbmm", "dot", "mv", "addmv", "prod"
 ELSEWHERE = 0.3
 
 
-def denominator(scene: Scene) -> str:
-    """What the denominator is, from the operators that made it."""
-    names = DIVISIONS.get(scene.op, ("", ""))
-    makers = {scene.trace.events[i.producer].op for i in scene.operands(names[1]) if i.producer is not None}
-    near = makers | {e.op for e in scene.feeding(3)}
-    if near & {"norm", "cdist"}:
-        return "a norm"
-    if near & {"std", "var", "std_mean", "var_mean"}:
-        return "a standard deviation or variance"
-    if makers & {"sum", "count_nonzero", "nansum"} or near & {"count_nonzero"}:
-        return "a sum or a count"
-    if near & {"amax", "amin", "aminmax", "max", "min"}:
-        return "a maximum or a range"
-    return "the denominator"
-
-
 @rule("zero_over_zero", elsewhere=ELSEWHERE)
 def zero_over_zero(scene: Scene) -> Finding | None:
     if scene.op not in DIVISIONS or not scene.nan:
@@ -44,12 +29,8 @@ def zero_over_zero(scene: Scene) -> Finding | None:
     top, bottom = DIVISIONS[scene.op]
     if not top or not scene.zero_at(bottom) or not scene.zero_at(top):
         return None
-    what = denominator(scene)
-    named = "" if what == "the denominator" else f" The denominator is {what}."
-    why = (
-        f"`{scene.code}` divides 0 by 0 in {scene.nan} element(s), and 0/0 is NaN.{named} Nothing keeps the "
-        "denominator away from 0 when there is nothing to count or the values are all equal."
-    )
+    named = story.zero(scene.trace, scene.event, bottom) or " Nothing keeps the denominator away from 0."
+    why = f"`{scene.code}` divides 0 by 0 in {scene.nan} element(s), and 0/0 is NaN. The denominator is 0.{named}"
     return Finding(why, 0.95, scene.input_lines(top, bottom))
 
 
@@ -78,8 +59,7 @@ def div_by_zero(scene: Scene) -> Finding | None:
         return None
     count = sum(s.zeros for s in scene.stats(bottom)) or scene.inf
     numerator = f"{number(scene.at(top))} " if top and scene.at(top) is not None else ""
-    what = denominator(scene)
-    named = "" if what == "the denominator" else f" It is {what}."
+    named = story.zero(scene.trace, scene.event, bottom)
     result = f"{scene.inf} infinite" if scene.inf else f"{scene.nan} NaN"
     why = (
         f"`{scene.code}` divides {numerator}by a number that is exactly 0 in {count} element(s).{named} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from firstnan.rules import story
 from firstnan.rules.base import Finding, rule
 from firstnan.rules.scene import Scene, number
 
@@ -27,14 +28,8 @@ NORMALISERS = ("batch_norm", "layer_norm", "group_norm", "instance_norm")
 ELSEWHERE = 0.3
 
 
-def _underflow(scene: Scene) -> str:
-    """How a 0 came to be, if the operators just before tell."""
-    near = {e.op for e in scene.feeding(3)}
-    if near & {"softmax", "sigmoid"}:
-        return f" It comes out of a saturated {'softmax' if 'softmax' in near else 'sigmoid'}."
-    if near & {"exp", "prod", "cumprod"}:
-        return " It comes out of a product or an exponential that underflowed to 0."
-    return ""
+def _zero(scene: Scene, name: str, edge: float = 0.0) -> str:
+    return story.zero(scene.trace, scene.event, name) if edge == 0 else ""
 
 
 @rule("log_of_zero", elsewhere=ELSEWHERE)
@@ -52,8 +47,8 @@ def log_of_zero(scene: Scene) -> Finding | None:
     count = sum(s.zeros for s in stats) if edge == 0 else scene.inf
     why = (
         f"`{scene.code}` takes a logarithm whose argument is exactly {number(edge)} in {count or scene.inf} "
-        f"element(s), and the logarithm there is -inf.{_underflow(scene)} The infinity then spreads into the "
-        "loss and the gradients."
+        f"element(s), and the logarithm there is -inf.{_zero(scene, name, edge)} The infinity then spreads into "
+        "the loss and the gradients."
     )
     return Finding(why, 0.95 if touched else 0.7, scene.input_lines(name))
 
@@ -119,7 +114,7 @@ def pow_of_zero(scene: Scene) -> Finding | None:
         return None
     why = (
         f"`{scene.code}` raises 0 to the power {number(scene.at('exponent'))}. A negative power divides by "
-        f"its base, and dividing by 0 gave {scene.inf} infinite element(s)."
+        f"its base, and dividing by 0 gave {scene.inf} infinite element(s).{_zero(scene, 'self')}"
     )
     return Finding(why, 0.95, scene.input_lines("self"))
 

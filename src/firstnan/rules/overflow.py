@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from firstnan.records import OpEvent, TensorStat
+from firstnan.rules import story
 from firstnan.rules.base import ANY, Finding, rule
 from firstnan.rules.division import DIVISIONS
 from firstnan.rules.scene import Scene, describe, largest, number, words
@@ -62,6 +63,7 @@ def exp_overflow(scene: Scene) -> Finding | None:
     why = (
         f"`{scene.code}` takes {scene.op} of {number(largest_in)}. In {scene.dtype or 'this type'} anything "
         f"above {number(edge)} overflows, so {scene.inf} element(s) became infinite."
+        f"{story.large(scene.trace, scene.event, 'self')}"
     )
     wide_enough = scene.narrow and largest_in is not None and largest_in < 88.7
     return Finding(why, 0.6 if wide_enough else 0.92, scene.input_lines("self"))
