@@ -18,8 +18,11 @@ ARITHMETIC = words(
     "scaled_dot_product_attention kl_div nansum index_add scatter_add scatter_reduce index_put ldexp "
     "trace cross outer addr addbmm copy"
 )
+DIFFERENCES = words("log_softmax softmax logsumexp cross_entropy_loss binary_cross_entropy_with_logits")
 ORDINARY_WEIGHT = 50.0
 """Default initialisers stay near 1; a weight beyond this in the first steps was put there."""
+ORDINARY_GAIN = 5.0
+"""How much larger a layer makes what it reads, to a rough estimate; the usual initialisers stay below 2."""
 ABSURD_WEIGHT = 1e6
 
 
@@ -37,6 +40,8 @@ def overflowed(scene: Scene) -> bool:
         exponent = scene.at("exponent")
         zero_base = scene.zero_at("self") and exponent is not None and exponent < 0
         return scene.inf > 0 and not zero_base
+    if scene.op in DIFFERENCES:  # a softmax subtracts its maximum: twice the range at most
+        return scene.reach is not None and scene.reach > scene.limit / 4
     return scene.op in ARITHMETIC and (scene.inf > 0 or _could_overflow(scene))
 
 
@@ -117,6 +122,21 @@ def divergence_lr(scene: Scene) -> Finding | None:
     return Finding(why, confidence, (growth.sentence(), *scene.input_lines()))
 
 
+@rule("divergence_lr", title="The first updates are far too large", phases=ANY - {"optimizer", "input"})
+def first_updates(scene: Scene) -> Finding | None:
+    """Too early to call it growth: the weights are as large as the learning rate makes them."""
+    found = _largest_weight(scene) if 0 < scene.origin.step <= 4 and overflowed(scene) else None
+    if found is None or scene.growth is not None or not ORDINARY_WEIGHT <= found[2] <= _moved(scene):
+        return None
+    name, stat, size = found
+    why = (
+        f"In step {scene.origin.step} the parameter {name} holds magnitudes up to {number(size)}, and the updates so "
+        f"far took it there: the learning rate is {number(scene.lr())}. Products with it leave the range of "
+        f"{scene.dtype} at {_operator(scene)}."
+    )
+    return Finding(why, 0.6 if scene.narrow else 0.9, (describe(stat, name),))
+
+
 STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
 """What an optimizer uses to update its own state."""
 
@@ -125,13 +145,11 @@ STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
 def bad_init(scene: Scene) -> Finding | None:
     if not overflowed(scene) or scene.origin.step > 1 or scene.growth is not None or scene.event is None:
         return None
-    start = [scene.event] if scene.phase != "backward" else [e for e in (scene.event, scene.origin.forward_event) if e]
-    weights = [w for e in start for w in _weights(scene, e)]
-    if not weights:
+    largest_weight = _largest_weight(scene)
+    if largest_weight is None:
         return None
-    name, stat = max(weights, key=lambda w: largest(w[1]) or 0.0)
-    size = largest(stat) or 0.0
-    if size < ORDINARY_WEIGHT:
+    name, stat, size = largest_weight
+    if (size < ORDINARY_WEIGHT and _gain(stat) < ORDINARY_GAIN) or size <= _moved(scene):
         return None
     why = (
         f"In step {scene.origin.step}, before any training could have grown it, the parameter {name} holds "
@@ -142,6 +160,25 @@ def bad_init(scene: Scene) -> Finding | None:
     if scene.narrow or scene.op in EXPONENTIALS or scene.phase == "backward":
         confident *= 0.7
     return Finding(why, confident, (describe(stat, name),))
+
+
+def _largest_weight(scene: Scene) -> tuple[str, TensorStat, float] | None:
+    """The parameter with the greatest magnitude among those that fed the operator: name, statistics, magnitude."""
+    events = (scene.event, scene.origin.forward_event) if scene.phase == "backward" else (scene.event,)
+    weights = [w for e in events if e is not None for w in _weights(scene, e)]
+    return max(((name, stat, largest(stat) or 0.0) for name, stat in weights), key=lambda w: w[2], default=None)
+
+
+def _gain(stat: TensorStat) -> float:
+    """What a weight of normal spread multiplies the size of its input with: deviation times the root of the fan-in."""
+    return (largest(stat) or 0.0) / 3.5 * math.sqrt(stat.shape[1]) if len(stat.shape) == 2 else 0.0
+
+
+def _moved(scene: Scene) -> float:
+    """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1."""
+    before = [s for s in scene.history.steps if s.step < scene.origin.step]
+    slopes = [s.grad_norm for s in before if s.grad_norm is not None and math.isfinite(s.grad_norm)]
+    return 2 * (scene.lr() or 0.0) * sum(max(1.0, slope) for slope in slopes)
 
 
 def _weights(scene: Scene, start: OpEvent) -> list[tuple[str, TensorStat]]:
