@@ -22,6 +22,7 @@ TORCH_FREE = [
     "guard",
     "site",
     "blame",
+    "causes",
     "rules",
     "report",
     "runner",

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from firstnan.errors import NonFiniteError
     from firstnan.records import NaNEvent, Report
     from firstnan.report import load
+    from firstnan.rules import rule
     from firstnan.tracing import trace
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "check_gradients",
     "check_weights",
     "load",
+    "rule",
     "trace",
 ]
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ _ROOMS = {
     "check_gradients": "checks",
     "check_weights": "checks",
     "load": "report",
+    "rule": "rules",
     "trace": "tracing",
 }
 

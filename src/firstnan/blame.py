@@ -191,7 +191,7 @@ def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
             return "input"
     if event.aten.startswith("aten.lift_fresh") and not event.on_purpose:
         return "input"
-    # Before the first step only what ran inside a module or for autograd is a forward pass; the rest prepares data.
+    # Before the first step only what ran inside a module, or with gradients, is a forward pass; the rest prepares data.
     return "input" if event.region == "setup" and not (event.module_type or event.grad) else "forward"
 
 

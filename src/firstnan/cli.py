@@ -6,7 +6,7 @@ import argparse
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +15,7 @@ from firstnan import __version__, runner
 
 # Nothing heavy up here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
-COMMANDS = ("run", "show", "fix", "demo")
+COMMANDS = ("run", "show", "fix", "causes", "demo")
 
 
 class UsageError(Exception):
@@ -45,6 +45,8 @@ def _command(words: list[str]) -> int:
         return _show(_show_parser().parse_args(rest))
     if name == "fix":
         return _fix(_fix_parser().parse_args(rest))
+    if name == "causes":
+        return _causes(_causes_parser().parse_args(rest))
     if name == "demo":
         return _demo(_demo_parser().parse_args(rest))
     if name.startswith("-"):
@@ -120,6 +122,24 @@ def _fix(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _causes(parsed: argparse.Namespace) -> int:
+    from firstnan.causes import catalogue
+    from firstnan.causes.pages import listing, page
+
+    if parsed.slug is None:
+        text = listing()
+    else:
+        entry = catalogue().get(parsed.slug) or _unknown("cause", parsed.slug, catalogue(), "firstnan causes")
+        text = page(entry)
+        if parsed.example:
+            if entry.example is None:
+                raise UsageError(f"there is no example of {entry.slug}")
+            text = entry.example.read_text(encoding="utf-8").rstrip()
+    with _pager_may_leave():
+        print(text, flush=True)
+    return 0
+
+
 def _demo(parsed: argparse.Namespace) -> int:
     from firstnan.demos import demos, find
 
@@ -131,13 +151,16 @@ def _demo(parsed: argparse.Namespace) -> int:
             print(*lines, "", "firstnan demo NAME runs one.", sep="\n", flush=True)
         return 0
     demo = find(parsed.name)
-    if demo is None:
-        import difflib
-
-        close = difflib.get_close_matches(parsed.name, [d.name for d in demos()], n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else " (firstnan demo lists them)"
-        raise UsageError(f"no demo {parsed.name!r}{hint}")
+    demo = demo or _unknown("demo", parsed.name, [d.name for d in demos()], "firstnan demo")
     return _investigate(_run_parser().parse_args([]), runner.Program(str(demo.path), ()))
+
+
+def _unknown(what: str, name: str, known: Iterable[str], lister: str) -> NoReturn:
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f" ({lister} lists them)"
+    raise UsageError(f"no {what} {name!r}{hint}")
 
 
 @contextmanager
@@ -164,13 +187,14 @@ class _Parser(argparse.ArgumentParser):
 def _main_parser() -> _Parser:
     parser = _Parser(
         prog="firstnan",
-        usage="firstnan [-h] [--version] {run,show,fix,demo} ...",
+        usage="firstnan [-h] [--version] {run,show,fix,causes,demo} ...",
         description="Finds the first NaN or Inf of a PyTorch training run and says why it was born.",
         epilog="commands:\n"
-        "  run    run a training program, unchanged, and report the first NaN or Inf\n"
-        "  show   print a saved report\n"
-        "  fix    show the change that a report has proven, or make it\n"
-        "  demo   list small programs that fail, or run one\n"
+        "  run     run a training program, unchanged, and report the first NaN or Inf\n"
+        "  show    print a saved report\n"
+        "  fix     show the change that a report has proven, or make it\n"
+        "  causes  list what a NaN or Inf can come from, or explain one cause\n"
+        "  demo    list small programs that fail, or run one\n"
         "\nfirstnan COMMAND --help says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -229,6 +253,17 @@ def _fix_parser() -> _Parser:
     parser.add_argument("report", type=Path, metavar="report.json", help="a file that firstnan run --json wrote")
     parser.add_argument("--apply", action="store_true", help="change the files; each is kept as FILE.orig")
     parser.add_argument("--number", type=_steps, metavar="K", help="the K-th change of the report, proven or not")
+    return parser
+
+
+def _causes_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan causes",
+        description="Lists what a NaN or Inf can come from, or explains one cause.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("slug", nargs="?", metavar="SLUG", help="the cause to explain, as a report names it")
+    parser.add_argument("--example", action="store_true", help="print a small program that fails in this way")
     return parser
 
 

@@ -21,6 +21,8 @@ from firstnan.rules import explain
 from firstnan.site import Ownership, Spot, resolve
 from firstnan.tracer import Tracer
 
+BAD_DATA = ("nan_input", "nan_label")
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -61,6 +63,7 @@ class Evidence:
             return None
         if verdict.origin is None:
             verdict = replace(verdict, origin=self._untraced())
+        seen, steps = verdict.origin, trace
         verdict, trace = self._look_into_dataset(verdict, trace)
         origin = self._at_the_loop(verdict.origin)
         report = replace(
@@ -76,6 +79,9 @@ class Evidence:
         if origin is None:
             return report
         causes = explain(origin, trace, report.history)
+        if causes[0].slug in BAD_DATA and seen is not None:
+            # Whether it is an input or a target shows where the step reads it, not inside the Dataset.
+            causes = explain(seen, steps, report.history)
         remedies = propose(origin, trace, report.history, causes)
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
 

@@ -260,14 +260,14 @@ def strip_our_frames(error: BaseException | None, seen: set[int] | None = None) 
     """Takes the frames of this package out of a traceback and of those chained to it."""
     seen = seen or set()
     here = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    demos = os.path.join(here, "demos") + os.sep
+    programs = tuple(os.path.join(here, *names, "") for names in (("demos", "programs"), ("causes", "examples")))
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         kept = []
         at = error.__traceback__
         while at is not None:
             name = at.tb_frame.f_code.co_filename
-            if not name.startswith(here) or name.startswith(demos):
+            if not name.startswith(here) or name.startswith(programs):
                 kept.append(at)
             at = at.tb_next
         for one, following in zip(kept, [*kept[1:], None], strict=False):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast, get_args, get_type_hints
 
+from firstnan.causes import catalogue
 from firstnan.records import (
     FORMAT,
     VERSION,
@@ -172,6 +173,7 @@ def _cause_dict(cause: Cause) -> dict[str, Any]:
         "why": cause.why,
         "evidence": cause.evidence,
         "confidence": cause.confidence,
+        "link": entry.link if (entry := catalogue().get(cause.slug)) else None,
     }
 
 

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from firstnan.causes import catalogue
 from firstnan.records import Cause, Origin, Remedy, Report
 from firstnan.report import words
 from firstnan.report.chars import Charset
@@ -297,6 +298,8 @@ class _Page:
         if replay := words.replay_line(self.report):
             yield "replay", self._text(replay)
         yield from self._notes()
+        if self.report.cause and self.report.cause.slug in catalogue():
+            yield "more", Text(f"firstnan causes {self.report.cause.slug}")
         if saved:
             yield "json", self._text(saved)
         if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from firstnan.causes import catalogue
 from firstnan.records import Cause, History, Origin, Trace
 from firstnan.rules import data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax
 from firstnan.rules.base import RULES
 from firstnan.rules.growth import growth
+from firstnan.rules.own import rule
 from firstnan.rules.scene import Scene
 
-__all__ = ["explain", "from_history"]
+__all__ = ["explain", "from_history", "rule"]
 
 FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
 """Imported for the rules that they register."""
@@ -32,9 +34,12 @@ def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
         causes += [replace(c, confidence=SECOND * c.confidence) for c in _all(Scene(before, trace, history))]
     best: dict[str, Cause] = {}
     for cause in sorted(causes, key=lambda c: -c.confidence):
-        best.setdefault(cause.slug, cause)
-    found = list(best.values())
-    return [c for c in found if c.confidence >= FAR_BEHIND * found[0].confidence] or [_unexplained(scene)]
+        if cause.confidence:
+            best.setdefault(cause.slug, cause)
+    found = list(best.values()) or [_unexplained(scene)]
+    failed = dict.fromkeys(c.why for c in causes if not c.confidence)
+    first = replace(found[0], evidence=(*found[0].evidence, *failed))
+    return [first, *(c for c in found[1:] if c.confidence >= FAR_BEHIND * first.confidence)]
 
 
 def from_history(history: History) -> Cause | None:
@@ -42,9 +47,8 @@ def from_history(history: History) -> Cause | None:
     rise = growth(history)
     if rise is None or rise.factor < CLEAR_GROWTH:
         return None
-    rule = next(r for r in RULES if r.slug == "divergence_lr")
     why = f"In the steps before, {rise.sentence()}: every step made it worse, until the numbers ran out of range."
-    return Cause(rule.slug, rule.title, why, rise.lines(), SECOND)
+    return Cause("divergence_lr", catalogue()["divergence_lr"].title, why, rise.lines(), SECOND)
 
 
 def _all(scene: Scene) -> list[Cause]:
@@ -60,7 +64,7 @@ def _unexplained(scene: Scene) -> Cause:
     except Exception:  # as in a rule: an odd record must not cost the user the report
         evidence, counts, code = (), "a non-finite value", _origin_name(scene)
     why = f"`{code}` produced {counts}, and no known cause fits. The numbers it read are listed below."
-    return Cause("unexplained", "No known cause fits", why, evidence, 0.1)
+    return Cause("unexplained", catalogue()["unexplained"].title, why, evidence, 0.1)
 
 
 def _origin_name(scene: Scene) -> str:

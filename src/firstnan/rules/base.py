@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from firstnan.causes import catalogue
 from firstnan.records import Cause, Phase
 from firstnan.rules.scene import Scene
 
@@ -35,6 +36,8 @@ class Rule:
     phases: frozenset[Phase]
     elsewhere: float
     """Confidence outside `phases` is multiplied by this; 0 means the rule is not asked there."""
+    own: str = ""
+    """The name of the user's function, where it is a rule of their own."""
 
     def apply(self, scene: Scene) -> Cause | None:
         """The cause if the rule fits, None if it does not or if it fails over an odd record."""
@@ -45,23 +48,29 @@ class Rule:
             return None
         try:
             finding = self.look(scene)
-        except Exception:  # a rule that stumbles over an odd record must never cost the user the whole report
-            return None
+        except Exception as error:  # a rule that stumbles over an odd record must never cost the user the whole report
+            return self._failed(error) if self.own else None
         if finding is None:
             return None
         evidence = tuple(dict.fromkeys((*finding.evidence, *scene.witness_lines(), *scene.float64_lines())))
         confidence = min(1.0, max(0.0, finding.confidence * weight))
         return Cause(self.slug, finding.title or self.title, finding.why, evidence, confidence)
 
+    def _failed(self, error: Exception) -> Cause:
+        """Says so to whoever wrote the rule; nobody is confident of it, so it is no cause."""
+        return Cause(self.slug, self.title, f"your rule {self.own} raised {type(error).__name__}: {error}", (), 0.0)
+
 
 RULES: list[Rule] = []
 
 
-def rule(slug: str, title: str, phases: frozenset[Phase] = VALUES, elsewhere: float = 0.0) -> Callable[[Look], Look]:
-    """Registers the function below it as a rule; one slug may have several rules."""
+def rule(
+    slug: str, *, title: str = "", phases: frozenset[Phase] = VALUES, elsewhere: float = 0.0
+) -> Callable[[Look], Look]:
+    """Registers the function below it as a rule; one slug may have several, and a more exact title than usual."""
 
     def register(look: Look) -> Look:
-        RULES.append(Rule(slug, title, look, phases, elsewhere))
+        RULES.append(Rule(slug, title or catalogue()[slug].title, look, phases, elsewhere))
         return look
 
     return register

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 from firstnan.records import OpEvent, Phase, TensorStat
 from firstnan.rules.base import ANY, Finding, rule
@@ -17,6 +18,8 @@ LOSSES = words(
     "ctc_loss poisson_nll_loss xlogy"
 )
 LABEL_WORDS = re.compile(r"(^|[^a-z])(labels?|targets?|y|ys|gt|truth|answers?)([^a-z]|$)", re.IGNORECASE)
+CONSTRUCTORS = words("tensor scalar_tensor full full_like new_full new_tensor as_tensor")
+NAN_LITERAL = re.compile(r"(^|[^a-z_])nan([^a-z_]|$)", re.IGNORECASE)
 
 
 def _what(stat: TensorStat | None) -> str:
@@ -32,30 +35,48 @@ def _in_model(event: OpEvent) -> bool:
     return bool(event.module or event.module_type) and not event.module_type.endswith("Loss")
 
 
-def _enters_model(scene: Scene, label: str) -> bool | None:
-    """Whether a tensor from outside goes into a layer before it meets the model's output; None if nobody read it."""
-    # One that the trace saw being made is followed from there, whatever its name.
-    carriers: set[int] = {scene.event.index} if scene.event is not None else set()
+@dataclass(frozen=True)
+class Journey:
+    """What became of bad data on its way to the model."""
+
+    carriers: tuple[OpEvent, ...]
+    """The events that made it and handed it on."""
+    enters_model: bool | None
+    """Whether a layer reads it before it meets what the model has computed; None where neither is seen."""
+
+    @property
+    def label(self) -> str:
+        """What it is called as part of a batch."""
+        return next((e.label for e in self.carriers if e.label), "")
+
+
+def _journey(scene: Scene) -> Journey:
+    events, label, origin = scene.trace.events, scene.origin.label, scene.origin.event
+    known = origin is not None and origin.index < len(events) and events[origin.index] == origin
+    carriers = {origin.index: origin} if origin is not None and known else {}
     derived: set[int] = set()
     met = False
-    for event in scene.trace.events:
-        if event.phase != "forward":
+    for event in events:
+        if event.phase != "forward" or event.index in carriers:
             continue
-        reads = any((label and i.label == label) or i.producer in carriers for i in event.inputs)
+        reads = any(
+            (label and i.label == label) or (i.producer in carriers and (i.stat is None or i.stat.bad))
+            for i in event.inputs
+        )
         if reads and _in_model(event):
-            return True
+            return Journey(tuple(carriers.values()), True)
         if _in_model(event) or any(i.producer in derived for i in event.inputs):
             derived.add(event.index)
             met = met or reads
         elif reads:
-            carriers.add(event.index)
-    return False if met else None
+            carriers[event.index] = event
+    return Journey(tuple(carriers.values()), False if met else None)
 
 
 def _is_label(scene: Scene) -> bool:
     """The tensor is a target: it meets what the model has computed, not the model; or its name says so."""
     label = scene.origin.label
-    enters = _enters_model(scene, label)
+    enters = _journey(scene).enters_model
     if enters is not None:
         return not enters
     if LABEL_WORDS.search(label):
@@ -64,30 +85,31 @@ def _is_label(scene: Scene) -> bool:
     return label.endswith("[1]") and bool(readers) and all(e.op in LOSSES for e in readers)
 
 
-@rule("nan_label", title="Non-finite value in the targets", phases=INPUT)
+@rule("nan_label", phases=INPUT)
 def nan_label(scene: Scene) -> Finding | None:
     if not _is_label(scene):
         return None
     stat = scene.origin.produced or scene.made
+    name = scene.origin.label or _journey(scene).label or "targets"
     why = (
-        f"The targets ({scene.origin.label}) of this batch hold {_what(stat)}, before any computation. The "
-        "loss compares with them, so it and every gradient become non-finite."
+        f"The targets of this batch ({name}) hold {_what(stat)}, before any computation. The loss compares "
+        "with them, so it and every gradient become non-finite."
     )
-    return Finding(why, 0.85 if scene.event is None else 0.5, (describe(stat, scene.origin.label),) if stat else ())
+    return Finding(why, 0.85 if scene.event is None else 0.5, (describe(stat, name),) if stat else ())
 
 
-@rule("nan_input", title="Non-finite value in the input data", phases=INPUT)
+@rule("nan_input", phases=INPUT)
 def nan_input(scene: Scene) -> Finding | None:
     stat = scene.origin.produced or scene.made
-    name = scene.origin.label or "the batch"
+    name = scene.origin.label or _journey(scene).label or "input"
     why = (
-        f"The input {name} of this batch holds {_what(stat)}, before the model touches it. The model only "
-        "passes it on; the data, or the code that reads it, has to be cleaned."
+        f"The input data of this batch ({name}) holds {_what(stat)}, before the model touches it. The model "
+        "only passes it on; the data, or the code that reads it, has to be cleaned."
     )
     return Finding(why, 0.6 if scene.event is None else 0.4, (describe(stat, name),) if stat else ())
 
 
-@rule("uninitialized_memory", title="Memory that was never initialised", phases=ANY)
+@rule("uninitialized_memory", phases=ANY)
 def uninitialized_memory(scene: Scene) -> Finding | None:
     empty = scene.op.startswith(("empty", "new_empty")) or scene.origin.op.startswith(("empty", "new_empty"))
     if not (empty and scene.phase == "parameter") and not _from_empty(scene):
@@ -106,7 +128,7 @@ def _from_empty(scene: Scene) -> bool:
     return scene.event is not None and any(e.uninitialized for e in (scene.event, *scene.trace.producers(scene.event)))
 
 
-@rule("nan_parameter", title="Non-finite value already in the weights", phases=PARAMETER)
+@rule("nan_parameter", phases=PARAMETER)
 def nan_parameter(scene: Scene) -> Finding | None:
     stat = scene.origin.produced or scene.made
     name = scene.origin.label or "a parameter"
@@ -117,7 +139,7 @@ def nan_parameter(scene: Scene) -> Finding | None:
     return Finding(why, 0.6 if scene.event is None else 0.35, (describe(stat, name),) if stat else ())
 
 
-@rule("nan_constant", title="A constant NaN in the code", phases=ANY)
+@rule("nan_constant", phases=ANY)
 def nan_constant(scene: Scene) -> Finding | None:
     event = scene.origin.event
     if event is None or scene.phase == "optimizer" or not event.bad or not _literal(scene, event):
@@ -126,15 +148,24 @@ def nan_constant(scene: Scene) -> Finding | None:
         f"`{scene.code}` computes with, or selects, a NaN that stands in the code as a constant. It reaches "
         f"{sum(o.nan for o in event.outputs)} element(s) of the result."
     )
-    # A whole row of NaN out of a Dataset looks like a constant too; a single number does not.
-    data = scene.phase == "input" and not (event.op == "tensor" and all(o.numel == 1 for o in event.outputs))
-    return Finding(why, 0.3 if data else 0.9, scene.input_lines())
+    return Finding(why, 0.3 if scene.phase == "input" and _is_data(scene, event) else 0.9, scene.input_lines())
+
+
+def _is_data(scene: Scene, event: OpEvent) -> bool:
+    """A whole row of NaN that ends up in a batch or in the model is data; a number, or a table beside it, is not."""
+    if event.op == "tensor" and all(o.numel == 1 for o in event.outputs):
+        return False
+    journey = _journey(scene)
+    batch = any(e.role == "input" or e.region == "data" for e in journey.carriers)
+    return batch or event.op not in CONSTRUCTORS or journey.enters_model is not False
 
 
 def _literal(scene: Scene, event: OpEvent) -> bool:
     """The operator writes a NaN that was asked for, or reads one."""
     if not any(o.nan for o in event.outputs):
         return False
+    if event.op in CONSTRUCTORS and event.site is not None and NAN_LITERAL.search(event.site.code):
+        return True
     given = [v for _, v in event.scalars if isinstance(v, float)]
     if any(math.isnan(v) for v in given) or (event.on_purpose and not any(math.isinf(v) for v in given)):
         return True

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 
 from firstnan.records import OpEvent, Phase
+from firstnan.rules import story
 from firstnan.rules.base import Finding, rule
 from firstnan.rules.scene import COMPARISONS, Scene, describe, has_zero, number, words
 
@@ -82,6 +83,8 @@ def _at_edge(scene: Scene) -> bool:
         return scene.zero_at("other" if scene.op == "div" else "self")
     if scene.op == "pow":
         return scene.zero_at("self") and scene.negative_at("exponent")
+    if scene.op == "log":  # x ** a, and what contains it, has a * log(x) in its derivative
+        return scene.zero_at("self")
     forward = _forward(scene)
     read = [i.stat for i in forward.inputs] if forward else []
     return scene.op in ("mul", "pow") and bool(scene.event and scene.event.bad) and any(has_zero(s) for s in read)
@@ -96,6 +99,10 @@ def _forward_lines(scene: Scene) -> tuple[str, ...]:
     return read[:3] + tuple(f"forward {describe(o, 'result')}" for o in forward.outputs[:1])
 
 
+def _why_zero(scene: Scene) -> str:
+    return story.zero(scene.trace, _forward(scene), "self")
+
+
 def _arriving(scene: Scene) -> str:
     zero = _incoming_zero(scene)
     if zero is None:
@@ -103,7 +110,7 @@ def _arriving(scene: Scene) -> str:
     return " The gradient that arrives there is 0, and 0 times infinity is NaN." if zero else ""
 
 
-@rule("where_grad_trap", title="A discarded element still gets a NaN gradient", phases=BACKWARD)
+@rule("where_grad_trap", phases=BACKWARD)
 def where_grad_trap(scene: Scene) -> Finding | None:
     if scene.event is None or scene.event.in_python_backward or _incoming_zero(scene) is not True:
         return None
@@ -126,7 +133,7 @@ def where_grad_trap(scene: Scene) -> Finding | None:
     return Finding(why, sure, _forward_lines(scene))
 
 
-@rule("where_grad_trap", title="A discarded element still gets a NaN gradient", phases=frozenset({"forward"}))
+@rule("where_grad_trap", phases=frozenset({"forward"}))
 def discarded_in_forward(scene: Scene) -> Finding | None:
     """The origin is a forward infinity that forward itself threw away: only backward can have brought it back."""
     event = scene.event
@@ -157,19 +164,19 @@ def _survives(scene: Scene, start: OpEvent) -> bool:
     return bool(tainted - used)
 
 
-@rule("sqrt_grad_at_zero", title="The derivative of a square root (or norm) at zero", phases=BACKWARD)
+@rule("sqrt_grad_at_zero", phases=BACKWARD)
 def sqrt_grad_at_zero(scene: Scene) -> Finding | None:
     if not scene.family & SQRTS or scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
         return None
     bad = scene.made.bad if scene.made else 0
     why = (
         f"`{scene.code}` is exactly 0 in {bad} element(s), where the slope of a square root is infinite: "
-        f"backward divides by 2 * sqrt(0).{_arriving(scene)} The forward value, 0, looks healthy."
+        f"backward divides by 2 * sqrt(0).{_why_zero(scene)}{_arriving(scene)} The forward value, 0, looks healthy."
     )
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 
 
-@rule("pow_grad_at_zero", title="The derivative of a power below 1 at zero", phases=BACKWARD)
+@rule("pow_grad_at_zero", phases=BACKWARD)
 def pow_grad_at_zero(scene: Scene) -> Finding | None:
     if "pow" not in scene.family or scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
         return None
@@ -179,7 +186,7 @@ def pow_grad_at_zero(scene: Scene) -> Finding | None:
     shown = f"the power {number(power)}" if power is not None else "a power below 1"
     why = (
         f"`{scene.code}` raises exactly 0 to {shown}, and the slope of that is infinite at 0: backward "
-        f"computes 0 to a negative power.{_arriving(scene)} The forward value, 0, looks healthy."
+        f"computes 0 to a negative power.{_why_zero(scene)}{_arriving(scene)} The forward value, 0, looks healthy."
     )
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 
@@ -187,7 +194,14 @@ def pow_grad_at_zero(scene: Scene) -> Finding | None:
 @rule("sqrt_grad_at_zero", title="The derivative of a square root at zero", phases=BACKWARD)
 def half_power_at_zero(scene: Scene) -> Finding | None:
     found = pow_grad_at_zero(scene) if _power(scene) == 0.5 else None
-    return Finding(found.why, 0.5, found.evidence) if found else None
+    return Finding(found.why, 0.93 if _of_squares(scene) else 0.5, found.evidence) if found else None
+
+
+def _of_squares(scene: Scene) -> bool:
+    """The root is taken of a sum or mean of squares: a norm, a distance, a standard deviation."""
+    forward = _forward(scene)
+    near = [e.op for e in scene.trace.feeding(forward, 3)] if forward else []
+    return (bool({"sum", "mean"} & {*near}) and bool({"pow", "square", "mul"} & {*near})) or "var" in near
 
 
 def _power(scene: Scene) -> float | None:
@@ -199,7 +213,7 @@ def _power(scene: Scene) -> float | None:
     return float(given) if isinstance(given, int | float) else None
 
 
-@rule("acos_grad_at_one", title="The derivative of acos or asin at 1 or -1", phases=BACKWARD)
+@rule("acos_grad_at_one", phases=BACKWARD)
 def acos_grad_at_one(scene: Scene) -> Finding | None:
     if not scene.family & ARCS or scene.event is None or scene.event.in_python_backward:
         return None
@@ -212,7 +226,7 @@ def acos_grad_at_one(scene: Scene) -> Finding | None:
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 
 
-@rule("xlogy_grad_at_zero", title="The derivative of x * log(y) at 0", phases=BACKWARD)
+@rule("xlogy_grad_at_zero", phases=BACKWARD)
 def xlogy_grad_at_zero(scene: Scene) -> Finding | None:
     if not scene.family & {"xlogy", "xlog1py", "entr", "kldiv"} or scene.event is None or not scene.event.bad:
         return None
@@ -223,7 +237,7 @@ def xlogy_grad_at_zero(scene: Scene) -> Finding | None:
     return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
 
 
-@rule("logsumexp_grad_all_inf", title="The derivative of logsumexp over a slice of -inf", phases=BACKWARD)
+@rule("logsumexp_grad_all_inf", phases=BACKWARD)
 def logsumexp_grad_all_inf(scene: Scene) -> Finding | None:
     if not scene.family & LOGSUMS or not scene.nan:
         return None
@@ -234,7 +248,7 @@ def logsumexp_grad_all_inf(scene: Scene) -> Finding | None:
     return Finding(why, 0.93, scene.input_lines() or _forward_lines(scene))
 
 
-@rule("degenerate_decomposition", title="The derivative of a decomposition with equal values", phases=BACKWARD)
+@rule("degenerate_decomposition", phases=BACKWARD)
 def degenerate_decomposition(scene: Scene) -> Finding | None:
     if not scene.family & DECOMPOSITIONS or not (scene.nan or scene.inf):
         return None
@@ -249,7 +263,7 @@ def degenerate_decomposition(scene: Scene) -> Finding | None:
     return Finding(why, 0.93, scene.input_lines() + _forward_lines(scene))
 
 
-@rule("custom_backward", title="A hand-written backward made it", phases=BACKWARD)
+@rule("custom_backward", phases=BACKWARD)
 def custom_backward(scene: Scene) -> Finding | None:
     if scene.event is None or not scene.event.in_python_backward:
         return None
@@ -260,12 +274,12 @@ def custom_backward(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines())
 
 
-@rule("infinite_derivative", title="An infinite derivative", phases=BACKWARD)
+@rule("infinite_derivative", phases=BACKWARD)
 def infinite_derivative(scene: Scene) -> Finding | None:
     if scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
         return None
     why = (
         f"The slope of `{scene.code}` is infinite at the value it was given: backward ({scene.event.node}) "
-        f"divides by 0. That gives {scene.nan + scene.inf} non-finite element(s).{_arriving(scene)}"
+        f"computes {scene.op} at 0. That gives {scene.nan + scene.inf} non-finite element(s).{_arriving(scene)}"
     )
     return Finding(why, 0.4, _forward_lines(scene) + scene.input_lines())

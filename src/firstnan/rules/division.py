@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from firstnan.rules import story
 from firstnan.rules.base import Finding, rule
 from firstnan.rules.scene import Scene, has_zero, number
 
@@ -21,35 +22,15 @@ PRODUCTS = ("mul", "mm", "addmm", "bmm", "baddbmm", "dot", "mv", "addmv", "prod"
 ELSEWHERE = 0.3
 
 
-def denominator(scene: Scene) -> str:
-    """What the denominator is, from the operators that made it."""
-    names = DIVISIONS.get(scene.op, ("", ""))
-    makers = {scene.trace.events[i.producer].op for i in scene.operands(names[1]) if i.producer is not None}
-    near = makers | {e.op for e in scene.feeding(3)}
-    if near & {"norm", "cdist"}:
-        return "a norm"
-    if near & {"std", "var", "std_mean", "var_mean"}:
-        return "a standard deviation or variance"
-    if makers & {"sum", "count_nonzero", "nansum"} or near & {"count_nonzero"}:
-        return "a sum or a count"
-    if near & {"amax", "amin", "aminmax", "max", "min"}:
-        return "a maximum or a range"
-    return "the denominator"
-
-
-@rule("zero_over_zero", title="Zero divided by zero", elsewhere=ELSEWHERE)
+@rule("zero_over_zero", elsewhere=ELSEWHERE)
 def zero_over_zero(scene: Scene) -> Finding | None:
     if scene.op not in DIVISIONS or not scene.nan:
         return None
     top, bottom = DIVISIONS[scene.op]
     if not top or not scene.zero_at(bottom) or not scene.zero_at(top):
         return None
-    what = denominator(scene)
-    named = "" if what == "the denominator" else f" The denominator is {what}."
-    why = (
-        f"`{scene.code}` divides 0 by 0 in {scene.nan} element(s), and 0/0 is NaN.{named} Nothing keeps the "
-        "denominator away from 0 when there is nothing to count or the values are all equal."
-    )
+    named = story.zero(scene.trace, scene.event, bottom) or " Nothing keeps the denominator away from 0."
+    why = f"`{scene.code}` divides 0 by 0 in {scene.nan} element(s), and 0/0 is NaN. The denominator is 0.{named}"
     return Finding(why, 0.95, scene.input_lines(top, bottom))
 
 
@@ -69,7 +50,7 @@ def normalise_constant(scene: Scene) -> Finding | None:
     return Finding(why, 0.9, scene.input_lines())
 
 
-@rule("div_by_zero", title="Division by zero", elsewhere=ELSEWHERE)
+@rule("div_by_zero", elsewhere=ELSEWHERE)
 def div_by_zero(scene: Scene) -> Finding | None:
     if scene.op not in DIVISIONS or not (scene.inf or scene.op in ("fmod", "remainder")):
         return None
@@ -78,8 +59,7 @@ def div_by_zero(scene: Scene) -> Finding | None:
         return None
     count = sum(s.zeros for s in scene.stats(bottom)) or scene.inf
     numerator = f"{number(scene.at(top))} " if top and scene.at(top) is not None else ""
-    what = denominator(scene)
-    named = "" if what == "the denominator" else f" It is {what}."
+    named = story.zero(scene.trace, scene.event, bottom)
     result = f"{scene.inf} infinite" if scene.inf else f"{scene.nan} NaN"
     why = (
         f"`{scene.code}` divides {numerator}by a number that is exactly 0 in {count} element(s).{named} "
@@ -88,7 +68,7 @@ def div_by_zero(scene: Scene) -> Finding | None:
     return Finding(why, 0.94, scene.input_lines(*(n for n in (top, bottom) if n)))
 
 
-@rule("zero_times_inf", title="Zero times infinity", elsewhere=ELSEWHERE)
+@rule("zero_times_inf", elsewhere=ELSEWHERE)
 def zero_times_inf(scene: Scene) -> Finding | None:
     if scene.op not in PRODUCTS or not scene.nan or scene.event is None:
         return None
@@ -96,7 +76,7 @@ def zero_times_inf(scene: Scene) -> Finding | None:
     scalar_inf = constant in (float("inf"), float("-inf"))
     infinite = scalar_inf or any(t.inf for t in scene.tensors)
     values = [v for n, v in scene.event.witness if n != "result"]
-    zero = 0 in values if values else any(has_zero(t) for t in scene.tensors)
+    zero = constant == 0 or (0 in values if values else any(has_zero(t) for t in scene.tensors))
     if not infinite or not zero or any(t.nan for t in scene.tensors):
         return None
     why = (
@@ -107,7 +87,7 @@ def zero_times_inf(scene: Scene) -> Finding | None:
     return Finding(why, 0.92, scene.input_lines())
 
 
-@rule("inf_minus_inf", title="Infinity minus infinity")
+@rule("inf_minus_inf")
 def inf_minus_inf(scene: Scene) -> Finding | None:
     if scene.op not in ("sub", "rsub", "add", "sum", "mean", "cumsum", "div", "var", "std") or not scene.nan:
         return None
@@ -120,3 +100,15 @@ def inf_minus_inf(scene: Scene) -> Finding | None:
         "element(s) became NaN."
     )
     return Finding(why, 0.6, scene.input_lines())
+
+
+@rule("inf_minus_inf", title="An operator that has no value for infinity")
+def no_value_for_infinity(scene: Scene) -> Finding | None:
+    if scene.event is None or not scene.event.nan_from_inf or any(t.nan for t in scene.tensors):
+        return None
+    infinite = sum(t.inf for t in scene.tensors)
+    why = (
+        f"`{scene.code}` reads {infinite} infinite element(s), for which {scene.op} has no value: {scene.nan} "
+        "element(s) became NaN. The infinity was put there on purpose, or belongs to a mask."
+    )
+    return Finding(why, 0.2, scene.input_lines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from firstnan.rules import story
 from firstnan.rules.base import Finding, rule
 from firstnan.rules.scene import Scene, number
 
@@ -19,23 +20,19 @@ LOGS = {
     "kl_div": ("target", 0.0),
 }
 ROOTS = ("sqrt", "rsqrt")
-ARCS = {"acos": 1.0, "asin": 1.0, "atanh": 1.0, "erfinv": 1.0}
+ARCS = ("acos", "asin", "atanh", "erfinv")
+DOMAINS = {"acosh": (1.0, math.inf), "logit": (0.0, 1.0), "ndtri": (0.0, 1.0)}
+"""Where an inverse function is defined, if it is not from -1 to 1."""
 POLES = ("lgamma", "digamma", "polygamma", "tan", "mvlgamma", "zeta")
 NORMALISERS = ("batch_norm", "layer_norm", "group_norm", "instance_norm")
 ELSEWHERE = 0.3
 
 
-def _underflow(scene: Scene) -> str:
-    """How a 0 came to be, if the operators just before tell."""
-    near = {e.op for e in scene.feeding(3)}
-    if near & {"softmax", "sigmoid"}:
-        return f" It comes out of a saturated {'softmax' if 'softmax' in near else 'sigmoid'}."
-    if near & {"exp", "prod", "cumprod"}:
-        return " It comes out of a product or an exponential that underflowed to 0."
-    return ""
+def _zero(scene: Scene, name: str, edge: float = 0.0) -> str:
+    return story.zero(scene.trace, scene.event, name) if edge == 0 else ""
 
 
-@rule("log_of_zero", title="Logarithm of zero", elsewhere=ELSEWHERE)
+@rule("log_of_zero", elsewhere=ELSEWHERE)
 def log_of_zero(scene: Scene) -> Finding | None:
     if scene.op not in LOGS or not scene.inf:
         return None
@@ -50,13 +47,13 @@ def log_of_zero(scene: Scene) -> Finding | None:
     count = sum(s.zeros for s in stats) if edge == 0 else scene.inf
     why = (
         f"`{scene.code}` takes a logarithm whose argument is exactly {number(edge)} in {count or scene.inf} "
-        f"element(s), and the logarithm there is -inf.{_underflow(scene)} The infinity then spreads into the "
-        "loss and the gradients."
+        f"element(s), and the logarithm there is -inf.{_zero(scene, name, edge)} The infinity then spreads into "
+        "the loss and the gradients."
     )
     return Finding(why, 0.95 if touched else 0.7, scene.input_lines(name))
 
 
-@rule("log_of_negative", title="Logarithm of a negative number", elsewhere=ELSEWHERE)
+@rule("log_of_negative", elsewhere=ELSEWHERE)
 def log_of_negative(scene: Scene) -> Finding | None:
     if scene.op not in LOGS or not scene.nan:
         return None
@@ -94,7 +91,7 @@ def logdet_of_singular(scene: Scene) -> Finding | None:
     return Finding(why, 0.8, scene.input_lines())
 
 
-@rule("sqrt_of_negative", title="Square root of a negative number", elsewhere=ELSEWHERE)
+@rule("sqrt_of_negative", elsewhere=ELSEWHERE)
 def sqrt_of_negative(scene: Scene) -> Finding | None:
     name = "running_var" if scene.op in NORMALISERS else "self"
     if scene.op not in (*ROOTS, *NORMALISERS) or not scene.nan or not scene.negative_at(name):
@@ -109,7 +106,7 @@ def sqrt_of_negative(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines(name))
 
 
-@rule("pow_of_zero", title="Zero to a negative power", elsewhere=ELSEWHERE)
+@rule("pow_of_zero", elsewhere=ELSEWHERE)
 def pow_of_zero(scene: Scene) -> Finding | None:
     if scene.op not in ("pow", "float_power") or not scene.inf:
         return None
@@ -117,12 +114,12 @@ def pow_of_zero(scene: Scene) -> Finding | None:
         return None
     why = (
         f"`{scene.code}` raises 0 to the power {number(scene.at('exponent'))}. A negative power divides by "
-        f"its base, and dividing by 0 gave {scene.inf} infinite element(s)."
+        f"its base, and dividing by 0 gave {scene.inf} infinite element(s).{_zero(scene, 'self')}"
     )
     return Finding(why, 0.95, scene.input_lines("self"))
 
 
-@rule("pow_of_negative", title="Negative base to a fractional power", elsewhere=ELSEWHERE)
+@rule("pow_of_negative", elsewhere=ELSEWHERE)
 def pow_of_negative(scene: Scene) -> Finding | None:
     if scene.op not in ("pow", "float_power") or not scene.nan or not scene.negative_at("self"):
         return None
@@ -138,7 +135,7 @@ def pow_of_negative(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines("self"))
 
 
-@rule("sqrt_of_negative", title="Square root of a negative number")
+@rule("sqrt_of_negative")
 def half_power_of_negative(scene: Scene) -> Finding | None:
     if scene.at("exponent") not in (0.5, -0.5):
         return None
@@ -146,31 +143,31 @@ def half_power_of_negative(scene: Scene) -> Finding | None:
     return Finding(found.why, 0.5, found.evidence) if found else None
 
 
-@rule("arc_out_of_domain", title="Inverse function outside its domain", elsewhere=ELSEWHERE)
+@rule("arc_out_of_domain", elsewhere=ELSEWHERE)
 def arc_out_of_domain(scene: Scene) -> Finding | None:
-    if not scene.nan or scene.op not in (*ARCS, "acosh", "logit"):
+    if not scene.nan or scene.op not in (*ARCS, *DOMAINS):
         return None
     stat, value = scene.stat("self"), scene.at("self")
-    low, high = {"acosh": (1.0, math.inf), "logit": (0.0, 1.0)}.get(scene.op, (-1.0, 1.0))
+    low, high = DOMAINS.get(scene.op, (-1.0, 1.0))
     seen = [v for v in ((value,) if value is not None else (stat.min, stat.max) if stat else ()) if v is not None]
     outside = [v for v in seen if not low <= v <= high]
     if not outside:
         return None
     worst = max(outside, key=lambda v: max(low - v, v - high))
-    why = (
-        f"`{scene.code}` got {number(worst)}, but {scene.op} is defined from {number(low)} to {number(high)} only. "
-        + ("It is out by rounding only." if min(abs(worst - low), abs(worst - high)) < 1e-3 else "That gives NaN.")
+    excess = min(abs(worst - low), abs(worst - high))
+    why = f"`{scene.code}` got {worst:.8g}, but {scene.op} is defined from {number(low)} to {number(high)} only. " + (
+        f"It is out by {number(excess)}, which is rounding." if excess < 1e-3 else "That gives NaN."
     )
     return Finding(why, 0.95, scene.input_lines("self"))
 
 
-@rule("pole", title="Function evaluated at a pole", elsewhere=ELSEWHERE)
+@rule("pole", elsewhere=ELSEWHERE)
 def pole(scene: Scene) -> Finding | None:
     if not (scene.nan or scene.inf) or scene.fed_by_nonfinite:
         return None
     value = scene.at("self")
-    if scene.op in ARCS or scene.op == "logit":
-        edges = (0.0, 1.0) if scene.op == "logit" else (-1.0, 1.0)
+    if scene.op in (*ARCS, *DOMAINS):
+        edges = DOMAINS.get(scene.op, (-1.0, 1.0))
         hit = scene.inf > 0 and (value in edges if value is not None else True)
         where = f"exactly {number(value)}" if value is not None else f"{number(edges[0])} or {number(edges[1])}"
     elif scene.op in POLES:

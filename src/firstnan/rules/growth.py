@@ -55,8 +55,11 @@ class Growth:
         )
 
 
-def growth(history: History, *, gradients: bool = True) -> Growth | None:
-    """The clearest sustained rise of loss or parameter norm (or, if `gradients`, gradient norm); None if none rose."""
+def growth(history: History, *, gradients: bool = True, failing: int | None = None) -> Growth | None:
+    """The clearest sustained rise of loss or parameter norm (or, if `gradients`, gradient norm); None if none rose.
+
+    What was flat until the `failing` step did not grow: no update lies between, so it is this batch that differs.
+    """
     series = {
         "loss": [(s.step, s.loss) for s in history.steps],
         "gradient norm": [(s.step, s.grad_norm) for s in history.steps],
@@ -68,9 +71,14 @@ def growth(history: History, *, gradients: bool = True) -> Growth | None:
     for what, points in series.items():
         finite = [(step, abs(v)) for step, v in points if v is not None and math.isfinite(v)]
         rise = _rise(what, finite[-WINDOW:])
-        if rise is not None:
+        if rise is not None and not (rise.last_step == failing and _flat([v for _, v in finite[-WINDOW:-1]])):
             found.append(rise)
     return max(found, key=lambda g: g.factor, default=None)
+
+
+def _flat(values: list[float]) -> bool:
+    """Long enough to know what is usual, with an end that is."""
+    return len(values) >= 4 and values[-1] <= 3 * statistics.median(values)
 
 
 def _rise(what: str, points: list[tuple[int, float]]) -> Growth | None:

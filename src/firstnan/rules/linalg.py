@@ -16,7 +16,7 @@ def _raised(scene: Scene) -> str:
     return (scene.event.raised or "") if scene.event else ""
 
 
-@rule("not_positive_definite", title="The matrix is not positive definite", phases=ANY)
+@rule("not_positive_definite", phases=ANY)
 def not_positive_definite(scene: Scene) -> Finding | None:
     text = _raised(scene)
     factored = scene.op.startswith("cholesky") and "solve" not in scene.op and "inverse" not in scene.op
@@ -31,7 +31,7 @@ def not_positive_definite(scene: Scene) -> Finding | None:
     return Finding(why, 0.96, ((f"torch said: {said}",) if said else ()) + scene.input_lines())
 
 
-@rule("not_positive_definite", title="The matrix is not positive definite")
+@rule("not_positive_definite")
 def determinant_not_positive(scene: Scene) -> Finding | None:
     near = {scene.op} | {e.op for e in scene.feeding(3)}
     if scene.op not in ("where", "slogdet") or not near & {"slogdet", "linalg_slogdet"}:
@@ -45,7 +45,7 @@ def determinant_not_positive(scene: Scene) -> Finding | None:
     return Finding(why, 0.6, scene.input_lines())
 
 
-@rule("singular_matrix", title="The matrix is singular", phases=ANY)
+@rule("singular_matrix", phases=ANY)
 def singular_matrix(scene: Scene) -> Finding | None:
     text = _raised(scene)
     if scene.phase == "backward":
@@ -64,7 +64,7 @@ def singular_matrix(scene: Scene) -> Finding | None:
     return Finding(why, 0.94, ((f"torch said: {said}",) if said else ()) + scene.input_lines())
 
 
-@rule("decomposition_failed", title="The decomposition failed", phases=ANY)
+@rule("decomposition_failed", phases=ANY)
 def decomposition_failed(scene: Scene) -> Finding | None:
     text = _raised(scene)
     if not text:

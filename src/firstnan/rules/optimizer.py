@@ -34,7 +34,7 @@ def _moved_by_gradient(scene: Scene) -> bool:
     return any(i.role in ("gradient", "state") or i.label.endswith(".grad") for e in events for i in e.inputs)
 
 
-@rule("nan_lr", title="The learning rate is not a finite number", phases=UPDATES)
+@rule("nan_lr", phases=UPDATES)
 def nan_lr(scene: Scene) -> Finding | None:
     given = dict(scene.event.scalars) if scene.event else {}
     used = [(n, v) for n in (*RATE_NAMES, "scalars") for v in _numbers(given.get(n))]
@@ -53,7 +53,7 @@ def nan_lr(scene: Scene) -> Finding | None:
     return Finding(why, 0.99, (f"{bad[0]} = {bad[1]}",))
 
 
-@rule("optimizer_eps", title="The optimizer divides by zero", phases=UPDATES)
+@rule("optimizer_eps", phases=UPDATES)
 def optimizer_eps(scene: Scene) -> Finding | None:
     if not (scene.nan or scene.inf):
         return None
@@ -64,22 +64,25 @@ def optimizer_eps(scene: Scene) -> Finding | None:
         fits = eps is not None and eps < 1e-30 and any(has_zero(t) for t in scene.tensors)
     else:
         fits = scene.op in DIVISIONS and scene.zero_at(DIVISIONS[scene.op][1])
-    moved = fused or scene.op == "addcdiv" or _moved_by_gradient(scene)
+    # An update that divides something else than a weight divides what the gradient was made into.
+    read = scene.event.inputs if scene.event else ()
+    update = scene.phase == "optimizer" and not any(i.role == "parameter" for i in read)
+    moved = fused or scene.op == "addcdiv" or update or _moved_by_gradient(scene)
     if not fits or (scene.phase == "parameter" and not moved):
         return None
     names = DIVISIONS.get(scene.op, ("grads", "exp_avg_sqs"))
     name = f"{scene.history.optimizer or 'The optimizer'}"
     shown = f" with eps = {number(eps)}" if eps is not None else ""
     low = " In float16 any eps below 6e-8 is 0." if scene.dtype == "float16" else ""
+    result = "Weights that got no gradient then become 0/0" if scene.nan else "The update is infinite"
     why = (
-        f"{name} divides the update by a running size of the gradient that is exactly 0{shown}.{low} Weights "
-        f"that got no gradient then become 0/0: {scene.nan + scene.inf} element(s) of "
-        f"{scene.origin.label or 'it'}."
+        f"{name} divides the update by a number that is exactly 0{shown}.{low} {result}: "
+        f"{scene.nan + scene.inf} element(s) of {scene.origin.label or 'it'}."
     )
     return Finding(why, 0.96 if moved else 0.25, scene.input_lines(*(n for n in names if n)))
 
 
-@rule("optimizer_overflow", title="Overflow inside the optimizer", phases=frozenset({"optimizer"}))
+@rule("optimizer_overflow", phases=frozenset({"optimizer"}))
 def optimizer_overflow(scene: Scene) -> Finding | None:
     if not (scene.inf or scene.nan) or not (scene.op in FUSED or overflowed(scene)):
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from firstnan.records import OpEvent, TensorStat, Trace
+from firstnan.rules import story
 from firstnan.rules.base import ANY, Finding, rule
 from firstnan.rules.division import DIVISIONS
-from firstnan.rules.growth import growth as growth_of
 from firstnan.rules.scene import Scene, describe, dtype_max, largest, number, words
 
 EXPONENTIALS = ("exp", "expm1", "exp2", "sinh", "cosh", "softplus", "logaddexp")
@@ -18,8 +18,11 @@ ARITHMETIC = words(
     "scaled_dot_product_attention kl_div nansum index_add scatter_add scatter_reduce index_put ldexp "
     "trace cross outer addr addbmm copy"
 )
+DIFFERENCES = words("log_softmax softmax logsumexp cross_entropy_loss binary_cross_entropy_with_logits")
 ORDINARY_WEIGHT = 50.0
 """Default initialisers stay near 1; a weight beyond this in the first steps was put there."""
+ORDINARY_GAIN = 5.0
+"""How much larger a layer makes what it reads, to a rough estimate; the usual initialisers stay below 2."""
 ABSURD_WEIGHT = 1e6
 WAY = 5
 """How many operators back the head-room is told."""
@@ -40,6 +43,8 @@ def overflowed(scene: Scene) -> bool:
         exponent = scene.at("exponent")
         zero_base = scene.zero_at("self") and exponent is not None and exponent < 0
         return scene.inf > 0 and not zero_base
+    if scene.op in DIFFERENCES:  # a softmax subtracts its maximum: twice the range at most
+        return scene.reach is not None and scene.reach > scene.limit / 4
     return scene.op in ARITHMETIC and (scene.inf > 0 or _could_overflow(scene))
 
 
@@ -76,7 +81,7 @@ def headroom(scene: Scene) -> tuple[str, ...]:
     return (f"on the way here, of the range of {scene.dtype} ({number(scene.limit)}): {', '.join(reversed(steps))}",)
 
 
-@rule("exp_overflow", title="Exponential too large for its type")
+@rule("exp_overflow")
 def exp_overflow(scene: Scene) -> Finding | None:
     if scene.op not in EXPONENTIALS or not scene.inf or scene.fed_by_nonfinite:
         return None
@@ -85,12 +90,13 @@ def exp_overflow(scene: Scene) -> Finding | None:
     why = (
         f"`{scene.code}` takes {scene.op} of {number(largest_in)}. In {scene.dtype or 'this type'} anything "
         f"above {number(edge)} overflows, so {scene.inf} element(s) became infinite."
+        f"{story.large(scene.trace, scene.event, 'self')}"
     )
     wide_enough = scene.narrow and largest_in is not None and largest_in < 88.7
     return Finding(why, 0.6 if wide_enough else 0.92, scene.input_lines("self"))
 
 
-@rule("low_precision_overflow", title="Beyond the range of a 16-bit (or narrower) type", phases=ANY)
+@rule("low_precision_overflow", phases=ANY)
 def low_precision_overflow(scene: Scene) -> Finding | None:
     if not scene.narrow or not overflowed(scene):
         return None
@@ -117,7 +123,7 @@ def _mask_line(scene: Scene) -> tuple[str, ...]:
     return ()
 
 
-@rule("divergence_lr", title="Training diverged: the step size is too large", phases=ANY)
+@rule("divergence_lr", phases=ANY)
 def divergence_lr(scene: Scene) -> Finding | None:
     growth = scene.growth
     if growth is None or not overflowed(scene) or scene.phase == "input":
@@ -132,27 +138,40 @@ def divergence_lr(scene: Scene) -> Finding | None:
         f"made it worse.{rate} The operator is only where the numbers ran out of range."
     )
     # Gradients that grow while loss and weights stay put are the depth of the graph, not the step size.
-    only_gradients = scene.phase == "backward" and growth_of(scene.history, gradients=False) is None
+    only_gradients = scene.phase == "backward" and scene.growth_of_loss is None
     state = scene.phase == "optimizer" and scene.op in STATE_OPS
     confidence = 0.6 if scene.narrow or state or only_gradients else 0.93
     return Finding(why, confidence, (*growth.lines(), *scene.input_lines()))
+
+
+@rule("divergence_lr", title="The first updates are far too large", phases=ANY - {"optimizer", "input"})
+def first_updates(scene: Scene) -> Finding | None:
+    """Too early to call it growth: the weights are as large as the learning rate makes them."""
+    found = _largest_weight(scene) if 0 < scene.origin.step <= 4 and overflowed(scene) else None
+    if found is None or scene.growth is not None or not ORDINARY_WEIGHT <= found[2] <= _moved(scene):
+        return None
+    name, stat, size = found
+    why = (
+        f"In step {scene.origin.step} the parameter {name} holds magnitudes up to {number(size)}, and the updates so "
+        f"far took it there: the learning rate is {number(scene.lr())}. Products with it leave the range of "
+        f"{scene.dtype} at {_operator(scene)}."
+    )
+    return Finding(why, 0.6 if scene.narrow else 0.9, (describe(stat, name),))
 
 
 STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
 """What an optimizer uses to update its own state."""
 
 
-@rule("bad_init", title="Absurdly large initial weights", phases=ANY - {"optimizer"})
+@rule("bad_init", phases=ANY - {"optimizer"})
 def bad_init(scene: Scene) -> Finding | None:
     if not overflowed(scene) or scene.origin.step > 1 or scene.growth is not None or scene.event is None:
         return None
-    start = [scene.event] if scene.phase != "backward" else [e for e in (scene.event, scene.origin.forward_event) if e]
-    weights = [w for e in start for w in weights_feeding(scene.trace, e)]
-    if not weights:
+    largest_weight = _largest_weight(scene)
+    if largest_weight is None:
         return None
-    name, stat = max(weights, key=lambda w: largest(w[1]) or 0.0)
-    size = largest(stat) or 0.0
-    if size < ORDINARY_WEIGHT:
+    name, stat, size = largest_weight
+    if (size < ORDINARY_WEIGHT and _gain(stat) < ORDINARY_GAIN) or size <= _moved(scene):
         return None
     why = (
         f"In step {scene.origin.step}, before any training could have grown it, the parameter {name} holds "
@@ -163,6 +182,25 @@ def bad_init(scene: Scene) -> Finding | None:
     if scene.narrow or scene.op in EXPONENTIALS or scene.phase == "backward":
         confident *= 0.7
     return Finding(why, confident, (describe(stat, name),))
+
+
+def _largest_weight(scene: Scene) -> tuple[str, TensorStat, float] | None:
+    """The parameter with the greatest magnitude among those that fed the operator: name, statistics, magnitude."""
+    events = (scene.event, scene.origin.forward_event) if scene.phase == "backward" else (scene.event,)
+    weights = [w for e in events if e is not None for w in weights_feeding(scene.trace, e)]
+    return max(((name, stat, largest(stat) or 0.0) for name, stat in weights), key=lambda w: w[2], default=None)
+
+
+def _gain(stat: TensorStat) -> float:
+    """What a weight of normal spread multiplies the size of its input with: deviation times the root of the fan-in."""
+    return (largest(stat) or 0.0) / 3.5 * math.sqrt(stat.shape[1]) if len(stat.shape) == 2 else 0.0
+
+
+def _moved(scene: Scene) -> float:
+    """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1."""
+    before = [s for s in scene.history.steps if s.step < scene.origin.step]
+    slopes = [s.grad_norm for s in before if s.grad_norm is not None and math.isfinite(s.grad_norm)]
+    return 2 * (scene.lr() or 0.0) * sum(max(1.0, slope) for slope in slopes)
 
 
 def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]]:
@@ -189,7 +227,7 @@ def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]
     return found
 
 
-@rule("exploding_gradient", title="The gradient overflowed on its way back", phases=frozenset({"backward"}))
+@rule("exploding_gradient", phases=frozenset({"backward"}))
 def exploding_gradient(scene: Scene) -> Finding | None:
     if scene.event is None or scene.event.in_python_backward or not overflowed(scene):
         return None
@@ -202,7 +240,7 @@ def exploding_gradient(scene: Scene) -> Finding | None:
     return Finding(why, 0.8, scene.input_lines() + headroom(scene) + known)
 
 
-@rule("overflow", title="A result beyond the range of its type")
+@rule("overflow")
 def overflow(scene: Scene) -> Finding | None:
     if not overflowed(scene) or scene.op in EXPONENTIALS:
         return None
@@ -213,7 +251,7 @@ def overflow(scene: Scene) -> Finding | None:
     return Finding(why, 0.6, scene.input_lines() + headroom(scene) + _mask_line(scene))
 
 
-@rule("overflow", title="A result beyond the range of its type", phases=ANY)
+@rule("overflow", phases=ANY)
 def overflow_elsewhere(scene: Scene) -> Finding | None:
     if not scene.inf or scene.nan or scene.fed_by_nonfinite or scene.event is None or not scene.event.born:
         return None

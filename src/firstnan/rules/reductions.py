@@ -39,7 +39,7 @@ def _correction(scene: Scene) -> float:
     return 1.0 if given is None else float(given)
 
 
-@rule("empty_reduction", title="Mean over nothing")
+@rule("empty_reduction")
 def empty_reduction(scene: Scene) -> Finding | None:
     empty = [t for t in scene.tensors if t.numel == 0 or (scene.op in SPREADS and _reduced(scene, t) == 0)]
     if scene.op not in MEANS | {*SPREADS, *NLL} or not (scene.nan or scene.inf) or not empty:
@@ -70,7 +70,7 @@ def all_ignored(scene: Scene) -> Finding | None:
     return Finding(why, 0.95, scene.input_lines("target", "weight"))
 
 
-@rule("empty_reduction", title="Mean over nothing")
+@rule("empty_reduction")
 def empty_count(scene: Scene) -> Finding | None:
     if scene.op not in DIVISIONS or not scene.nan or not scene.zero_at(DIVISIONS[scene.op][1]):
         return None
@@ -89,7 +89,7 @@ def empty_count(scene: Scene) -> Finding | None:
     return Finding(why, 0.6, scene.input_lines(bottom))
 
 
-@rule("single_sample_variance", title="Unbiased variance of a single element")
+@rule("single_sample_variance")
 def single_sample_variance(scene: Scene) -> Finding | None:
     if scene.op not in SPREADS or not scene.nan or scene.fed_by_nonfinite:
         return None
@@ -117,7 +117,7 @@ def single_sample_covariance(scene: Scene) -> Finding | None:
     return Finding(why, 0.96, scene.input_lines("self", "other"))
 
 
-@rule("ctc_infeasible", title="CTC target longer than the input allows", elsewhere=1.0)
+@rule("ctc_infeasible", elsewhere=1.0)
 def ctc_infeasible(scene: Scene) -> Finding | None:
     named = scene.op.startswith("ctc_loss") or "ctcloss" in scene.family
     if not named or not (scene.inf or scene.nan):

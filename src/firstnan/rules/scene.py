@@ -208,7 +208,12 @@ class Scene:
 
     @cached_property
     def growth(self) -> Growth | None:
-        return growth(self.history)
+        return growth(self.history, failing=self.origin.step)
+
+    @cached_property
+    def growth_of_loss(self) -> Growth | None:
+        """The same without the gradients: loss and weights."""
+        return growth(self.history, gradients=False, failing=self.origin.step)
 
     def witness_lines(self) -> tuple[str, ...]:
         """The values at the first bad element, as one line of evidence."""

@@ -17,6 +17,7 @@ PICKS = (
     "index",
     "index_select",
     "take",
+    "kl_div",
 )
 CARRIES = (
     "sum",
@@ -44,7 +45,7 @@ def _width(scene: Scene, stat: TensorStat) -> int | None:
     return stat.shape[dim]
 
 
-@rule("fully_masked_softmax", title="Softmax over a row that is masked as a whole", elsewhere=0.5)
+@rule("fully_masked_softmax", elsewhere=0.5)
 def fully_masked_softmax(scene: Scene) -> Finding | None:
     if scene.op not in SOFTMAXES or not scene.nan:
         return None
@@ -85,13 +86,16 @@ def masked_by_hand(scene: Scene) -> Finding | None:
     return Finding(why, 0.96 if scene.op == "div" else 0.9, scene.input_lines())
 
 
-@rule("masked_label", title="The label points at a class that is masked with -inf")
+@rule("masked_label")
 def masked_label(scene: Scene) -> Finding | None:
     if scene.op not in PICKS + CARRIES or not scene.inf or scene.nan:
         return None
     masked = sum(t.neginf for t in scene.tensors)
     legal = masked or (scene.event is not None and scene.event.on_purpose)
-    if not legal or any(t.nan or t.posinf for t in scene.tensors):
+    if any(t.posinf for t in scene.tensors):  # minus a log-probability that is masked further back
+        masks = [o.neginf for e in scene.feeding() if e.on_purpose for o in e.outputs if o.neginf]
+        legal = masked = masks[0] if masks else 0
+    if not legal or any(t.nan for t in scene.tensors):
         return None
     why = (
         f"`{scene.code}` picks the log-probability of the target class, and {scene.inf} of the picked values "
