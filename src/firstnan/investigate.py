@@ -116,7 +116,7 @@ class Investigation:
                 second,
                 reproduced="deterministic" if same else "transient",
                 replay="the program was run again, traced in the failing step",
-                batch=second.batch or first.batch,
+                batch=first.batch if first.batch is not None and first.batch.confirmed else second.batch or first.batch,
             )
         elif output:
             self.report = Report("clean")

@@ -198,12 +198,17 @@ class Replayer:
         self.replaying = True
         return updates - latest.updates
 
-    def again(self, iterator: Any) -> Any:
+    def stop_again(self) -> None:
+        """What is left of a replay is not handed out any more."""
+        for source in self.sources.values():
+            source.again = None
+
+    def again(self, iterator: Any) -> Handout:
         source = self.sources.get(iterator)
         handout = next(source.again, None) if source is not None and source.again is not None else None
         if handout is None:
             raise ReplayError
-        return handout.batch
+        return handout
 
 
 def put_back(buffers: list[tuple[Slot, Tensor, Tensor]]) -> None:
@@ -230,6 +235,8 @@ def _was_written(handout: Handout) -> bool:
 
 def copied(batch: Any) -> Any:
     """The batch with every tensor cloned, containers kept."""
+    if isinstance(batch, torch.nn.Parameter):  # no data: its gradient is wanted where it is
+        return batch
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if type(batch) in (list, tuple):

@@ -31,7 +31,7 @@ from firstnan.hooks import TrainingHooks
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.names import Models
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.replay import NamelessSource, Replayer, ReplayError, put_back
+from firstnan.replay import NamelessSource, Replayer, ReplayError, copied, put_back
 from firstnan.site import Ownership
 
 _CLOSELY = 3
@@ -340,7 +340,7 @@ class Session:
         batches = []
         with contextlib.suppress(ReplayError):
             while True:
-                batches.append(self.replayer.again(source))
+                batches.append(copied(self.replayer.again(source).batch))
         for i, batch in enumerate(batches):
             self._more_to_come = i + 1 < len(batches)
             if self.microscope.running:

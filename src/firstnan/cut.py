@@ -1,0 +1,174 @@
+"""Cuts a batch into its samples: which dimension they lie along, and the batch with some of them replaced."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.finite import tensors_in, unravel
+from firstnan.records import Feature
+from firstnan.replay import copied
+
+_MOST_FEATURES = 3
+_FEW = 4
+_SINGLE = (str, bytes, int, float, complex, type(None))
+_SHARED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer, torch.device, torch.dtype)
+"""No data, though a step may be called with them."""
+
+
+class CutError(Exception):
+    """The batch has a member that does not lie along its samples; the message names it."""
+
+
+class Cut:
+    """A batch whose samples are known; it is never written to."""
+
+    def __init__(self, batch: Any, size: int | None = None) -> None:
+        self.batch = batch
+        self.size = size if size is not None else _size(batch)
+        self.replaced({})  # CutError where it cannot be
+
+    def replaced(self, by: dict[int, int]) -> Any:
+        """A copy of the batch in which sample `i` is a copy of sample `by[i]`."""
+        return _map(self.batch, self.size, [by.get(i, i) for i in range(self.size)], "batch")
+
+    def members(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of numbers that has a row for each sample, samples first."""
+        for name, t in tensors_in(self.batch, "batch"):
+            along = _dimension(t, self.size)
+            plain = t.detach() if t.layout is torch.strided and not t.dtype.is_complex else None
+            if along is not None and plain is not None and t.numel():
+                yield name, plain.movedim(along, 0)
+
+    def features(self, bad: Sequence[int]) -> tuple[Feature, ...]:
+        """What is unusual in the bad samples beside all others: values not finite, out of range, or all alike."""
+        found = []
+        healthy = [i for i in range(self.size) if i not in set(bad)]
+        for name, rows in self.members():
+            if healthy:
+                wide = rows.to(torch.float64).reshape(self.size, -1)
+                for sample in bad:
+                    found += _unusual(name, sample, wide, healthy, tuple(rows.shape[1:]))
+        order = {sample: at for at, sample in enumerate(bad)}
+        return tuple(sorted(found, key=lambda f: (order[f.sample], math.isfinite(f.value))))
+
+
+def cut(batch: Any, indices: Any = None) -> Cut:
+    """The batch cut into samples, as many as the sampler chose where it is known; CutError where it cannot be."""
+    given = len(indices) if isinstance(indices, list | tuple) else None
+    return Cut(batch, given)
+
+
+def _size(batch: Any) -> int:
+    """The number of samples: that length which all tensors have, as their first dimension in most of them."""
+    shapes = [tuple(t.shape) for _, t in tensors_in(batch) if t.dim()]
+    if not shapes and isinstance(batch, list | tuple):
+        return len(batch)
+    firsts = Counter(shape[0] for shape in shapes)
+    seconds = Counter(shape[1] for shape in shapes if len(shape) > 1)
+    fitting = [n for n in firsts if all(n in shape[:2] for shape in shapes)]
+    if not fitting and isinstance(batch, list) and len({len(s) for s in map(_lengths, batch)}) == 1:
+        return len(batch)
+    if not firsts:
+        raise CutError("the batch has no tensors with samples")
+    return max(fitting or firsts, key=lambda n: (firsts[n], seconds[n]))
+
+
+def _lengths(sample: Any) -> list[Any]:
+    return [None for _ in tensors_in(sample)]
+
+
+def _dimension(t: Tensor, size: int) -> int | None:
+    """Along which dimension the samples lie: the first, or the second where time comes first."""
+    if t.layout is not torch.strided or t.is_nested:
+        return None
+    return next((d for d in range(min(t.dim(), 2)) if t.shape[d] == size), None)
+
+
+def _map(value: Any, size: int, order: list[int], name: str) -> Any:
+    if isinstance(value, _SHARED + _SINGLE) or callable(value):
+        return value
+    if isinstance(value, Tensor):
+        return _reordered(value, size, order, name)
+    if type(value).__module__ == "numpy" and hasattr(value, "shape"):
+        if not value.shape:
+            return value
+        if value.shape[0] != size:
+            raise CutError(f"{name} has {value.shape[0]} rows for {size} samples")
+        return value[order]
+    if isinstance(value, list | tuple | deque):
+        return _sequence(value, size, order, name)
+    if isinstance(value, dict):
+        make: Callable[..., Any] = type(value)
+        changed = {k: _map(v, size, order, f"{name}[{k!r}]") for k, v in value.items()}
+        return changed if make is dict else make(changed)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: _map(getattr(value, f.name), size, order, f"{name}.{f.name}") for f in fields(value) if f.init}
+        return replace(value, **parts)
+    if hasattr(value, "items") and hasattr(value, "keys") and hasattr(value, "data"):
+        kind: Callable[..., Any] = type(value)  # BatchEncoding and the like are made from a dict
+        return kind({k: _map(v, size, order, f"{name}[{k!r}]") for k, v in value.items()})
+    if next(tensors_in(value), None) is None:
+        return value
+    raise CutError(f"{name} is a {type(value).__name__}, whose samples are not known")
+
+
+def _sequence(value: Any, size: int, order: list[int], name: str) -> Any:
+    kind = type(value)
+    if hasattr(value, "_fields"):
+        return kind(*(_map(v, size, order, f"{name}.{f}") for f, v in zip(value._fields, value, strict=True)))
+    # One element a sample: names, boxes, sequences of different lengths. Two or three may be the parts of a batch too.
+    each = len(value) == size and (size > _FEW or all(_is_single(v) for v in value))
+    if each:
+        return kind(copied(value[i]) for i in order)
+    try:
+        return kind(_map(v, size, order, f"{name}[{i}]") for i, v in enumerate(value))
+    except CutError:
+        if len(value) != size:
+            raise
+        return kind(copied(value[i]) for i in order)
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, _SINGLE) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def _reordered(t: Tensor, size: int, order: list[int], name: str) -> Tensor:
+    if t.dim() == 0:
+        return t.detach().clone().requires_grad_(t.requires_grad)
+    along = _dimension(t, size)
+    if along is None:
+        raise CutError(f"{name} is {list(t.shape)}: none of its first two dimensions is {size}")
+    index = torch.tensor(order, device=t.device)
+    return t.detach().index_select(along, index).requires_grad_(t.requires_grad)
+
+
+def _unusual(name: str, sample: int, rows: Tensor, healthy: list[int], shape: tuple[int, ...]) -> list[Feature]:
+    mine, theirs = rows[sample], rows[healthy]
+    theirs = theirs[torch.isfinite(theirs).all(1)]
+    if not len(theirs):
+        return []
+    low, high = theirs.amin(0), theirs.amax(0)
+    bad = ~torch.isfinite(mine)
+    if len(mine) > 1 and _alike(mine[None]).all() and not _alike(theirs).any():
+        return [Feature(sample, name, (), mine[0].item(), theirs.min().item(), theirs.max().item())]
+    # How far outside, in units of the range at this place.
+    outside = torch.maximum(mine - high, low - mine) / (high - low).clamp_min(1e-12)
+    score = torch.where(bad, math.inf, outside)
+    order = score.argsort(descending=True, stable=True)[:_MOST_FEATURES].tolist()
+    return [
+        Feature(sample, name, unravel(at, shape), mine[at].item(), low[at].item(), high[at].item())
+        for at in order
+        if score[at] > 0
+    ]
+
+
+def _alike(rows: Tensor) -> Tensor:
+    """For each row, whether all its values are the same number."""
+    return (rows == rows[:, :1]).all(1)
