@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from firstnan.blame import Verdict, blame
+from firstnan.compare import Difference
 from firstnan.datasource import bad_rows, find_maker
 from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.gate import Gate
 from firstnan.names import Models
 from firstnan.records import Batch, Noticed, Origin, Report, Trace
 from firstnan.replay import Replayer, batch_size
-from firstnan.rules import explain
+from firstnan.rules import explain, transient
 from firstnan.site import Ownership, Spot, resolve
 from firstnan.tracer import Tracer
 
@@ -129,6 +130,21 @@ class Evidence:
         if size is None:
             return None
         return Batch(index, size, _bad_samples(origin, batch, size) if origin else None)
+
+
+def not_repeated(report: Report, difference: Difference | None) -> Report:
+    """The report of a step that failed at one time and was finite at another, from the same state."""
+    how = "The step was finite when it was played again with the same batch, random numbers, buffers and weights"
+    own = difference.whose == "program" if difference is not None else None
+    found = transient(how, difference.text if difference else "", programs_own=own)
+    known = [c for c in (report.cause, *report.other_causes) if c is not None and c.slug != found.slug]
+    # What the program did otherwise, or memory that nobody wrote, explains both; the machine's moods do not.
+    first = bool(known) and (bool(own) or known[0].slug == "uninitialized_memory")
+    causes = [known[0], found, *known[1:]] if first else [found, *known]
+    notes = (f"played again, the step was finite; {found.evidence[0]}",) if first and difference is not None else ()
+    return replace(
+        report, reproduced="transient", cause=causes[0], other_causes=tuple(causes[1:]), notes=report.notes + notes
+    )
 
 
 def _bad_samples(origin: Origin, batch: Any, size: int) -> tuple[int, ...] | None:

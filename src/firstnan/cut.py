@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from firstnan.replay import copied
 
 _MOST_FEATURES = 3
 _FEW = 4
+_FAR = 0.5
 _SINGLE = (str, bytes, int, float, complex, type(None))
 _SHARED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer, torch.device, torch.dtype)
 """No data, though a step may be called with them."""
@@ -29,9 +31,8 @@ class CutError(Exception):
 class Cut:
     """A batch whose samples are known; it is never written to."""
 
-    def __init__(self, batch: Any, size: int | None = None) -> None:
-        self.batch = batch
-        self.size = size if size is not None else _size(batch)
+    def __init__(self, batch: Any, size: int) -> None:
+        self.batch, self.size = batch, size
         self.replaced({})  # CutError where it cannot be
 
     def replaced(self, by: dict[int, int]) -> Any:
@@ -60,28 +61,27 @@ class Cut:
 
 
 def cut(batch: Any, indices: Any = None) -> Cut:
-    """The batch cut into samples, as many as the sampler chose where it is known; CutError where it cannot be."""
-    given = len(indices) if isinstance(indices, list | tuple) else None
-    return Cut(batch, given)
+    """The batch cut into samples, as many as the sampler chose where that fits; CutError where it cannot be cut."""
+    if isinstance(indices, list | tuple):
+        with contextlib.suppress(CutError):
+            return Cut(batch, len(indices))
+    return Cut(batch, _size(batch))
 
 
 def _size(batch: Any) -> int:
-    """The number of samples: that length which all tensors have, as their first dimension in most of them."""
+    """The number of samples: a length that all tensors have, as the first dimension of most of them."""
+    if isinstance(batch, list | tuple) and len(batch) > _FEW:
+        kinds = {type(part) for part in batch}
+        if len(kinds) == 1 and not issubclass(kinds.pop(), Tensor):
+            return len(batch)  # never put together: one element a sample
     shapes = [tuple(t.shape) for _, t in tensors_in(batch) if t.dim()]
-    if not shapes and isinstance(batch, list | tuple):
-        return len(batch)
     firsts = Counter(shape[0] for shape in shapes)
-    seconds = Counter(shape[1] for shape in shapes if len(shape) > 1)
     fitting = [n for n in firsts if all(n in shape[:2] for shape in shapes)]
-    if not fitting and isinstance(batch, list) and len({len(s) for s in map(_lengths, batch)}) == 1:
+    if not fitting and isinstance(batch, list):
         return len(batch)
     if not firsts:
-        raise CutError("the batch has no tensors with samples")
-    return max(fitting or firsts, key=lambda n: (firsts[n], seconds[n]))
-
-
-def _lengths(sample: Any) -> list[Any]:
-    return [None for _ in tensors_in(sample)]
+        raise CutError("it has no tensors")
+    return max(fitting or firsts, key=lambda n: firsts[n])
 
 
 def _dimension(t: Tensor, size: int) -> int | None:
@@ -154,18 +154,18 @@ def _unusual(name: str, sample: int, rows: Tensor, healthy: list[int], shape: tu
     theirs = theirs[torch.isfinite(theirs).all(1)]
     if not len(theirs):
         return []
-    low, high = theirs.amin(0), theirs.amax(0)
-    bad = ~torch.isfinite(mine)
     if len(mine) > 1 and _alike(mine[None]).all() and not _alike(theirs).any():
-        return [Feature(sample, name, (), mine[0].item(), theirs.min().item(), theirs.max().item())]
-    # How far outside, in units of the range at this place.
-    outside = torch.maximum(mine - high, low - mine) / (high - low).clamp_min(1e-12)
-    score = torch.where(bad, math.inf, outside)
+        return [Feature(sample, name, None, mine[0].item(), theirs.min().item(), theirs.max().item())]
+    low, high = theirs.amin(0), theirs.amax(0)
+    # How far outside, in units of the range at this place: chance alone leaves it by a little.
+    score = torch.maximum(mine - high, low - mine) / (high - low).clamp_min(1e-12)
+    score[(mine == 0) & ~(theirs == 0).any()] = _FAR
+    score[~torch.isfinite(mine)] = math.inf
     order = score.argsort(descending=True, stable=True)[:_MOST_FEATURES].tolist()
     return [
         Feature(sample, name, unravel(at, shape), mine[at].item(), low[at].item(), high[at].item())
         for at in order
-        if score[at] > 0
+        if score[at] >= _FAR
     ]
 
 

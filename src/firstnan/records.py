@@ -315,8 +315,8 @@ class Feature:
     sample: int
     member: str
     """Which tensor of the batch: `batch[0]`."""
-    index: tuple[int, ...]
-    """Where in the sample; empty where all its values there are alike, or it is a single one."""
+    index: tuple[int, ...] | None
+    """Where in the sample; None where all its values there are alike, and `low` and `high` are over all places."""
     value: float
     low: float
     high: float

@@ -198,6 +198,13 @@ class Replayer:
         self.replaying = True
         return updates - latest.updates
 
+    def first_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
+        """As they were when the step under way began, which may have taken several batches."""
+        if self.latest is None:
+            return []
+        handouts = (h for source in self.sources.values() for h in source.recent)
+        return next((h for h in handouts if h.updates == self.latest.updates), self.latest).buffers
+
     def stop_again(self) -> None:
         """What is left of a replay is not handed out any more."""
         for source in self.sources.values():

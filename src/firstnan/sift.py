@@ -6,8 +6,10 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
+from firstnan.compare import Difference
+from firstnan.conclude import not_repeated
 from firstnan.cut import Cut, CutError, cut
-from firstnan.records import Batch
+from firstnan.records import Batch, Report
 from firstnan.replay import Handout, copied
 from firstnan.samples import ENDED, Finding, search
 
@@ -66,11 +68,22 @@ class Sift:
         assert self._question is not None
         return self._cut.replaced(self._question) if self._cut is not None else copied(self.handout.batch)
 
-    def told(self, batch: Batch | None) -> Batch | None:
-        """The batch of the report with what was found."""
-        if batch is None:
-            return None
-        found = self.finding or Finding(batch.bad_samples, note=ENDED)
+    @property
+    def repeated(self) -> bool:
+        """Whether the same batch failed again, as far as that is known."""
+        return self.finding is None or self.finding.repeated is not False
+
+    def told_in(self, report: Report, difference: Difference | None = None) -> Report:
+        """The report with what was found; `difference` is between two traces of the step, where it was not repeated."""
+        found = self.finding
+        if not self.repeated:
+            return not_repeated(report, difference)
+        if report.batch is None:
+            return report
+        found = found or Finding(report.batch.bad_samples, note=ENDED)
+        return replace(report, batch=self._told(report.batch, found))
+
+    def _told(self, batch: Batch, found: Finding) -> Batch:
         if self._cut is None:
             return replace(batch, replays=found.replays, note=self._why_not)
         bad = found.bad

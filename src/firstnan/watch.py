@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from firstnan.conclude import bad_values, came_from_outside
+from firstnan.compare import first_difference
+from firstnan.conclude import bad_values, came_from_outside, not_repeated
 from firstnan.errors import InternalErrors
 from firstnan.finite import is_finite, tensors_in
 from firstnan.gate import Gate, drop_gradients
@@ -21,6 +22,7 @@ from firstnan.guard import Alarm
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.program_hooks import ProgramHooks, Stop, end_program
 from firstnan.quiet import Quiet
+from firstnan.recording import Raw
 from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.replay import Replayer, ReplayError, copied
 from firstnan.sift import Sift
@@ -74,6 +76,8 @@ class Watch:
         self._learned = False
         self._quiet = Quiet()
         self._sift: Sift | None = None
+        self._traced: list[Raw] | None = None
+        """The first trace of the failing step, where a second one is made to compare."""
         self._updates = 0
         """How many there had been when the gate tripped."""
         self.hooks.install()
@@ -90,6 +94,10 @@ class Watch:
         if self._sift is not None:
             self._sift.failed()
             return
+        if self._traced is not None and self.mode is Mode.REPLAYING:
+            if self.report.origin is None:
+                self._conclude(noticed, tensors)
+            self._compare(self._traced)
         if self.mode is not Mode.REPLAYING:
             self._updates = self.gate.steps.total
         by_a_loader = before_update and not self.gate.in_step and self.gate.optimizers
@@ -128,7 +136,9 @@ class Watch:
             else:
                 self._stepped_while_waiting.add(id(optimizer))
         elif self.mode is Mode.REPLAYING:
-            self._give_up()
+            if self._traced is not None:
+                self._compare(self._traced)
+            self._replay_was_finite(optimizer)
         elif self.tracer is not None:
             self.tracer.in_optimizer, self.tracer.in_closure = True, closure
             self.microscope.name_tensors()
@@ -215,15 +225,25 @@ class Watch:
                 handout = self.replayer.again(iterator)
             except ReplayError:
                 if not sift.goes_on():
-                    self._end()
+                    return self._after_search(sift, iterator)
                 self._to_suppress = self.replayer.begin(iterator, self._updates)
                 self.microscope.drop_gradients()
                 handout = self.replayer.again(iterator)
             return sift.batch() if handout is sift.handout else copied(handout.batch)
-        except Exception as error:
-            if not isinstance(error, ReplayError):  # the loop has gone on to another loader
-                self.internal_error(error)
+        except ReplayError:  # the loop has gone on to another loader
             self._end()
+        except Exception as error:
+            self.internal_error(error)
+            self._end()
+
+    def _after_search(self, sift: Sift, iterator: Any) -> Any:
+        """Ends the program, unless the same batch was finite: then the step is traced a second time, to compare."""
+        self._search_ends()
+        if sift.repeated or self.tracer is None:
+            end_program()
+        self._traced = self.tracer.raws
+        self.mode = Mode.WAITING
+        return self._batch_again(iterator)
 
     def _handed_out(self, iterator: Any, batch: Any) -> None:
         if not torch.is_grad_enabled():
@@ -323,6 +343,25 @@ class Watch:
         self.mode = Mode.DONE
         self._end()
 
+    def _replay_was_finite(self, optimizer: Any) -> None:
+        """It goes on to the next batch, which will be the failing one once more."""
+        assert self.tracer is not None
+        drop_gradients(optimizer)
+        self.gate.in_step = None
+        self.microscope.stop()
+        self._traced = self.tracer.raws
+        self.mode, self._stepped_while_waiting = Mode.WAITING, {id(optimizer)}
+
+    def _compare(self, first: list[Raw]) -> NoReturn:
+        """The step was traced twice: says what differed between the two."""
+        assert self.tracer is not None
+        self.microscope.stop()
+        self.mode = Mode.DONE
+        self.report = not_repeated(self.report, first_difference(first, self.tracer.raws))
+        self.unresolved = self.report.origin is None
+        self.save(self.report)
+        self._end()
+
     def _end(self) -> NoReturn:
         self._search_ends()
         end_program()
@@ -344,7 +383,7 @@ class Watch:
         self._quiet.end()
         if sift is not None:
             self.mode = Mode.DONE
-            self.report = replace(self.report, batch=sift.told(self.report.batch))
+            self.report = sift.told_in(self.report)
             self.save(self.report)
 
     def _begin_replay(self) -> None:

@@ -245,8 +245,8 @@ def _batch(f: Fields) -> Batch:
 
 
 def _feature(f: Fields) -> Feature:
-    sample, index = f.count("sample"), f.indices("index") or ()
-    return Feature(sample, f.text("member"), index, f.number("value"), f.number("low"), f.number("high"))
+    low, high = f.number("low"), f.number("high")
+    return Feature(f.count("sample"), f.text("member"), f.indices("index"), f.number("value"), low, high)
 
 
 def _origin(f: Fields) -> Origin:

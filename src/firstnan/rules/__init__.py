@@ -9,8 +9,9 @@ from firstnan.rules import data, derivatives, division, domain, linalg, optimize
 from firstnan.rules.base import RULES
 from firstnan.rules.growth import growth
 from firstnan.rules.scene import Scene
+from firstnan.rules.transient import transient
 
-__all__ = ["explain", "from_history"]
+__all__ = ["explain", "from_history", "transient"]
 
 FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
 """Imported for the rules that they register."""
