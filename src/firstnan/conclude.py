@@ -15,7 +15,7 @@ from firstnan.datasource import bad_rows, find_maker
 from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.gate import Gate
 from firstnan.names import Models
-from firstnan.records import Batch, Noticed, Origin, Report, Trace
+from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
 from firstnan.replay import Replayer, batch_size
 from firstnan.rules import explain, transient
 from firstnan.site import Ownership, Spot, resolve
@@ -45,7 +45,7 @@ class Evidence:
         return Report(
             "nonfinite",
             self.step,
-            self.batch(None),
+            self.batch(None, Trace()),
             noticed=self._named(),
             history=self.gate.past(),
             environment=environment(),
@@ -66,7 +66,7 @@ class Evidence:
         report = replace(
             self.preliminary(),
             step=self._step_of(origin),
-            batch=self.batch(origin, tracer.modules.batch_size),
+            batch=self.batch(origin, trace, tracer.modules.batch_size),
             origin=origin,
             path=verdict.path,
             reproduced="deterministic",
@@ -122,14 +122,14 @@ class Evidence:
         names = [n for t in self.tensors if (n := self.models.name(t))]
         return Noticed(self.noticed.what, names[0] if names else "")
 
-    def batch(self, origin: Origin | None, given: int | None = None) -> Batch | None:
+    def batch(self, origin: Origin | None, trace: Trace, given: int | None = None) -> Batch | None:
         """The failing batch; without a loader all that is known is how many samples the model was `given`."""
         latest = self.replayer.latest
         batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
         size = batch_size(batch) if latest is not None else given
         if size is None:
             return None
-        return Batch(index, size, _bad_samples(origin, batch, size) if origin else None)
+        return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
 
 
 def not_repeated(report: Report, difference: Difference | None) -> Report:
@@ -147,16 +147,29 @@ def not_repeated(report: Report, difference: Difference | None) -> Report:
     )
 
 
-def _bad_samples(origin: Origin, batch: Any, size: int) -> tuple[int, ...] | None:
+def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[int, ...] | None:
     """The samples that the origin points at: none where it points at most of them, which is no sample's fault."""
     rows: tuple[int, ...] = ()
     if size == 1 and origin.phase in ("forward", "backward"):
         return (0,)
-    if origin.phase == "input":
+    if origin.phase == "input" and batch is not None:
         rows = bad_rows(batch)
     elif origin.event is not None and origin.produced is not None and origin.produced.shape[:1] == (size,):
         rows = origin.event.bad_rows
+    elif origin.event is not None and origin.phase in ("forward", "input"):
+        rows = _rows_after(origin.event, trace, size)
     return rows if 0 < len(rows) <= max(1, size // 2) else None
+
+
+def _rows_after(event: OpEvent, trace: Trace, size: int) -> tuple[int, ...]:
+    """The bad rows of the first tensor with a row for each sample that the value came to."""
+    reached = {event.index}
+    for later in trace.events[event.index + 1 :]:
+        if any(i.guilty and not reached.isdisjoint((i.producer, *i.also)) for i in later.inputs):
+            reached.add(later.index)
+            if later.phase == "forward" and any(o.bad and o.shape[:1] == (size,) for o in later.outputs):
+                return later.bad_rows
+    return ()
 
 
 def came_from_outside(origin: Origin) -> bool:

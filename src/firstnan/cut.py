@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from firstnan.replay import copied
 
 _MOST_FEATURES = 3
 _FEW = 4
-_FAR = 0.5
+_FAR = 1.0
 _SINGLE = (str, bytes, int, float, complex, type(None))
 _SHARED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer, torch.device, torch.dtype)
 """No data, though a step may be called with them."""
@@ -33,11 +32,14 @@ class Cut:
 
     def __init__(self, batch: Any, size: int) -> None:
         self.batch, self.size = batch, size
-        self.replaced({})  # CutError where it cannot be
+        made = _Made(size, list(range(size)))
+        made.of(batch, "batch")  # CutError where it cannot be
+        if not made.parts:
+            raise CutError("nothing in it has samples")
 
     def replaced(self, by: dict[int, int]) -> Any:
         """A copy of the batch in which sample `i` is a copy of sample `by[i]`."""
-        return _map(self.batch, self.size, [by.get(i, i) for i in range(self.size)], "batch")
+        return _Made(self.size, [by.get(i, i) for i in range(self.size)]).of(self.batch, "batch")
 
     def members(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of numbers that has a row for each sample, samples first."""
@@ -62,10 +64,15 @@ class Cut:
 
 def cut(batch: Any, indices: Any = None) -> Cut:
     """The batch cut into samples, as many as the sampler chose where that fits; CutError where it cannot be cut."""
-    if isinstance(indices, list | tuple):
-        with contextlib.suppress(CutError):
-            return Cut(batch, len(indices))
-    return Cut(batch, _size(batch))
+    if not isinstance(indices, list | tuple):
+        return Cut(batch, _size(batch))
+    try:
+        return Cut(batch, len(indices))
+    except CutError:
+        firsts = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}
+        if len(firsts) != 1:
+            raise
+        return Cut(batch, firsts.pop())  # several rows for each that was chosen
 
 
 def _size(batch: Any) -> int:
@@ -80,7 +87,7 @@ def _size(batch: Any) -> int:
     if not fitting and isinstance(batch, list):
         return len(batch)
     if not firsts:
-        raise CutError("it has no tensors")
+        raise CutError("nothing in it has samples")
     return max(fitting or firsts, key=lambda n: firsts[n])
 
 
@@ -91,62 +98,72 @@ def _dimension(t: Tensor, size: int) -> int | None:
     return next((d for d in range(min(t.dim(), 2)) if t.shape[d] == size), None)
 
 
-def _map(value: Any, size: int, order: list[int], name: str) -> Any:
-    if isinstance(value, _SHARED + _SINGLE) or callable(value):
-        return value
-    if isinstance(value, Tensor):
-        return _reordered(value, size, order, name)
-    if type(value).__module__ == "numpy" and hasattr(value, "shape"):
+class _Made:
+    """A batch made anew in another order of its samples."""
+
+    def __init__(self, size: int, order: list[int]) -> None:
+        self.size, self.order = size, order
+        self.parts = 0
+        """How many members have samples."""
+
+    def of(self, value: Any, name: str) -> Any:
+        if isinstance(value, _SHARED + _SINGLE) or callable(value):
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value, name)
+        if type(value).__module__ == "numpy" and hasattr(value, "shape"):
+            return self._array(value, name)
+        if isinstance(value, list | tuple | deque):
+            return self._sequence(value, name)
+        if isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys") and hasattr(value, "data")):
+            make: Callable[..., Any] = type(value)  # BatchEncoding and the like are made from a dict
+            return make({k: self.of(v, f"{name}[{k!r}]") for k, v in value.items()})
+        if is_dataclass(value) and not isinstance(value, type):
+            parts = {f.name: self.of(getattr(value, f.name), f"{name}.{f.name}") for f in fields(value) if f.init}
+            return replace(value, **parts)
+        if next(tensors_in(value), None) is None:
+            return value
+        raise CutError(f"{name} is a {type(value).__name__}, whose samples are not known")
+
+    def _sequence(self, value: Any, name: str) -> Any:
+        kind = type(value)
+        if hasattr(value, "_fields"):
+            return kind(*(self.of(v, f"{name}.{f}") for f, v in zip(value._fields, value, strict=True)))
+        # One element a sample: names, boxes, sequences of different lengths. A few may be the parts of a batch too.
+        if len(value) == self.size and (self.size > _FEW or all(map(_is_single, value))):
+            return self._elements(value)
+        try:
+            return kind(self.of(v, f"{name}[{i}]") for i, v in enumerate(value))
+        except CutError:
+            if len(value) != self.size:
+                raise
+            return self._elements(value)
+
+    def _elements(self, value: Any) -> Any:
+        self.parts += 1
+        return type(value)(copied(value[i]) for i in self.order)
+
+    def _array(self, value: Any, name: str) -> Any:
         if not value.shape:
             return value
-        if value.shape[0] != size:
-            raise CutError(f"{name} has {value.shape[0]} rows for {size} samples")
-        return value[order]
-    if isinstance(value, list | tuple | deque):
-        return _sequence(value, size, order, name)
-    if isinstance(value, dict):
-        make: Callable[..., Any] = type(value)
-        changed = {k: _map(v, size, order, f"{name}[{k!r}]") for k, v in value.items()}
-        return changed if make is dict else make(changed)
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: _map(getattr(value, f.name), size, order, f"{name}.{f.name}") for f in fields(value) if f.init}
-        return replace(value, **parts)
-    if hasattr(value, "items") and hasattr(value, "keys") and hasattr(value, "data"):
-        kind: Callable[..., Any] = type(value)  # BatchEncoding and the like are made from a dict
-        return kind({k: _map(v, size, order, f"{name}[{k!r}]") for k, v in value.items()})
-    if next(tensors_in(value), None) is None:
-        return value
-    raise CutError(f"{name} is a {type(value).__name__}, whose samples are not known")
+        if value.shape[0] != self.size:
+            raise CutError(f"{name} has {value.shape[0]} rows for {self.size} samples")
+        self.parts += 1
+        return value[self.order]
 
-
-def _sequence(value: Any, size: int, order: list[int], name: str) -> Any:
-    kind = type(value)
-    if hasattr(value, "_fields"):
-        return kind(*(_map(v, size, order, f"{name}.{f}") for f, v in zip(value._fields, value, strict=True)))
-    # One element a sample: names, boxes, sequences of different lengths. Two or three may be the parts of a batch too.
-    each = len(value) == size and (size > _FEW or all(_is_single(v) for v in value))
-    if each:
-        return kind(copied(value[i]) for i in order)
-    try:
-        return kind(_map(v, size, order, f"{name}[{i}]") for i, v in enumerate(value))
-    except CutError:
-        if len(value) != size:
-            raise
-        return kind(copied(value[i]) for i in order)
+    def _tensor(self, t: Tensor, name: str) -> Tensor:
+        if t.dim() == 0:
+            return t.detach().clone().requires_grad_(t.requires_grad)
+        along = _dimension(t, self.size)
+        if along is None:
+            raise CutError(f"{name} is {list(t.shape)}, which does not fit {self.size} samples")
+        self.parts += 1
+        index = torch.tensor(self.order, device=t.device)
+        return t.detach().index_select(along, index).requires_grad_(t.requires_grad)
 
 
 def _is_single(value: Any) -> bool:
     return isinstance(value, _SINGLE) or (isinstance(value, Tensor) and value.dim() == 0)
-
-
-def _reordered(t: Tensor, size: int, order: list[int], name: str) -> Tensor:
-    if t.dim() == 0:
-        return t.detach().clone().requires_grad_(t.requires_grad)
-    along = _dimension(t, size)
-    if along is None:
-        raise CutError(f"{name} is {list(t.shape)}: none of its first two dimensions is {size}")
-    index = torch.tensor(order, device=t.device)
-    return t.detach().index_select(along, index).requires_grad_(t.requires_grad)
 
 
 def _unusual(name: str, sample: int, rows: Tensor, healthy: list[int], shape: tuple[int, ...]) -> list[Feature]:

@@ -37,6 +37,8 @@ class Handout:
     versions: list[int]
     """Of the batch's tensors, where the very tensors are kept that the program has."""
     indices: Any = None
+    pristine: Any = None
+    """A copy that no loop has seen, made before the first replay."""
 
 
 @dataclass(slots=True)
@@ -191,7 +193,10 @@ class Replayer:
             raise ReplayError
         first = source.recent[0]
         for s in self.sources.values():
-            s.again = iter([h for h in s.recent if h.updates == latest.updates])
+            again = [h for h in s.recent if h.updates == latest.updates]
+            for h in again:
+                h.pristine = copied(h.batch) if h.pristine is None else h.pristine
+            s.again = iter(again)
         first.random.put_back()
         put_back(first.buffers)
         torch.clear_autocast_cache()

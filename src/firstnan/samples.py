@@ -11,7 +11,9 @@ MOST = 64
 
 TOGETHER = "it takes these samples together: none of them fails alone"
 NO_SINGLE = "no single sample: the step fails whichever samples are replaced, so it is the whole batch or the weights"
-WHOEVER = "the value is born in these places whichever samples stand there: random numbers or the weights are the reason"
+WHOEVER = (
+    "the value is born in these places whichever samples stand there: random numbers or the weights are the reason"
+)
 ONLY_WITH_OTHERS = "without these samples the step is finite, but it takes others of the batch too"
 NOT_ALONE = "no single sample: no part of the batch fails alone"
 ENDED = "the search for bad samples ended early: the loop went on without it"
@@ -82,7 +84,7 @@ def _search(ask: _Counted, suspects: frozenset[int], healthy: Sequence[int]) -> 
     if not ask.repeated or not others or len(ask.everyone) < 2:
         return Finding(ask.known)
     without = bool(suspects) and (yield from ask.finite(suspects, others[0]))
-    stand_in = yield from _stand_in(ask, others)
+    stand_in = yield from _stand_in(ask, others if len(others) > 1 or without else [*others, *suspects])
     if stand_in is None:
         # Rows that the origin shows may be bad by chance or by their place, whatever data stands there.
         return Finding(ask.known, note=ONLY_WITH_OTHERS if without else WHOEVER if suspects else NO_SINGLE)

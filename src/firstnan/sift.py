@@ -28,7 +28,7 @@ class Sift:
         self._cut: Cut | None = None
         self._why_not = ""
         try:
-            self._cut = cut(handout.batch, handout.indices)
+            self._cut = cut(handout.pristine, handout.indices)
         except CutError as error:
             self._why_not = f"the batch cannot be cut into samples: {error}"
         self._search = search(self._cut.size if self._cut else 1, suspects)
@@ -66,7 +66,7 @@ class Sift:
     def batch(self) -> Any:
         """The batch as the search wants it now, made anew each time: a loop may write into what it is given."""
         assert self._question is not None
-        return self._cut.replaced(self._question) if self._cut is not None else copied(self.handout.batch)
+        return self._cut.replaced(self._question) if self._cut is not None else copied(self.handout.pristine)
 
     @property
     def repeated(self) -> bool:

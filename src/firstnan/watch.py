@@ -212,9 +212,10 @@ class Watch:
             if self.mode is Mode.WAITING:
                 self._to_suppress = self.replayer.begin(iterator, self._updates)
                 self._begin_replay()
-            batch = copied(self.replayer.again(iterator).batch)
+            handout = self.replayer.again(iterator)
         except ReplayError:
             self._give_up()
+        batch = handout.batch if self._traced is None else copied(handout.pristine)
         self.microscope.mark_batch(batch, sys._getframe())
         return batch
 
@@ -229,7 +230,7 @@ class Watch:
                 self._to_suppress = self.replayer.begin(iterator, self._updates)
                 self.microscope.drop_gradients()
                 handout = self.replayer.again(iterator)
-            return sift.batch() if handout is sift.handout else copied(handout.batch)
+            return sift.batch() if handout is sift.handout else copied(handout.pristine)
         except ReplayError:  # the loop has gone on to another loader
             self._end()
         except Exception as error:

@@ -57,7 +57,7 @@ class Replays:
     def traced(self, handouts: list[Handout]) -> Iterator[Any]:
         self.microscope.start(in_step=True)
         for handout in self._counted(handouts):
-            batch = copied(handout.batch)
+            batch = handout.batch if self.sift is None else copied(handout.pristine)
             if self.microscope.running:
                 self.microscope.mark_batch(batch, sys._getframe())
             yield batch
@@ -80,7 +80,7 @@ class Replays:
         try:
             while sift is not None and sift.goes_on():
                 for handout in self._counted(self.prepare(source)):
-                    yield sift.batch() if handout is sift.handout else copied(handout.batch)
+                    yield sift.batch() if handout is sift.handout else copied(handout.pristine)
             if sift is not None and not sift.repeated:
                 yield from self._compared(source, sift)
         except ReplayError:

@@ -149,7 +149,8 @@ class Session:
             report = self.microscope.conclude(noticed, tensors, [], AGAIN) or self._known(noticed, tensors)
             self._first = None
             # Where training is to go on, one replay is enough.
-            if before_update and self.settings.policy == "raise" and self.replays.searches(report):
+            searches = before_update and self.settings.policy == "raise" and self.gate.in_step is None
+            if searches and self.replays.searches(report):
                 self.mode, self.report = Mode.SEARCHING, report
             else:
                 self._settle(report, before_update)
