@@ -215,7 +215,8 @@ class Watch:
             handout = self.replayer.again(iterator)
         except ReplayError:
             self._give_up()
-        batch = handout.batch if self._traced is None else copied(handout.pristine)
+        with self.unseen():
+            batch = handout.batch if self._traced is None else copied(handout.pristine)
         self.microscope.mark_batch(batch, sys._getframe())
         return batch
 

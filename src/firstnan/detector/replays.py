@@ -57,7 +57,8 @@ class Replays:
     def traced(self, handouts: list[Handout]) -> Iterator[Any]:
         self.microscope.start(in_step=True)
         for handout in self._counted(handouts):
-            batch = handout.batch if self.sift is None else copied(handout.pristine)
+            with self.microscope.unseen():
+                batch = handout.batch if self.sift is None else copied(handout.pristine)
             if self.microscope.running:
                 self.microscope.mark_batch(batch, sys._getframe())
             yield batch
