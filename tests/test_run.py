@@ -144,10 +144,8 @@ def test_steps_and_batches_are_counted_apart(firstnan: Zygote, tmp_path: Path, w
 def test_random_numbers_are_put_back(firstnan: Zygote, tmp_path: Path, way: str) -> None:
     result = firstnan(["run", PROGRAMS / "loops.py", way], cwd=tmp_path)
     assert_log_of_negative(result.origin, result.cause)
-    # The program says it once while it runs and once while the batch is replayed; its own counter has gone on.
-    step = int(result.stdout.split()[1])
-    assert result.stdout == f"negative {step}\nnegative {step + 1}\n"
-    assert result.found["step"] == step
+    # The program says it once while it runs; what it says while the batch is replayed is hidden.
+    assert result.stdout == f"negative {result.found['step']}\n"
     assert_in_place(result.found, result.stderr)
 
 
@@ -283,7 +281,8 @@ def test_a_program_that_catches_everything_still_ends(firstnan: Zygote, tmp_path
     result = firstnan(["run", path], cwd=tmp_path)
     assert (result.origin["line"], result.cause) == (marked(path), "log_of_negative")
     assert result.found["step"] == 5
-    assert result.stdout.endswith("end\n")
+    # The loader itself ends the program, once the bad samples are known.
+    assert result.stdout.endswith("end\n") == ("DataLoader" not in batches)
 
 
 # --- options and files --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from firstnan.bad_samples import find_bad_samples
     from firstnan.checks import check, check_gradients, check_weights
     from firstnan.detector import NaNDetector
     from firstnan.errors import NonFiniteError
@@ -20,6 +21,7 @@ __all__ = [
     "check",
     "check_gradients",
     "check_weights",
+    "find_bad_samples",
     "load",
     "rule",
     "trace",
@@ -34,6 +36,7 @@ _ROOMS = {
     "check": "checks",
     "check_gradients": "checks",
     "check_weights": "checks",
+    "find_bad_samples": "bad_samples",
     "load": "report",
     "rule": "rules",
     "trace": "tracing",

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from firstnan.blame import Verdict, blame
+from firstnan.compare import Difference
 from firstnan.datasource import bad_rows, find_maker
 from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.gate import Gate
 from firstnan.names import Models
-from firstnan.records import Batch, Noticed, Origin, Report, Trace
+from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
 from firstnan.remedies import propose
 from firstnan.replay import Replayer, batch_size
-from firstnan.rules import explain
+from firstnan.rules import explain, transient
 from firstnan.site import Ownership, Spot, resolve
 from firstnan.tracer import Tracer
 
@@ -47,7 +48,7 @@ class Evidence:
         return Report(
             "nonfinite",
             self.step,
-            self.batch(None),
+            self.batch(None, Trace()),
             noticed=self._named(),
             history=self.gate.past(self.ownership, updated=self.noticed.what == "parameter"),
             environment=environment(),
@@ -69,7 +70,7 @@ class Evidence:
         report = replace(
             self.preliminary(),
             step=self._step_of(origin),
-            batch=self.batch(origin, tracer.modules.batch_size),
+            batch=self.batch(origin, trace, tracer.modules.batch_size),
             origin=origin,
             path=verdict.path,
             reproduced="deterministic",
@@ -132,26 +133,54 @@ class Evidence:
         names = [n for t in self.tensors if (n := self.models.name(t))]
         return Noticed(self.noticed.what, names[0] if names else "")
 
-    def batch(self, origin: Origin | None, given: int | None = None) -> Batch | None:
+    def batch(self, origin: Origin | None, trace: Trace, given: int | None = None) -> Batch | None:
         """The failing batch; without a loader all that is known is how many samples the model was `given`."""
         latest = self.replayer.latest
         batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
         size = batch_size(batch) if latest is not None else given
         if size is None:
             return None
-        return Batch(index, size, _bad_samples(origin, batch, size) if origin else None)
+        return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
 
 
-def _bad_samples(origin: Origin, batch: Any, size: int) -> tuple[int, ...] | None:
+def not_repeated(report: Report, difference: Difference | None) -> Report:
+    """The report of a step that failed at one time and was finite at another, from the same state."""
+    how = "The step was finite when it was played again with the same batch, random numbers, buffers and weights"
+    own = difference.whose == "program" if difference is not None else None
+    found = transient(how, difference.text if difference else "", programs_own=own)
+    known = [c for c in (report.cause, *report.other_causes) if c is not None and c.slug != found.slug]
+    # What the program did otherwise, or memory that nobody wrote, explains both; the machine's moods do not.
+    first = bool(known) and (bool(own) or known[0].slug == "uninitialized_memory")
+    causes = [known[0], found, *known[1:]] if first else [found, *known]
+    notes = (f"played again, the step was finite; {found.evidence[0]}",) if first and difference is not None else ()
+    return replace(
+        report, reproduced="transient", cause=causes[0], other_causes=tuple(causes[1:]), notes=report.notes + notes
+    )
+
+
+def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[int, ...] | None:
     """The samples that the origin points at: none where it points at most of them, which is no sample's fault."""
     rows: tuple[int, ...] = ()
     if size == 1 and origin.phase in ("forward", "backward"):
         return (0,)
-    if origin.phase == "input":
+    if origin.phase == "input" and batch is not None:
         rows = bad_rows(batch)
     elif origin.event is not None and origin.produced is not None and origin.produced.shape[:1] == (size,):
         rows = origin.event.bad_rows
+    elif origin.event is not None and origin.phase in ("forward", "input"):
+        rows = _rows_after(origin.event, trace, size)
     return rows if 0 < len(rows) <= max(1, size // 2) else None
+
+
+def _rows_after(event: OpEvent, trace: Trace, size: int) -> tuple[int, ...]:
+    """The bad rows of the first tensor with a row for each sample that the value came to."""
+    reached = {event.index}
+    for later in trace.events[event.index + 1 :]:
+        if any(i.guilty and not reached.isdisjoint((i.producer, *i.also)) for i in later.inputs):
+            reached.add(later.index)
+            if later.phase == "forward" and any(o.bad and o.shape[:1] == (size,) for o in later.outputs):
+                return later.bad_rows
+    return ()
 
 
 def came_from_outside(origin: Origin) -> bool:

@@ -418,15 +418,16 @@ def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
 def reaches(roots: list[Tensor], parameters: set[int]) -> bool:
     """Whether one of these parameters (by identity) is part of the roots' graph."""
-    return any(id(leaf) in parameters for leaf in _leaves(roots))
+    return any(id(leaf) in parameters for leaf in leaves_below(roots))
 
 
 def graph_leaves(roots: list[Tensor]) -> list[Tensor]:
     """Every leaf tensor below these roots that wants a gradient and has one."""
-    return [leaf for leaf in _leaves(roots) if leaf.grad is not None]
+    return [leaf for leaf in leaves_below(roots) if leaf.grad is not None]
 
 
-def _leaves(roots: list[Tensor]) -> Iterator[Tensor]:
+def leaves_below(roots: list[Tensor]) -> Iterator[Tensor]:
+    """Every leaf tensor below these roots that wants a gradient."""
     seen: set[Any] = set()
     stack: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]
     while stack:

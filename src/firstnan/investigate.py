@@ -15,6 +15,7 @@ from firstnan.child import Order, Start
 from firstnan.importing import when_imported
 from firstnan.records import Report
 from firstnan.report import ReportError, print_text, write, write_whole
+from firstnan.rules import transient
 from firstnan.runner import Program
 from firstnan.site import Ownership
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from firstnan.watch import Watch
 
 FOUND = 3
+_FINITE = "the second run did not fail in the same way"
+_UNFINISHED = "the second run was not finished"
+_OWN_STATE = (
+    "the step was finite when it was played again in the first run: it depends on something that the program keeps "
+    "besides weights, batch and random numbers, a counter or a cache"
+)
 
 
 @dataclass(frozen=True)
@@ -136,24 +143,22 @@ class Investigation:
             say(f"the program cannot be run again: {error}")
             second = None
         if second is not None and second.origin is not None:
-            same = second.noticed is not None and (output or told or first.noticed is None or second.step is not None)
+            same = output or told or first.step is None or second.step is None or second.step <= first.step
+            own_state = (_OWN_STATE,) if first.reproduced == "transient" else ()
             self.report = replace(
                 second,
                 reproduced="deterministic" if same else "transient",
+                notes=(*second.notes, *own_state),
                 replay=f"{trial.RUN_AGAIN}, traced in the failing step",
-                batch=second.batch or first.batch,
+                batch=first.batch if first.batch is not None and first.batch.confirmed else second.batch or first.batch,
             )
         elif output:
             self.report = Report("clean")
         elif not told:
-            lost = (
-                "the second run did not fail in the same way"
-                if second is not None
-                else "the second run was not finished"
-            )
-            self.report = replace(
-                first, notes=(*first.notes, lost), reproduced="transient" if second is not None else "not_replayed"
-            )
+            self.report = replace(first, notes=(*first.notes, _UNFINISHED))
+            if second is not None:
+                cause = first.cause or transient("The program was run again from its start, and was finite")
+                self.report = replace(first, notes=(*first.notes, _FINITE), reproduced="transient", cause=cause)
 
     def _second_run(self, step: int | None) -> Report | None:
         """The child's report; once more where a closer look shows that it began in an earlier step."""

@@ -54,6 +54,7 @@ class Microscope:
         tracer.looks_for_training = True
         if in_step:
             tracer.region = "step"
+            tracer.marks = True  # It may be played again once more, to see whether it is the same.
             self.name_tensors()
         tracer.start()
         return tracer

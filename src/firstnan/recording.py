@@ -31,7 +31,7 @@ class Raw:
     """One operator call as it is kept while the program runs: no strings are made, no source is read."""
 
     __slots__ = (
-        "backward", "detail", "engine", "forward", "func", "grad", "inner", "module", "node", "outputs",
+        "backward", "detail", "engine", "forward", "func", "grad", "inner", "mark", "module", "node", "outputs",
         "python_backward", "raised", "reads", "region", "scalars", "spot", "step", "uninitialized", "writes",
     )  # fmt: skip
     func: OpInfo
@@ -46,6 +46,8 @@ class Raw:
     outputs: list[tuple[Any, torch.dtype, float | None, float | None]]
     writes: list[int]
     detail: Detail | None
+    mark: Any
+    """What to compare with another run of the same step, where that is wanted."""
     scalars: tuple[tuple[str, Any], ...]
     step: int
     region: str

@@ -318,10 +318,33 @@ class PathStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Feature:
+    """One unusual value of a bad sample, beside the range of the other samples at the same place."""
+
+    sample: int
+    member: str
+    """Which tensor of the batch: `batch[0]`."""
+    index: tuple[int, ...] | None
+    """Where in the sample; None where all its values there are alike, and `low` and `high` are over all places."""
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     index: int | None = None
     size: int | None = None
     bad_samples: tuple[int, ...] | None = None
+    """Positions in the batch; None where no single sample is to blame, or it is not known."""
+    confirmed: bool = False
+    """Replays have shown it: these samples fail without the others, and without them the step is finite."""
+    dataset_indices: tuple[int, ...] | None = None
+    """What the bad samples are in the data set, where the sampler has told."""
+    features: tuple[Feature, ...] = ()
+    replays: int = 0
+    """How often the step was played again to find them."""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class Handout:
     versions: list[int]
     """Of the batch's tensors, where the very tensors are kept that the program has."""
     indices: Any = None
+    pristine: Any = None
+    """A copy that no loop has seen, made before the first replay."""
 
 
 @dataclass(slots=True)
@@ -191,19 +193,34 @@ class Replayer:
             raise ReplayError
         first = source.recent[0]
         for s in self.sources.values():
-            s.again = iter([h for h in s.recent if h.updates == latest.updates])
+            again = [h for h in s.recent if h.updates == latest.updates]
+            for h in again:
+                h.pristine = copied(h.batch) if h.pristine is None else h.pristine
+            s.again = iter(again)
         first.random.put_back()
         put_back(first.buffers)
         torch.clear_autocast_cache()
         self.replaying = True
         return updates - latest.updates
 
-    def again(self, iterator: Any) -> Any:
+    def first_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
+        """As they were when the step under way began, which may have taken several batches."""
+        if self.latest is None:
+            return []
+        handouts = (h for source in self.sources.values() for h in source.recent)
+        return next((h for h in handouts if h.updates == self.latest.updates), self.latest).buffers
+
+    def stop_again(self) -> None:
+        """What is left of a replay is not handed out any more."""
+        for source in self.sources.values():
+            source.again = None
+
+    def again(self, iterator: Any) -> Handout:
         source = self.sources.get(iterator)
         handout = next(source.again, None) if source is not None and source.again is not None else None
         if handout is None:
             raise ReplayError
-        return handout.batch
+        return handout
 
 
 def put_back(buffers: list[tuple[Slot, Tensor, Tensor]]) -> None:
@@ -230,6 +247,8 @@ def _was_written(handout: Handout) -> bool:
 
 def copied(batch: Any) -> Any:
     """The batch with every tensor cloned, containers kept."""
+    if isinstance(batch, torch.nn.Parameter):  # no data: its gradient is wanted where it is
+        return batch
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if type(batch) in (list, tuple):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from firstnan.compare import mark
 from firstnan.examine import examine, numbers_in
 from firstnan.finite import extremes, readable, surely_finite
 from firstnan.memory import Memory
@@ -49,6 +50,8 @@ class Tracer:
         self.modules = ModuleStack(self._called)
         self.looks_for_training = False
         """Until a step is seen, whichever thread calls a module with gradients on is taken for the one that trains."""
+        self.marks = False
+        """Keeps of every operator what can be compared with another run of the same step."""
         self.trouble: str | None = None
         self._sequence: dict[int, int] = {}
         self._claimed = -1
@@ -223,7 +226,7 @@ class Tracer:
         raised: str | None,
     ) -> Raw:
         raw = Raw()
-        raw.func, raw.raised, raw.detail, raw.scalars = op, raised, None, ()
+        raw.func, raw.raised, raw.detail, raw.scalars, raw.mark = op, raised, None, (), None
         raw.step, raw.region, raw.reads = self.step, self.region, reads
         raw.outputs, raw.writes, raw.uninitialized = [], [], op.empty
         self._place(raw, sys._getframe(3))
@@ -245,6 +248,9 @@ class Tracer:
                 raw.outputs.append((t.shape, t.dtype, None, None))
             elif self._wrote(raw, t, index, known):
                 bad = True
+        if self.marks:
+            outside = [t for read, (_, t) in zip(reads, tensors, strict=True) if read.writer is None]
+            raw.mark = mark(op, args, kwargs, outside, results)
         if bad or raised:
             raw.scalars = numbers_in(op, args, kwargs)
             raw.detail = examine(op, tensors, results, raw.scalars, before)

@@ -13,15 +13,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from firstnan.conclude import bad_values, came_from_outside
+from firstnan.compare import first_difference
+from firstnan.conclude import bad_values, came_from_outside, not_repeated
 from firstnan.errors import InternalErrors
 from firstnan.finite import is_finite, tensors_in
 from firstnan.gate import Gate, drop_gradients
 from firstnan.guard import Alarm
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.program_hooks import ProgramHooks, Stop, end_program
+from firstnan.quiet import Quiet
+from firstnan.recording import Raw
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.replay import Replayer, ReplayError
+from firstnan.replay import Replayer, ReplayError, copied
+from firstnan.sift import Sift
 from firstnan.site import Ownership
 from firstnan.tracer import Tracer
 
@@ -31,6 +35,8 @@ class Mode(Enum):
     WAITING = auto()
     """Tripped; when the loader is asked for the next batch it gives the failing one again."""
     REPLAYING = auto()
+    SEARCHING = auto()
+    """Explained; the step is played again with samples replaced, to see which of them are bad."""
     TRACING = auto()
     DONE = auto()
 
@@ -68,6 +74,12 @@ class Watch:
         self._to_suppress = 0
         self._stepped_while_waiting: set[int] = set()
         self._learned = False
+        self._quiet = Quiet()
+        self._sift: Sift | None = None
+        self._traced: list[Raw] | None = None
+        """The first trace of the failing step, where a second one is made to compare."""
+        self._updates = 0
+        """How many there had been when the gate tripped."""
         self.hooks.install()
         if tracing:
             self.microscope.start(in_step=False)
@@ -79,14 +91,25 @@ class Watch:
     # What the gate says.
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
+        if self._sift is not None:
+            self._sift.failed()
+            return
+        if self._traced is not None and self.mode is Mode.REPLAYING:
+            if self.report.origin is None:
+                self._conclude(noticed, tensors)
+            self._compare(self._traced)
+        if self.mode is not Mode.REPLAYING:
+            self._updates = self.gate.steps.total
+        by_a_loader = before_update and not self.gate.in_step and self.gate.optimizers
+        again = self.may_replay and by_a_loader and self.replayer.possible(self._updates)
         if self.mode in (Mode.TRACING, Mode.REPLAYING):
-            self._conclude(noticed, tensors)
-            end_program()
+            if self._conclude(noticed, tensors) and again and self._begin_search():
+                return
+            self._end()
         if self.mode is not Mode.WATCHING:
             return
         self._found(noticed, tensors)
-        by_a_loader = before_update and not self.gate.in_step and self.gate.optimizers
-        if self.may_replay and by_a_loader and self.replayer.possible(self.gate.steps.total):
+        if again:
             self.mode = Mode.WAITING
             return
         end_program()
@@ -98,24 +121,31 @@ class Watch:
                 self._give_up()
             self._stepped_while_waiting.add(id(optimizer))
             return True
-        if self.mode is Mode.REPLAYING and self._to_suppress > 0:
+        if self.mode in (Mode.REPLAYING, Mode.SEARCHING) and self._to_suppress > 0:
             self._to_suppress -= 1
             return True
-        return self.mode is Mode.DONE
+        return self.mode is Mode.DONE or (self._sift is not None and self._sift.decided)
 
     def step_begins(self, optimizer: Any, closure: bool) -> None:
-        if self.mode is Mode.WAITING:
-            # The gate tripped on these very gradients and goes on: nothing of them may be written.
+        if self.mode in (Mode.WAITING, Mode.SEARCHING):
+            # The gate tripped on these very gradients and goes on, or only looks: nothing of them may be written.
             drop_gradients(optimizer)
-            self._stepped_while_waiting.add(id(optimizer))
             self.gate.in_step = None
+            if self._sift is not None:
+                self._sift.passed()
+            else:
+                self._stepped_while_waiting.add(id(optimizer))
         elif self.mode is Mode.REPLAYING:
-            self._give_up()
+            if self._traced is not None:
+                self._compare(self._traced)
+            self._replay_was_finite(optimizer)
         elif self.tracer is not None:
             self.tracer.in_optimizer, self.tracer.in_closure = True, closure
             self.microscope.name_tensors()
 
     def step_ended(self, by_hand: bool = False) -> None:
+        if self._sift is not None:
+            return
         self._suspect = None
         self._learn_buffers()
         tracer = self.tracer
@@ -158,8 +188,8 @@ class Watch:
         return self.microscope.unseen()
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
-        if self.mode in (Mode.WAITING, Mode.REPLAYING) and torch.is_grad_enabled():
-            return self._batch_again(iterator)
+        if self.mode in (Mode.WAITING, Mode.REPLAYING, Mode.SEARCHING) and torch.is_grad_enabled():
+            return self._batch_again(iterator) if self._sift is None else self._batch_for(self._sift, iterator)
         self.replayer.body_ended()
         tracer = self.tracer
         before = tracer.region if tracer else "step"
@@ -180,13 +210,42 @@ class Watch:
     def _batch_again(self, iterator: Any) -> Any:
         try:
             if self.mode is Mode.WAITING:
-                self._to_suppress = self.replayer.begin(iterator, self.gate.steps.total)
+                self._to_suppress = self.replayer.begin(iterator, self._updates)
                 self._begin_replay()
-            batch = self.replayer.again(iterator)
+            handout = self.replayer.again(iterator)
         except ReplayError:
             self._give_up()
+        with self.unseen():
+            batch = handout.batch if self._traced is None else copied(handout.pristine)
         self.microscope.mark_batch(batch, sys._getframe())
         return batch
+
+    def _batch_for(self, sift: Sift, iterator: Any) -> Any:
+        """The next batch of the replay under way, or the first of the next one."""
+        try:
+            try:
+                handout = self.replayer.again(iterator)
+            except ReplayError:
+                if not sift.goes_on():
+                    return self._after_search(sift, iterator)
+                self._to_suppress = self.replayer.begin(iterator, self._updates)
+                self.microscope.drop_gradients()
+                handout = self.replayer.again(iterator)
+            return sift.batch() if handout is sift.handout else copied(handout.pristine)
+        except ReplayError:  # the loop has gone on to another loader
+            self._end()
+        except Exception as error:
+            self.internal_error(error)
+            self._end()
+
+    def _after_search(self, sift: Sift, iterator: Any) -> Any:
+        """Ends the program, unless the same batch was finite: then the step is traced a second time, to compare."""
+        self._search_ends()
+        if sift.repeated or self.tracer is None:
+            end_program()
+        self._traced = self.tracer.raws
+        self.mode = Mode.WAITING
+        return self._batch_again(iterator)
 
     def _handed_out(self, iterator: Any, batch: Any) -> None:
         if not torch.is_grad_enabled():
@@ -200,7 +259,7 @@ class Watch:
 
     def value_read(self, tensor: Tensor, caller: Any) -> None:
         """The program looked at a value: if it stops now, that is why."""
-        if self._handles_nan_itself or self.mode in (Mode.WAITING, Mode.DONE):
+        if self._handles_nan_itself or self.mode in (Mode.WAITING, Mode.SEARCHING, Mode.DONE):
             return
         seen = [tensor]
         if not tensor.requires_grad and self.ownership.owns(caller.f_code):
@@ -233,6 +292,8 @@ class Watch:
         """The program ends by an exception: was a non-finite value the reason?"""
         if isinstance(error, Stop | KeyboardInterrupt) or self.mode is Mode.DONE or self._suspect is not None:
             return
+        if self._sift is not None:  # What it says of a replay is no news to anyone: the output stays hidden to the end.
+            return
         if isinstance(error, SystemExit) and error.code in (0, None):
             return
         bad = bad_values(error)
@@ -240,6 +301,7 @@ class Watch:
             self._stopped_by(Noticed("exception", type(error).__name__), bad, [])
 
     def program_ended(self) -> None:
+        self._search_ends()
         with contextlib.suppress(SystemExit):
             self.gate.last_look()
         if self.mode in (Mode.TRACING, Mode.WATCHING):
@@ -281,10 +343,54 @@ class Watch:
         """The replay in this process cannot go on; another process will do it."""
         self.microscope.stop()
         self.mode = Mode.DONE
+        self._end()
+
+    def _replay_was_finite(self, optimizer: Any) -> None:
+        """It goes on to the next batch, which will be the failing one once more."""
+        assert self.tracer is not None
+        drop_gradients(optimizer)
+        self.gate.in_step = None
+        self.microscope.stop()
+        self._traced = self.tracer.raws
+        self.mode, self._stepped_while_waiting = Mode.WAITING, {id(optimizer)}
+
+    def _compare(self, first: list[Raw]) -> NoReturn:
+        """The step was traced twice: says what differed between the two."""
+        assert self.tracer is not None
+        self.microscope.stop()
+        self.mode = Mode.DONE
+        self.report = not_repeated(self.report, first_difference(first, self.tracer.raws))
+        self.unresolved = self.report.origin is None
+        self.save(self.report)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        self._search_ends()
         end_program()
+
+    def _begin_search(self) -> bool:
+        """Has the step played again to see which samples are bad; False where the origin is no matter of samples."""
+        origin, handout = self.report.origin, self.replayer.latest
+        if origin is None or handout is None or origin.phase not in ("forward", "backward", "input"):
+            return False
+        self.microscope.stop()
+        self.mode = Mode.SEARCHING
+        self._quiet.begin()
+        self.replayer.stop_again()
+        self._sift = Sift(handout, self.report.batch.bad_samples or () if self.report.batch else ())
+        return True
+
+    def _search_ends(self) -> None:
+        sift, self._sift = self._sift, None
+        self._quiet.end()
+        if sift is not None:
+            self.mode = Mode.DONE
+            self.report = sift.told_in(self.report)
+            self.save(self.report)
 
     def _begin_replay(self) -> None:
         self.mode = Mode.REPLAYING
+        self._quiet.begin()
         self.microscope.drop_gradients()
         self.microscope.start(in_step=True)
 

@@ -14,8 +14,9 @@ from torch.nn import Module
 
 from firstnan.detector.events import EventLog
 from firstnan.detector.layers import LayerWatch, Sink
+from firstnan.detector.mode import Mode
 from firstnan.detector.policy import Policy, Settings
-from firstnan.detector.session import Mode, Session
+from firstnan.detector.session import Session
 from firstnan.detector.stats import Statistics
 from firstnan.errors import NonFiniteError
 from firstnan.records import NaNEvent, Report
@@ -132,13 +133,15 @@ class NaNDetector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         session = self._session
-        report = None
+        report, searching = None, session is not None and session.mode is Mode.SEARCHING
         try:
             report = session.left(error) if session is not None else None
         finally:
             self.detach()
         if report is None:
             return
+        if searching and isinstance(error, Exception):  # raised by what only we wanted to be done
+            raise NonFiniteError(report) from None
         if error is not None:
             error.add_note(str(NonFiniteError(report)))
         elif self._settings.policy == "raise":
@@ -159,7 +162,8 @@ class NaNDetector:
         result = function(*args, **kwargs)
         if session.mode is Mode.WAITING:
             for again, given, named in session.again(session.own_source):
-                result = again.call(*given, **named)
+                with session.replays.excused():
+                    result = again.call(*given, **named)
         session.body_ended()
         return result
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import Enum, auto
 from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.nn import Module
 
-from firstnan.conclude import bad_values
+from firstnan.conclude import bad_values, not_repeated
 from firstnan.detector.closer import Closer
 from firstnan.detector.events import EventLog
 from firstnan.detector.journal import Journal, one_line, rank
 from firstnan.detector.last_call import LastCalls
 from firstnan.detector.layers import LayerWatch
+from firstnan.detector.mode import Mode
 from firstnan.detector.policy import Settings
 from firstnan.detector.recovery import Recovery
+from firstnan.detector.replays import Replays
 from firstnan.detector.stats import Statistics
 from firstnan.errors import InternalErrors, NonFiniteError
 from firstnan.gate import Gate, drop_gradients, reaches
@@ -38,15 +38,6 @@ from firstnan.site import Ownership
 _CLOSELY = 3
 """So many failures are looked at closely; where training goes on, those after them are only counted."""
 log = logging.getLogger("firstnan")
-
-
-class Mode(Enum):
-    WATCHING = auto()
-    WAITING = auto()
-    """Tripped; when this step has been played to its end it is played again."""
-    REPLAYING = auto()
-    SKIPPING = auto()
-    """Nothing of this step is written."""
 
 
 # Two detectors may stand at one optimizer: while one of them has a step played again the other holds still.
@@ -89,8 +80,9 @@ class Session:
         self._lock = threading.RLock()
         self._busy = False
         """Something of ours runs that looks like training."""
-        self._streak = self._looked = self._to_suppress = 0
-        self._suppressed = self._told = self._more_to_come = False
+        self.replays = Replays(self.replayer, self.recovery, self.gate, self.microscope)
+        self._streak = self._looked = 0
+        self._suppressed = self._told = False
         self._first: tuple[Noticed, Report] | None = None
         """The trip whose step is being played again."""
 
@@ -128,6 +120,9 @@ class Session:
 
     def left(self, error: BaseException | None) -> Report | None:
         """The loop was left, perhaps because of a bad value: what is known of it."""
+        if self.mode is Mode.SEARCHING:
+            self.report = self.journal.completed(self.searched())
+            return self.report
         if self._first is None and isinstance(error, Exception) and not isinstance(error, NonFiniteError):
             bad = bad_values(error)
             noticed = Noticed("exception", type(error).__name__)
@@ -156,7 +151,14 @@ class Session:
         if self.mode is Mode.REPLAYING:
             report = self.microscope.conclude(noticed, tensors, [], AGAIN) or self._known(noticed, tensors)
             self._first = None
-            self._settle(report, before_update)
+            # Where training is to go on, one replay is enough.
+            searches = before_update and self.settings.policy == "raise" and self.gate.in_step is None
+            if searches and self.replays.searches(report):
+                self.mode, self.report = Mode.SEARCHING, report
+            else:
+                self._settle(report, before_update)
+        elif self.replays.sift is not None:
+            self.replays.sift.failed()
         elif self.mode is Mode.WATCHING and not self._told and not self._held():
             self._told = True
             self._tripped(noticed, tensors, before_update)
@@ -212,12 +214,8 @@ class Session:
         """No update may be written between a trip and its replay, nor twice by the replay, nor of a bad step."""
         if self.mode is Mode.SKIPPING:
             self._drop_update(optimizer)
-        elif self.mode is Mode.REPLAYING and self._more_to_come:
-            # A loop that counts its batches counts these too, and updates its weights too early.
-            return True
-        elif self.mode is Mode.REPLAYING and self._to_suppress > 0:
-            self._to_suppress -= 1
-            return True
+        elif self.mode in (Mode.REPLAYING, Mode.SEARCHING):
+            return self.replays.suppresses()
         return self.mode in (Mode.WAITING, Mode.SKIPPING) or self._held()
 
     def _drop_update(self, optimizer: Any) -> None:
@@ -235,12 +233,14 @@ class Session:
 
     def step_begins(self, optimizer: Any, closure: bool) -> None:
         self._trains_here()
-        if self.mode in (Mode.WAITING, Mode.SKIPPING):
+        if self.mode in (Mode.WAITING, Mode.SEARCHING, Mode.SKIPPING):
             # The gate tripped on these very gradients and goes on: nothing of them may be written.
             drop_gradients(optimizer)
             self.gate.in_step = None
             if self.mode is Mode.SKIPPING:
                 self._drop_update(optimizer)
+            elif self.replays.sift is not None:
+                self.replays.sift.passed()
             return
         if self.mode is Mode.REPLAYING and not closure:
             self._not_again()
@@ -253,6 +253,8 @@ class Session:
             self.recovery.undo_update()
             optimizer = self.gate.steps.last() if self.gate.steps.last else None
             self.gate.steps.take_back(optimizer)
+            return
+        if self.mode is Mode.SEARCHING:
             return
         self._told, told = False, self._told
         if self.mode is Mode.SKIPPING:
@@ -332,25 +334,24 @@ class Session:
     def again(self, source: Any) -> Iterator[Any]:
         """The batches of the failing step once more, as they were first handed out, under the tracer."""
         try:
-            self._to_suppress = self.replayer.begin(source, self.gate.steps.total)
+            handouts = self.replays.prepare(source)
         except ReplayError:
             self._cannot_again()
             return
-        self.recovery.put_back_schedules()
-        self.gate.reads.forget()
         self.mode = Mode.REPLAYING
-        self.microscope.drop_gradients()
-        self.microscope.start(in_step=True)
-        batches = []
-        with contextlib.suppress(ReplayError):
-            while True:
-                batches.append(self.replayer.again(source))
-        for i, batch in enumerate(batches):
-            self._more_to_come = i + 1 < len(batches)
-            if self.microscope.running:
-                self.microscope.mark_batch(batch, sys._getframe())
-            yield batch
+        yield from self.replays.traced(handouts)
+        if self.mode is Mode.SEARCHING:
+            yield from self.replays.sifted(source)
+            self._settle(self.searched(), before_update=True)
         self.body_ended()
+
+    def searched(self) -> Report:
+        """The search for bad samples is over, or was left: the report with what it came to."""
+        sift, self.replays.sift = self.replays.sift, None
+        assert sift is not None
+        assert self.report is not None
+        self.mode = Mode.WATCHING
+        return sift.told_in(self.report, self.replays.difference)
 
     # What is done about it.
 
@@ -408,11 +409,8 @@ class Session:
 
     def _buffers_before(self) -> list[Any]:
         """As they were when the bad step began, which may have taken several batches."""
-        latest, first = self.replayer.latest, self.last_calls.first
-        if first is not None or latest is None:
-            return first.buffers if first is not None else []
-        handouts = (h for source in self.replayer.sources.values() for h in source.recent)
-        return next((h for h in handouts if h.updates == latest.updates), latest).buffers
+        first = self.last_calls.first
+        return first.buffers if first is not None else self.replayer.first_buffers()
 
     def _skip_ends(self) -> None:
         self.mode, self._told = Mode.WATCHING, False
@@ -440,8 +438,7 @@ class Session:
         (_, report), self._first = self._first, None
         self.microscope.stop()
         self.mode = Mode.WATCHING
-        notes = ("the same step was finite when it was played again",)
-        self.report = report = replace(self.journal.completed(report), reproduced="transient", notes=notes)
+        self.report = report = not_repeated(self.journal.completed(report), None)
         if self.settings.policy == "raise":
             raise NonFiniteError(report)
         log.warning("%s", NonFiniteError(report))

@@ -13,6 +13,7 @@ from firstnan.records import (
     VERSION,
     Batch,
     Cause,
+    Feature,
     History,
     InFloat64,
     LayerTrack,
@@ -73,7 +74,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "version": VERSION,
         "verdict": report.verdict,
         "step": report.step,
-        "batch": batch and {"index": batch.index, "size": batch.size, "bad_samples": batch.bad_samples},
+        "batch": batch,
         "origin": origin and _origin_dict(origin),
         "cause": cause and _cause_dict(cause),
         "other_causes": [_cause_dict(c) for c in report.other_causes],
@@ -195,7 +196,7 @@ def from_dict(data: Mapping[str, Any]) -> Report:
     return Report(
         verdict=cast(Any, top.choice("verdict", ("nonfinite", "clean"))),
         step=top.integer("step"),
-        batch=top.made("batch", lambda f: Batch(f.integer("index"), f.integer("size"), f.indices("bad_samples"))),
+        batch=top.made("batch", _batch),
         origin=top.made("origin", _origin),
         cause=top.made("cause", _cause),
         other_causes=tuple(_cause(c) for c in top.children("other_causes")),
@@ -237,6 +238,24 @@ def _noticed_event(f: Fields) -> NaNEvent:
         rank=f.count("rank"),
         time=f.real("time") or 0.0,
     )
+
+
+def _batch(f: Fields) -> Batch:
+    return Batch(
+        index=f.integer("index"),
+        size=f.integer("size"),
+        bad_samples=f.indices("bad_samples"),
+        confirmed=bool(f.flag("confirmed")),
+        dataset_indices=f.indices("dataset_indices"),
+        features=tuple(_feature(c) for c in f.children("features")),
+        replays=f.count("replays"),
+        note=f.text("note"),
+    )
+
+
+def _feature(f: Fields) -> Feature:
+    low, high = f.number("low"), f.number("high")
+    return Feature(f.count("sample"), f.text("member"), f.indices("index"), f.number("value"), low, high)
 
 
 def _origin(f: Fields) -> Origin:

@@ -21,7 +21,7 @@ from firstnan.report.excerpt import Row, excerpt
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
 TAB = 4
-MOST = {"inputs": 5, "evidence": 4, "remedies": 3, "diff": 12, "causes": 3, "notes": 4, "layers": 6}
+MOST = {"inputs": 5, "evidence": 4, "remedies": 3, "diff": 12, "causes": 3, "notes": 4, "layers": 6, "features": 4}
 
 Cells = list[tuple[str, bool]]
 """What a source line shows, one screen column or wide character an entry, and whether it is marked."""
@@ -195,6 +195,7 @@ class _Page:
         report = self.report
         if origin := report.origin:
             yield from self._values(origin)
+        yield from self._samples()
         if path := words.path_line(report):
             yield "path", self._text(path)
         if rows := words.history_rows(report):
@@ -203,6 +204,18 @@ class _Page:
                 spark = words.sparkline(values, self.chars.spark)
                 yield "history", Text.assemble(f"{name:<12}", (spark, "magenta"), f"  {growth}")
         yield from self._layers()
+
+    def _samples(self) -> Iterable[tuple[str, RenderableType]]:
+        """What is unusual in the bad samples, and what their search could not show."""
+        batch = self.report.batch
+        if batch is None:
+            return
+        for feature in batch.features[: MOST["features"]]:
+            yield "samples", self._text(words.feature_line(feature))
+        if (left_out := len(batch.features) - MOST["features"]) > 0:
+            yield "samples", Text(f"and {words.count(left_out, 'value')} more in the JSON", style="dim")
+        if batch.note:
+            yield "samples", self._text(batch.note)
 
     def _layers(self) -> Iterable[tuple[str, RenderableType]]:
         """The first bad layer, and how those grew that grew."""

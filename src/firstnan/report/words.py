@@ -7,7 +7,19 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from firstnan.records import Batch, NaNEvent, Noticed, Origin, PathStep, Remedy, Report, Site, TensorStat, plain
+from firstnan.records import (
+    Batch,
+    Feature,
+    NaNEvent,
+    Noticed,
+    Origin,
+    PathStep,
+    Remedy,
+    Report,
+    Site,
+    TensorStat,
+    plain,
+)
 
 GROWTH = frozenset(
     ("divergence_lr", "exploding_gradient", "overflow", "exp_overflow", "low_precision_overflow", "optimizer_overflow")
@@ -109,13 +121,29 @@ def _batch(batch: Batch) -> str:
     words = [] if batch.index is None else [f"batch {batch.index}"]
     size = "" if batch.size is None else f" of {batch.size}"
     if batch.bad_samples:
-        few = ", ".join(map(str, batch.bad_samples[:8])) + (", …" if len(batch.bad_samples) > 8 else "")
+        few = _few(batch.bad_samples)
         many = f"{len(batch.bad_samples)}{size} samples: " if len(batch.bad_samples) > 8 else ""
         noun = "sample" if len(batch.bad_samples) == 1 else "samples"
         words.append(many + few if many else f"{noun} {few}{size}")
+        if batch.dataset_indices:
+            words.append(f"in the data set {_few(batch.dataset_indices)}")
+        if batch.confirmed:
+            words.append(f"confirmed by {count(batch.replays, 'replay')}")
     elif batch.size is not None:
         words.append(count(batch.size, "sample"))
     return ", ".join(words)
+
+
+def _few(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+
+
+def feature_line(feature: Feature) -> str:
+    """`sample 6: batch[0][3] = 0   the others 0.25 … 2`."""
+    where = feature.member + ("" if not feature.index else str(list(feature.index)))
+    what = f"{where} = {number(feature.value)}" + (" throughout" if feature.index is None else "")
+    spread = number(feature.low) + ("" if feature.low == feature.high else f" … {number(feature.high)}")
+    return f"sample {feature.sample}: {what}   the others {spread}"
 
 
 def at_expression(origin: Origin) -> str:
@@ -283,7 +311,7 @@ def replay_line(report: Report) -> str:
     """How the trace was made and whether the replay matched."""
     result = {
         "deterministic": "it happened again, in the same way",
-        "transient": "it did not happen again",
+        "transient": "it did not happen again" if report.origin is None else "it did not happen every time",
         "not_replayed": "" if report.replay else "the step was not replayed",
     }[report.reproduced]
     return "; ".join(part for part in (report.replay.rstrip(".; "), result) if part)

@@ -11,8 +11,9 @@ from firstnan.rules.base import RULES
 from firstnan.rules.growth import growth
 from firstnan.rules.own import rule
 from firstnan.rules.scene import Scene
+from firstnan.rules.transient import transient
 
-__all__ = ["explain", "from_history", "rule"]
+__all__ = ["explain", "from_history", "rule", "transient"]
 
 FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
 """Imported for the rules that they register."""

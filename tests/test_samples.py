@@ -1,0 +1,473 @@
+"""The bad samples of a batch: the search itself, batches of every shape, and loops that are played again."""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from firstnan import NaNDetector, NonFiniteError, find_bad_samples
+from firstnan.cut import CutError, cut
+from firstnan.records import Batch, Report
+from firstnan.samples import MOST, NO_SINGLE, TOGETHER, WHOEVER, Finding, Replaced, most_for_one, search
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
+
+
+# --- the search ---------------------------------------------------------------------------------------------------
+
+
+def found(size: int, fails: Callable[[list[int]], bool], suspects: Sequence[int] = ()) -> Finding:
+    """What the search finds where `fails` judges a batch, given as the samples that stand in its places."""
+    asking = search(size, suspects)
+    question: Replaced = next(asking)
+    while True:
+        try:
+            question = asking.send(not fails([question.get(i, i) for i in range(size)]))
+        except StopIteration as stop:
+            answer: Finding = stop.value
+            return answer
+
+
+def holding(*bad: int) -> Callable[[list[int]], bool]:
+    return lambda batch: any(b in batch for b in bad)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 16, 33, 64, 500])
+def test_one_bad_sample_is_found_and_confirmed_within_the_bound(size: int) -> None:
+    for bad in range(size) if size < 100 else (0, 1, 250, 499):
+        for suspects in ((), (bad,), ((bad + 1) % size,)):
+            answer = found(size, holding(bad), suspects)
+            assert answer.bad == (bad,), suspects
+            assert answer.confirmed
+            assert answer.repeated
+            assert answer.replays <= most_for_one(size)
+
+
+def test_a_suspect_takes_four_replays() -> None:
+    assert found(256, holding(77), [77]).replays == 4
+
+
+@pytest.mark.parametrize("bad", [(3, 9), (4, 11, 18), (0, 1), (2, 3, 4, 5, 6), (22, 23)])
+def test_several_bad_samples(bad: tuple[int, ...]) -> None:
+    for suspects in ((), bad, bad[:1], (10,)):
+        answer = found(24, holding(*bad), suspects)
+        assert answer.bad == bad, suspects
+        assert answer.confirmed
+        assert answer.replays <= MOST
+
+
+def test_an_innocent_suspect_is_let_go() -> None:
+    assert found(16, holding(5), [5, 6, 9]).bad == (5,)
+
+
+def test_samples_that_fail_only_together() -> None:
+    answer = found(16, lambda batch: 3 in batch and 12 in batch, [3, 12])
+    assert answer.bad == (3, 12)
+    assert answer.confirmed
+    assert answer.note == TOGETHER
+    blind = found(16, lambda batch: 3 in batch and 12 in batch)
+    assert blind.bad is None
+    assert not blind.confirmed
+
+
+def test_whatever_stands_in_the_batch() -> None:
+    answer = found(64, lambda batch: True)
+    assert (answer.bad, answer.note) == (None, NO_SINGLE)
+    assert answer.replays <= 4
+    # A place that is bad by chance: the origin knows it, the samples are not to blame.
+    answer = found(64, lambda batch: True, [7])
+    assert (answer.bad, answer.confirmed, answer.note) == ((7,), False, WHOEVER)
+
+
+def test_most_of_the_batch_is_no_sample() -> None:
+    answer = found(12, holding(*range(3, 12)))
+    assert answer.bad is None
+    assert not answer.confirmed
+
+
+def test_the_search_is_bounded() -> None:
+    answer = found(1000, holding(*range(0, 1000, 10)), range(0, 1000, 100))
+    assert answer.replays == MOST
+    assert not answer.confirmed
+    assert "64 replays" in answer.note
+
+
+def test_a_batch_that_does_not_fail_again() -> None:
+    answer = found(8, lambda batch: False, [2])
+    assert answer.repeated is False
+    assert answer.replays == 1
+
+
+def test_a_batch_of_one() -> None:
+    assert found(1, lambda batch: True) == Finding(None, replays=1, repeated=True)
+
+
+def test_answers_that_contradict_each_other_end_the_search() -> None:
+    dice = random.Random(0)
+    for _ in range(300):
+        size = dice.randrange(1, 40)
+        suspects = dice.sample(range(size), dice.randrange(0, size + 1))
+        answer = found(size, lambda batch: dice.random() < 0.5, suspects)
+        assert answer.replays <= MOST
+
+
+# --- batches ------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Parts:
+    x: Tensor
+    names: list[str]
+
+
+X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "read"),
+    [
+        (X, lambda b: b[:, 0]),
+        ((X, Y), lambda b: b[0][:, 0] + 0 * b[1]),
+        ([X, Y], lambda b: b[1] * 2.0),
+        ({"a": {"x": X}, "scale": 3, "none": None}, lambda b: b["a"]["x"][:, 0]),
+        (Pair(X, Y), lambda b: b.y * 2.0),
+        (Parts(X, list("abcdef")), lambda b: torch.tensor([2.0 * "abcdef".index(n) for n in b.names])),
+        ((X.t().contiguous()[:, :, None], Y), lambda b: b[0][0, :, 0]),  # time first
+        ([X[:, :1].repeat(1, 5).t(), Y], lambda b: b[0][0]),
+        ([(x, i) for i, x in enumerate(X)], lambda b: torch.stack([x for x, _ in b])[:, 0]),
+        ((X, [torch.full((n + 1,), 2.0 * n) for n in range(6)]), lambda b: torch.stack([t[0] for t in b[1]])),
+        ((X, [{"box": torch.full((n, 4), 2.0 * n)} for n in range(6)]), lambda b: b[0][:, 0]),
+        ((X, X.numpy()), lambda b: torch.from_numpy(b[1])[:, 0]),
+        (list("abcdef"), lambda b: torch.tensor([2.0 * "abcdef".index(n) for n in b])),
+        ((torch.nn.Linear(2, 2), X, torch.tensor(0.5)), lambda b: b[1][:, 0]),
+    ],
+)
+def test_a_batch_is_cut_and_put_together_again(batch: Any, read: Callable[[Any], Tensor]) -> None:
+    pieces = cut(batch)
+    assert pieces.size == 6
+    assert read(pieces.replaced({})).tolist() == [0, 2, 4, 6, 8, 10]
+    changed = pieces.replaced({0: 3, 5: 1})
+    assert type(changed) is type(batch)
+    assert read(changed).tolist() == [6, 2, 4, 6, 8, 2]
+    assert read(batch).tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_what_is_handed_out_may_be_written_to() -> None:
+    pieces = cut((X, Y))
+    pieces.replaced({})[0].zero_()
+    assert pieces.replaced({})[0][5, 1] == 11
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.x, self.edge_index = torch.zeros(6, 3), torch.zeros(2, 9)
+
+
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [
+        ((X, torch.zeros(2, 17, dtype=torch.long)), "batch[1]"),  # edges of a graph
+        ({"text": torch.zeros(40), "offsets": Y}, "batch['text']"),  # bags, one after the other
+        (Graph(), "Graph"),
+        ((X, X.to_sparse()), "batch[1]"),
+        ((X, [1, 2, torch.zeros(9)]), "batch[1][2]"),
+        ("text", "nothing in it has samples"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_says_which_member_it_is(batch: Any, name: str) -> None:
+    with pytest.raises(CutError) as caught:
+        cut(batch, list(range(6)))
+    assert name in str(caught.value)
+
+
+def test_the_sampler_knows_the_size_where_the_shapes_do_not() -> None:
+    assert cut((torch.zeros(6, 4, 3), torch.zeros(4, 3)), [8, 1, 2, 5]).size == 4
+    assert cut((torch.zeros(8, 3),), [8, 1, 2, 5]).size == 8  # two views of each
+
+
+def test_features_are_what_the_other_samples_do_not_have() -> None:
+    x = torch.rand(8, 5) + 1
+    x[3, 2], x[6, 1], y = 900.0, float("nan"), torch.ones(8, 3)
+    y[:, 1] = torch.arange(8) + 2
+    y[6] = 0
+    first, second, third = cut((x, y)).features([3, 6])
+    assert (first.sample, first.member, first.index, first.value) == (3, "batch[0]", (2,), 900.0)
+    assert 1 <= first.low < first.high <= 2
+    assert (second.sample, second.index) == (6, (1,))
+    assert second.value != second.value
+    assert (third.member, third.index, third.value, third.low, third.high) == ("batch[1]", None, 0.0, 1.0, 9.0)
+    assert cut((x[[0, 1, 2, 4, 5, 7]],)).features([2]) == ()
+
+
+# --- a step of one's own ------------------------------------------------------------------------------------------
+
+
+def test_a_returned_loss() -> None:
+    x = torch.rand(16, 3) + 0.1
+    x[11, 1] = 0.0
+    answer = find_bad_samples(lambda batch: batch.log().mean(), x)
+    assert isinstance(answer, Batch)
+    assert (answer.size, answer.bad_samples, answer.confirmed) == (16, (11,), True)
+    assert answer.replays <= most_for_one(16)
+    assert (answer.features[0].index, answer.features[0].value) == ((1,), 0.0)
+
+
+def test_gradients_that_are_bad_below_a_finite_loss() -> None:
+    x = torch.rand(12, 3) + 0.1
+    x[4] = 0
+    weight = torch.ones(3, requires_grad=True)
+    answer = find_bad_samples(lambda batch: (batch * weight).square().sum(1).sqrt().mean(), x)
+    assert answer.bad_samples == (4,)
+    assert weight.grad is None
+
+
+def test_a_step_with_its_own_backward_and_update_leaves_everything_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
+    x, calls = torch.rand(20, 3), 0
+    random_before = torch.get_rng_state()
+
+    def step(batch: dict[str, Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = (model(batch["x"]) / batch["weight"][:, None]).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    weight = torch.ones(20)
+    weight[[2, 17]] = 0
+    answer = find_bad_samples(step, {"x": x, "weight": weight})
+    assert answer.bad_samples == (2, 17)
+    assert answer.confirmed
+    assert answer.replays == calls
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(s["exp_avg"], m) for s, m in zip(optimizer.state.values(), moments, strict=True))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True) if p.grad is not None)
+    assert torch.equal(torch.get_rng_state(), random_before)
+
+
+def test_a_step_that_minds_the_value_itself() -> None:
+    x = torch.rand(9, 2)
+    x[8, 0] = float("inf")
+
+    def step(batch: Tensor) -> float:
+        loss = batch.mean()
+        if not torch.isfinite(loss):
+            raise ValueError("bad loss")
+        return loss.item()
+
+    assert find_bad_samples(step, x).bad_samples == (8,)
+
+
+def test_no_sample_to_blame() -> None:
+    weight = torch.full((2,), float("nan"), requires_grad=True)
+    answer = find_bad_samples(lambda batch: (batch * weight).sum(), torch.rand(8, 2))
+    assert (answer.bad_samples, answer.note) == (None, NO_SINGLE)
+    healthy = find_bad_samples(lambda batch: batch.sum(), torch.rand(8, 2))
+    assert (healthy.bad_samples, healthy.replays) == (None, 1)
+    assert "finite" in healthy.note
+    uncut = find_bad_samples(lambda batch: batch[0].sum(), (torch.rand(8, 2), torch.rand(3, 5)))
+    assert "cannot be cut" in uncut.note
+
+
+def test_a_mistake_in_the_step_is_not_hidden() -> None:
+    with pytest.raises(TypeError):
+        find_bad_samples(lambda: None, torch.rand(4))  # type: ignore[arg-type, misc]
+
+
+# --- a detector's loop --------------------------------------------------------------------------------------------
+
+
+def batches(bad: int, count: int = 5, size: int = 16) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    made = [(torch.rand(size, 3) + 0.1, torch.rand(size, 1)) for _ in range(count)]
+    made[-2][0][bad, 1] = 0.0
+    return made
+
+
+def train(step: Callable[[Any], None], data: list[Any], model: nn.Module, optimizer: Any, by_step: bool) -> Report:
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        if by_step:
+            for batch in data:
+                detector.step(step, batch)
+        else:
+            for batch in detector.batches(data):
+                step(batch)
+    return caught.value.report
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_the_detector_confirms_the_sample_and_leaves_the_weights(
+    by_step: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    states: list[Tensor] = []
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        x, y = batch
+        states.append(model[0].weight.detach().clone())
+        print("a step")
+        optimizer.zero_grad()
+        # Rows are mixed before the value is born: only replays can tell which sample it is.
+        loss = (model(x) - y).pow(2).mean() + x.flip(0).log().mean()
+        loss.backward()
+        optimizer.step()
+
+    report = train(step, batches(13), model, optimizer, by_step)
+    assert report.batch is not None
+    assert (report.batch.bad_samples, report.batch.confirmed) == ((13,), True)
+    assert report.batch.replays <= most_for_one(16)
+    assert len(states) == 4 + 1 + report.batch.replays
+    assert all(torch.equal(s, states[3]) for s in states[3:])
+    assert torch.equal(model[0].weight, states[3])
+    assert report.reproduced == "deterministic"
+    # The failing step is seen once when it happens and once under the tracer.
+    assert capfd.readouterr().out.count("a step") == 5
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_a_body_that_raises_while_samples_are_replaced(by_step: bool) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    calls = 0
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise ValueError("enough")
+        optimizer.zero_grad()
+        (model(batch[0]).mean() + batch[0].log().mean()).backward()
+        optimizer.step()
+
+    report = train(step, batches(13), model, optimizer, by_step)
+    assert report.batch is not None
+    assert report.batch.bad_samples == (13,)
+    assert report.batch.confirmed is by_step  # a function can be called again, a loop that was left cannot
+
+
+def test_a_loop_that_is_left_while_samples_are_replaced() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for i, (x, _) in enumerate(detector.batches(batches(13))):
+            if i == 6:
+                break
+            optimizer.zero_grad()
+            (model(x).mean() + x.log().mean()).backward()
+            optimizer.step()
+    batch = caught.value.report.batch
+    assert batch is not None
+    assert (batch.bad_samples, batch.confirmed) == ((13,), False)
+    assert "ended early" in batch.note
+
+
+def test_where_training_goes_on_nothing_is_searched() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    calls = 0
+    with NaNDetector(model, optimizer, on_nonfinite="skip") as detector:
+        for x, _ in detector.batches(batches(13)):
+            calls += 1
+            optimizer.zero_grad()
+            (model(x).mean() + x.log().mean()).backward()
+            optimizer.step()
+    assert calls == 6
+    report = detector.report
+    assert report is not None
+    assert report.batch is not None
+    assert (report.batch.bad_samples, report.batch.confirmed) == ((13,), False)
+
+
+# --- whole programs -----------------------------------------------------------------------------------------------
+
+HEAD = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(4)
+
+class Data(Dataset):
+    def __len__(self):
+        return 96
+    def __getitem__(self, i):
+        x = torch.randn(5, generator=torch.Generator().manual_seed(i)).abs() + 0.1
+        if i in BAD:
+            x[2] = 0.0
+        return {"x": x, "y": x.sum(), "name": f"sample {i}"}
+
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+opt = torch.optim.Adam(model.parameters(), 1e-3)
+"""
+LOOP = """
+for epoch in range(2):
+    for i, batch in enumerate(DataLoader(Data(), 12, shuffle=True, num_workers=WORKERS)):
+        x = batch["x"][torch.randperm(12)]
+        loss = (model(x).squeeze(1) - x.log().sum(1).flip(0)).pow(2).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        print("step", i, flush=True)
+print("the end")
+"""
+
+
+def program(folder: Path, loop: str = LOOP, bad: str = "(41,)", workers: int = 0) -> Path:
+    path = folder / "train.py"
+    path.write_text(f"BAD, WORKERS = {bad}, {workers}\n{HEAD}{loop}")
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_program_is_told_its_sample_and_where_it_is_in_the_data_set(
+    firstnan: Zygote, tmp_path: Path, workers: int
+) -> None:
+    result = firstnan(["run", program(tmp_path, workers=workers)], cwd=tmp_path)
+    batch = result.found["batch"]
+    assert batch["confirmed"], batch
+    assert batch["dataset_indices"] == [41]
+    assert len(batch["bad_samples"]) == 1
+    assert batch["replays"] <= most_for_one(12)
+    feature = batch["features"][0]
+    assert (feature["member"], feature["index"], feature["value"]) == ("batch['x']", [2], 0.0)
+    assert result.found["reproduced"] == "deterministic"
+    # Nothing that the replays printed is seen.
+    steps = result.stdout.splitlines()
+    assert steps == [f"step {i}" for i in range(len(steps))]
+    assert f"sample {batch['bad_samples'][0]} of 12, in the data set 41, confirmed by" in result.stderr
+
+
+def test_several_bad_samples_of_a_program(firstnan: Zygote, tmp_path: Path) -> None:
+    batch = firstnan(["run", program(tmp_path, bad="range(0, 96, 3)")], cwd=tmp_path).found["batch"]
+    assert batch["confirmed"]
+    assert len(batch["bad_samples"]) > 1
+    assert all(i % 3 == 0 for i in batch["dataset_indices"])
+
+
+def test_a_loop_that_stops_early_keeps_what_is_known(firstnan: Zygote, tmp_path: Path) -> None:
+    stopping = LOOP.replace(
+        "        opt.zero_grad()\n", "        assert i < 9, 'too many steps'\n        opt.zero_grad()\n"
+    )
+    result = firstnan(["run", program(tmp_path, stopping, bad="range(0, 96, 2)")], cwd=tmp_path)
+    assert result.origin["op"] == "log"
+    assert "AssertionError" not in result.stderr
+    assert "ended early" in result.found["batch"]["note"]
