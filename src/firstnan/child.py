@@ -27,6 +27,8 @@ class Order:
     report: str
     python_random: list[Any]
     numpy_random: list[Any] | None = None
+    capsule: tuple[str, int] | None = None
+    """The folder for a capsule, and how large it may be."""
 
     @staticmethod
     def given() -> Order | None:
@@ -64,13 +66,15 @@ class Start:
             kind, keys, *rest = order.numpy_random
             numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), *rest))
 
-    def run_again(self, program: Program, *, step: int | None, what: str) -> Report | None:
+    def run_again(
+        self, program: Program, *, step: int | None, what: str, capsule: tuple[str, int] | None = None
+    ) -> Report | None:
         """The child's report, or None where it could not be had; the program's output is thrown away."""
         from firstnan.report import ReportError, load
 
         with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
             report, order = Path(folder, "report.json"), Path(folder, "order.json")
-            wish = Order(step, what, str(report), [*self.random], self.numpy)
+            wish = Order(step, what, str(report), [*self.random], self.numpy, capsule)
             order.write_text(json.dumps(asdict(wish)))
             words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "firstnan", "run"]  # type: ignore[attr-defined]
             words += ["-m"] if program.module else []

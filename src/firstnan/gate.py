@@ -363,6 +363,16 @@ class Gate:
         self.steps.manual += 1
         self.listener.step_ended(by_hand=True)
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What backward wrote gradients to, where there is no optimizer to ask."""
+        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+
+    def remember(self, history: History) -> None:
+        """The steps of another run, which this one goes on from."""
+        self._steps.clear()
+        self._steps.extend((s.step, s.loss, s.grad_norm, s.lr, s.param_norm) for s in history.steps)
+
     def past(self) -> History:
         """The last steps, the failing one included as far as it is known."""
         steps = [StepRecord(*numbers) for numbers in self._steps]

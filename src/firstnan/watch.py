@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from firstnan.capsule import Wanted
+from firstnan.capsule.keeper import Keeper
+from firstnan.capsule.living import Living
 from firstnan.conclude import bad_values, came_from_outside
 from firstnan.errors import InternalErrors
 from firstnan.finite import is_finite, tensors_in
@@ -49,6 +52,7 @@ class Watch:
         outputs_decide: bool,
         may_replay: bool,
         save: Callable[[Report], None],
+        wanted: Wanted | None = None,
     ) -> None:
         self.ownership, self.save = ownership, save
         self.trace_from, self.outputs_decide, self.may_replay = trace_from, outputs_decide, may_replay
@@ -61,6 +65,7 @@ class Watch:
         self.gate = Gate(self, thorough=tracing)
         self.replayer = Replayer()
         self.microscope = Microscope(ownership, self.gate, self.replayer)
+        self.keeper = Keeper(wanted, self.gate, self.replayer, self._living) if wanted is not None else None
         self.hooks = ProgramHooks(self.gate, self)
         self._suspect: tuple[Noticed, int | None] | None = None
         self._handles_nan_itself = False
@@ -79,12 +84,15 @@ class Watch:
     # What the gate says.
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
+        if self.mode is Mode.TRACING:
+            self._keep(noticed, tensors, written=not before_update)
         if self.mode in (Mode.TRACING, Mode.REPLAYING):
             self._conclude(noticed, tensors)
             end_program()
         if self.mode is not Mode.WATCHING:
             return
         self._found(noticed, tensors)
+        self._keep(noticed, tensors, written=not before_update)
         by_a_loader = before_update and not self.gate.in_step and self.gate.optimizers
         if self.may_replay and by_a_loader and self.replayer.possible(self.gate.steps.total):
             self.mode = Mode.WAITING
@@ -118,6 +126,8 @@ class Watch:
     def step_ended(self, by_hand: bool = False) -> None:
         self._suspect = None
         self._learn_buffers()
+        if self.keeper is not None:
+            self.keeper.step_ended()
         tracer = self.tracer
         if tracer is None:
             return
@@ -193,6 +203,8 @@ class Watch:
             self.replayer.passed(iterator)
             return
         self.replayer.fetched(iterator, batch, self.gate.steps.total)
+        if self.keeper is not None:
+            self.keeper.handed_out()
         if self.tracer is not None and self.tracer.running:
             self.tracer.follow()
             self.tracer.region = "step"
@@ -262,6 +274,8 @@ class Watch:
             self.report = replace(self.report, events=(event,), history=self.gate.past(), notes=(text,))
 
     def _stopped_by(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> None:
+        if self.mode in (Mode.TRACING, Mode.WATCHING):
+            self._keep(noticed, tensors, written=False)
         if self.mode is Mode.TRACING and self.tracer is not None:
             raised = self.microscope.raised() if noticed.what == "exception" else []
             self._conclude(noticed, tensors, events + raised)
@@ -276,6 +290,14 @@ class Watch:
         self.report = self.microscope.evidence(noticed, tensors).preliminary()
         self.unresolved = True
         self.save(self.report)
+
+    def _living(self) -> Living:
+        return Living.find(list(self.gate.steps.done))
+
+    def _keep(self, noticed: Noticed, tensors: list[Tensor], *, written: bool) -> None:
+        """The failing step goes into a capsule while its weights are still there."""
+        if self.keeper is not None:
+            self.keeper.tripped(self.microscope.evidence(noticed, tensors).preliminary(), written=written)
 
     def _give_up(self) -> NoReturn:
         """The replay in this process cannot go on; another process will do it."""

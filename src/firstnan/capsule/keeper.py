@@ -1,0 +1,160 @@
+"""Keeps the failing step of a run in a capsule: when it trips, and again when all is known of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from firstnan.capsule import Wanted, file
+from firstnan.capsule.capture import Capture
+from firstnan.capsule.living import Living
+from firstnan.conclude import environment
+from firstnan.gate import Gate
+from firstnan.randomness import RandomState
+from firstnan.records import Report
+from firstnan.replay import Replayer
+
+_LARGEST_SOURCE = 1 << 20
+_NONE = "no capsule was written"
+
+
+class Keeper:
+    """Writes capsules where they are wanted; what goes wrong is said, never raised."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        gate: Gate,
+        replayer: Replayer,
+        find: Callable[[], Living],
+        batch_of: Callable[[Any], Any] = lambda batch: batch,
+    ) -> None:
+        self.wanted = wanted
+        self.path: Path | None = None
+        """The capsule of the last failure."""
+        self._gate, self._replayer, self._find, self._batch_of = gate, replayer, find, batch_of
+        self._why = self._missing = ""
+        self._held: Capture | None = None
+        self._between: tuple[RandomState, list[Any], int] | None = None
+
+    # While the program is healthy.
+
+    def step_ended(self) -> None:
+        """Without a loader a step begins where the last one ended."""
+        if self._replayer.latest is None:
+            self._between = (RandomState.now(), self._replayer.copied_buffers(), self._gate.steps.total)
+            self._hold()
+
+    def handed_out(self) -> None:
+        self._hold()
+
+    def _hold(self) -> None:
+        """Copies the state before a step that is known to fail; then its batches as they come."""
+        if self._gate.steps.current != self.wanted.step:
+            return
+        if self._held is None or self._held.total != self._gate.steps.total:
+            self._held = self._captured([], 0, copies=True)
+            if self._replayer.latest is None:
+                self._held.set_random(RandomState.now())
+        latest = self._replayer.latest
+        if latest is not None:
+            places = [source.recent for source in self._replayer.sources.values() if source.recent]
+            at = next((i for i, recent in enumerate(places) if recent[-1] is latest), 0)
+            self._held.add_batch(at, latest, self._batch_of(latest.batch))
+
+    # When it fails.
+
+    def tripped(self, report: Report, *, written: bool, buffers: list[Any] | None = None) -> None:
+        """Something is not finite; `written` where the step's update is in the weights already."""
+        self.path, self._why, self._missing = None, "", ""
+        try:
+            capture = self._held or self._now(written, buffers)
+            if capture is not None:
+                self._write(capture, report)
+        except OSError as error:
+            self._why = error.strerror or str(error)
+        except Exception as error:  # ours, and no reason to stop a training run
+            self._why = str(error) if isinstance(error, OverflowError) else f"{type(error).__name__}: {error}"
+
+    def _now(self, written: bool, buffers: list[Any] | None) -> Capture | None:
+        total, latest = self._gate.steps.total, self._replayer.latest
+        if written or self._gate.in_step is not None:
+            self._why = "the weights of before the step are gone"
+            return None
+        if latest is None:
+            return self._without_batch(total, buffers)
+        if not self._replayer.possible(total):
+            self._why = "its batch is no longer what it was when it was handed out"
+            return None
+        sources = [[h for h in s.recent if h.updates == latest.updates] for s in self._replayer.sources.values()]
+        found = [(i, h) for i, recent in enumerate(r for r in sources if r) for h in recent]
+        first = found[0][1] if found else latest
+        capture = self._captured(first.buffers if buffers is None else buffers, total - latest.updates)
+        for i, handout in found:
+            capture.add_batch(i, handout, self._batch_of(handout.batch))
+        return capture
+
+    def _without_batch(self, total: int, buffers: list[Any] | None) -> Capture:
+        random, kept = None, buffers or []
+        if self._between is not None and self._between[2] == total:
+            random, kept = self._between[0], buffers or self._between[1]
+        capture = self._captured(kept, 0)
+        if random is not None:
+            capture.set_random(random)
+        return capture
+
+    def _captured(self, buffers: list[Any], suppressed: int, *, copies: bool = False) -> Capture:
+        return Capture(self._find(), self._gate, buffers, suppressed=suppressed, copies=copies)
+
+    def _write(self, capture: Capture, report: Report) -> None:
+        manifest, parts, self._missing = capture.within(self.wanted.limit)
+        rank = f"-rank{report.rank}" if report.world_size > 1 else ""
+        step = manifest["steps"]["current"]
+        self.wanted.folder.mkdir(parents=True, exist_ok=True)
+        path = self.wanted.folder / f"firstnan-step{step:06}{rank}.capsule"
+        self.path = file.write(path, {**manifest, **_told(report)}, parts)
+
+    # When all is known.
+
+    def finish(self, report: Report) -> Report:
+        """Writes the final report into the capsule; returns it with the place of the capsule, or why there is none."""
+        if report.verdict != "nonfinite":
+            return report
+        if self.path is None and report.capsule:  # written by the second run
+            self.path = Path(report.capsule)
+        if self.path is None and any(note.startswith(_NONE) for note in report.notes):
+            return report
+        if self.path is None:
+            why = self._why or "the program ended before its state could be kept"
+            return replace(report, notes=(*report.notes, f"{_NONE}: {why}"))
+        if self._missing:
+            limit = file.readable_size(self.wanted.limit)
+            text = f"the capsule is without {self._missing}: with it it would be over the limit of {limit}"
+            report = replace(report, notes=(*report.notes, text))
+        report = replace(report, capsule=str(self.path))
+        with contextlib.suppress(OSError, file.CapsuleError):  # what is there has the state, and the report's beginning
+            opened = file.Opened(self.path)
+            file.write(self.path, {**opened.manifest, **_told(report)}, opened.parts(), replace=True)
+        return report
+
+
+def _told(report: Report) -> dict[str, Any]:
+    """The report, where it was made, and the sources that it names."""
+    return {"report": report.to_dict(), "environment": environment(), "sources": _sources(report)}
+
+
+def _sources(report: Report) -> dict[str, str]:
+    """The texts of the user's files that the report names."""
+    names = [step.file for step in report.path]
+    if report.origin is not None and report.origin.site is not None:
+        names.insert(0, report.origin.site.file)
+    found = {}
+    for name in dict.fromkeys(filter(None, names)):
+        with contextlib.suppress(OSError, ValueError):
+            if os.path.getsize(name) <= _LARGEST_SOURCE:
+                found[name] = Path(name).read_text(encoding="utf-8", errors="replace")
+    return found

@@ -1,0 +1,99 @@
+"""Plays a captured step again: in a program that lands in it, or in one's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from firstnan.capsule.content import Capsule
+from firstnan.capsule.landing import Landing, changed_sources
+from firstnan.program_hooks import end_program
+from firstnan.records import Report
+from firstnan.watch import Mode, Watch
+
+HOW = "the captured step was played again"
+_WITHOUT_BATCH = 20
+"""So many steps are waited for the failure where only the state could be put in."""
+
+
+class Rerun(Watch):
+    """Watches a program that is to land in a captured step, traces it from there, and ends it after that step."""
+
+    def __init__(self, capsule: Capsule, **options: Any) -> None:
+        self.capsule = capsule
+        self.was_finite = False
+        """The captured step was played, and nothing happened."""
+        self._steps = 0
+        super().__init__(tracing=False, trace_from=None, outputs_decide=False, may_replay=False, **options)
+        self.landing = Landing(capsule, self.gate, self._landed)
+
+    def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+        if self.mode is Mode.DONE or not torch.is_grad_enabled():
+            return super().next_batch(iterator, fetch)
+        return super().next_batch(iterator, lambda one: self._batch(one, fetch))
+
+    def _batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+        with self.unseen():
+            return self.landing.batch(iterator, fetch)
+
+    def _handed_out(self, iterator: Any, batch: Any) -> None:
+        super()._handed_out(iterator, batch)
+        self.landing.label(self.replayer.latest)
+
+    def _landed(self) -> None:
+        """Every operator is recorded from here on."""
+        self.microscope.stop()
+        self._learned = False
+        self._learn_buffers()
+        self.microscope.drop_gradients()
+        self.mode, self.gate.thorough = Mode.TRACING, True
+        self.microscope.start(in_step=True)
+
+    def suppresses(self, optimizer: Any) -> bool:
+        if self.landing.to_suppress > 0:
+            self.landing.to_suppress -= 1
+            return True
+        return super().suppresses(optimizer)
+
+    def backward_begins(self) -> None:
+        self.landing.backward_begins()
+        super().backward_begins()
+
+    def step_ended(self, by_hand: bool = False) -> None:
+        if self.landing.putting is None:
+            super().step_ended(by_hand)
+            self.landing.step_ended(by_hand)
+            return
+        super().step_ended(by_hand)
+        self._steps += 1
+        if self.mode is Mode.TRACING and self._steps >= (1 if self.landing.handed_out else _WITHOUT_BATCH):
+            self.was_finite, self.mode = True, Mode.DONE
+            self.microscope.stop()
+            end_program()
+
+    @property
+    def outcome(self) -> str:
+        """What became of the captured step, in words."""
+        step = self.capsule.steps.current
+        if self.landing.putting is None:
+            return f"the program came to no training step: step {step} of the capsule was not played"
+        if not self.was_finite:
+            return f"the program ended before step {step} of the capsule was done"
+        return f"step {step} of the capsule was finite here: what was captured did not happen again"
+
+    def told(self, report: Report, program: str) -> Report:
+        """The report with what was not as it had been, and whether it says the same as the captured one."""
+        changed = changed_sources(self.capsule, program)
+        notes = [*self.landing.notes, *changed, *_differences(self.capsule.report, report)]
+        how = HOW if self.landing.putting is not None else report.replay
+        return replace(report, notes=(*report.notes, *notes), replay=how)
+
+
+def _differences(before: Report, now: Report) -> list[str]:
+    if before.origin is None or now.origin is None:
+        return []
+    one, other = (f"{o.op} in line {o.site.line}" if o.site else o.op for o in (before.origin, now.origin))
+    return [] if one == other else [f"when it was captured the value was born by {one}"]
