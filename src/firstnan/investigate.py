@@ -178,7 +178,7 @@ class Investigation:
     def _still_wanted(self) -> tuple[str, int] | None:
         """Where the second run is to put the capsule that the first could not write."""
         keeper = self.watch.keeper if self.watch is not None else None
-        return (str(keeper.wanted.folder), keeper.wanted.limit) if keeper is not None and keeper.path is None else None
+        return (str(keeper.wanted.folder), keeper.wanted.limit) if keeper is not None and not keeper.is_done else None
 
     def _save(self, report: Report) -> None:
         """A finding is on disk the moment it is made."""

@@ -10,13 +10,15 @@ import torch
 
 from firstnan.capsule.content import Capsule
 from firstnan.capsule.landing import Landing, changed_sources
+from firstnan.conclude import came_from_outside
 from firstnan.program_hooks import end_program
 from firstnan.records import Report
 from firstnan.watch import Mode, Watch
 
 HOW = "the captured step was played again"
-_WITHOUT_BATCH = 20
-"""So many steps are waited for the failure where only the state could be put in."""
+_WITH_BATCH, _WITHOUT_BATCH = 2, 20
+"""So many steps are waited for the failure: what an update wrote shows in the next one. More of them where only the
+state could be put in."""
 
 
 class Rerun(Watch):
@@ -27,7 +29,11 @@ class Rerun(Watch):
         self.was_finite = False
         """The captured step was played, and nothing happened."""
         self._steps = 0
-        super().__init__(tracing=False, trace_from=None, outputs_decide=False, may_replay=False, **options)
+        # Nothing has to be put in before the very first step, and without a batch nothing can be.
+        first = not capsule.batches and capsule.steps.current == 0
+        super().__init__(
+            tracing=first, trace_from=0 if first else None, outputs_decide=False, may_replay=False, **options
+        )
         self.landing = Landing(capsule, self.gate, self._landed)
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
@@ -63,13 +69,14 @@ class Rerun(Watch):
         super().backward_begins()
 
     def step_ended(self, by_hand: bool = False) -> None:
-        if self.landing.putting is None:
-            super().step_ended(by_hand)
+        super().step_ended(by_hand)
+        if self.mode is Mode.DONE:
+            return
+        if self.landing.putting is None and not self._from_the_start:
             self.landing.step_ended(by_hand)
             return
-        super().step_ended(by_hand)
         self._steps += 1
-        if self.mode is Mode.TRACING and self._steps >= (1 if self.landing.handed_out else _WITHOUT_BATCH):
+        if self._steps >= (_WITH_BATCH if self.landing.handed_out else _WITHOUT_BATCH):
             self.was_finite, self.mode = True, Mode.DONE
             self.microscope.stop()
             end_program()
@@ -78,7 +85,7 @@ class Rerun(Watch):
     def outcome(self) -> str:
         """What became of the captured step, in words."""
         step = self.capsule.steps.current
-        if self.landing.putting is None:
+        if self.landing.putting is None and not self._steps:
             return f"the program came to no training step: step {step} of the capsule was not played"
         if not self.was_finite:
             return f"the program ended before step {step} of the capsule was done"
@@ -86,10 +93,21 @@ class Rerun(Watch):
 
     def told(self, report: Report, program: str) -> Report:
         """The report with what was not as it had been, and whether it says the same as the captured one."""
-        changed = changed_sources(self.capsule, program)
-        notes = [*self.landing.notes, *changed, *_differences(self.capsule.report, report)]
-        how = HOW if self.landing.putting is not None else report.replay
-        return replace(report, notes=(*report.notes, *notes), replay=how)
+        notes = [*report.notes, *self.landing.notes, *changed_sources(self.capsule, program)]
+        before = self.capsule.report
+        if _made_before(before, report):
+            # It is in the capsule as it was; what made it is known from there.
+            same = {name: getattr(before, name) for name in ("origin", "cause", "other_causes", "path", "remedies")}
+            report = replace(report, **same)
+        notes += _differences(before, report)
+        return replace(report, notes=tuple(notes), replay=HOW)
+
+
+def _made_before(before: Report, now: Report) -> bool:
+    """Whether the bad value was there when the step began, and the captured report knows where it came from."""
+    if before.origin is None or now.origin is None or before.origin.phase != now.origin.phase:
+        return False
+    return came_from_outside(now.origin) and not came_from_outside(before.origin)
 
 
 def _differences(before: Report, now: Report) -> list[str]:

@@ -158,6 +158,8 @@ class Watch:
             # It saw a non-finite value and trains on: its own business, as long as nothing bad is written.
             self._handles_nan_itself = True
             self._suspect = None
+        if self.keeper is not None:
+            self.keeper.backward_begins()
         if self.tracer is not None:
             self.tracer.follow()
             self.tracer.region = "step"

@@ -7,6 +7,7 @@ from typing import Any
 from firstnan.capsule.file import FORMAT, VERSION, Part, readable_size
 from firstnan.capsule.living import Living
 from firstnan.capsule.packing import Packer
+from firstnan.finite import is_finite
 from firstnan.gate import Gate
 from firstnan.randomness import RandomState
 from firstnan.replay import Handout
@@ -19,8 +20,10 @@ class Capture:
     """
 
     def __init__(self, living: Living, gate: Gate, buffers: list[Any], *, suppressed: int = 0, copies: bool = False):
-        self.total = gate.steps.total
+        self.step, self.total = gate.steps.current, gate.steps.total
         self._state, self._optimizers = Packer(copies=copies), Packer("o", copies=copies)
+        weights = [p for model in living.models for p in model.parameters.values()]
+        self.is_healthy = all(is_finite(p) for p in weights if p.requires_grad)
         self._randoms: dict[int, tuple[RandomState, Any]] = {}
         before = {(id(slot.module()), slot.name): copy for slot, _, copy in buffers}
         self.manifest: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +39,14 @@ class Keeper:
         """The capsule of the last failure."""
         self._gate, self._replayer, self._find, self._batch_of = gate, replayer, find, batch_of
         self._why = self._missing = ""
-        self._held: Capture | None = None
+        self._healthy = True
+        self._held: deque[Capture] = deque(maxlen=2)
         self._between: tuple[RandomState, list[Any], int] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a capsule of the step in which it began: in a later one the weights are bad already."""
+        return self.path is not None and self._healthy
 
     # While the program is healthy.
 
@@ -47,34 +54,44 @@ class Keeper:
         """Without a loader a step begins where the last one ended."""
         if self._replayer.latest is None:
             self._between = (RandomState.now(), self._replayer.copied_buffers(), self._gate.steps.total)
-            self._hold()
+            self._hold(RandomState.now())
+
+    def backward_begins(self) -> None:
+        """Without a loader this is where the very first step is noticed."""
+        if self._replayer.latest is None and not self._held and not self._gate.trained:
+            self._hold(None)
 
     def handed_out(self) -> None:
-        self._hold()
-
-    def _hold(self) -> None:
-        """Copies the state before a step that is known to fail; then its batches as they come."""
-        if self._gate.steps.current != self.wanted.step:
-            return
-        if self._held is None or self._held.total != self._gate.steps.total:
-            self._held = self._captured([], 0, copies=True)
-            if self._replayer.latest is None:
-                self._held.set_random(RandomState.now())
+        self._hold(None)
         latest = self._replayer.latest
-        if latest is not None:
+        if latest is not None and self._held and self._held[-1].total == self._gate.steps.total:
             places = [source.recent for source in self._replayer.sources.values() if source.recent]
             at = next((i for i, recent in enumerate(places) if recent[-1] is latest), 0)
-            self._held.add_batch(at, latest, self._batch_of(latest.batch))
+            self._held[-1].add_batch(at, latest, self._batch_of(latest.batch))
+
+    def _hold(self, random: RandomState | None) -> None:
+        """Copies the state before a step that is known to fail, or the one before it: it may turn out to be that."""
+        wanted, steps = self.wanted.step, self._gate.steps
+        if wanted is None or steps.current < wanted - 1 or (self._held and self._held[-1].total == steps.total):
+            return
+        self._held.append(self._captured([], 0, copies=True))
+        if random is not None:
+            self._held[-1].set_random(random)
 
     # When it fails.
 
     def tripped(self, report: Report, *, written: bool, buffers: list[Any] | None = None) -> None:
         """Something is not finite; `written` where the step's update is in the weights already."""
         self.path, self._why, self._missing = None, "", ""
+        if self.wanted.step is None:
+            self._keep(lambda: self._now(written, buffers), report)
+
+    def _keep(self, capture: Callable[[], Capture | None], report: Report) -> None:
         try:
-            capture = self._held or self._now(written, buffers)
-            if capture is not None:
-                self._write(capture, report)
+            content = capture()
+            if content is not None:
+                self._healthy = content.is_healthy
+                self._write(content, report)
         except OSError as error:
             self._why = error.strerror or str(error)
         except Exception as error:  # ours, and no reason to stop a training run
@@ -113,9 +130,8 @@ class Keeper:
     def _write(self, capture: Capture, report: Report) -> None:
         manifest, parts, self._missing = capture.within(self.wanted.limit)
         rank = f"-rank{report.rank}" if report.world_size > 1 else ""
-        step = manifest["steps"]["current"]
         self.wanted.folder.mkdir(parents=True, exist_ok=True)
-        path = self.wanted.folder / f"firstnan-step{step:06}{rank}.capsule"
+        path = self.wanted.folder / f"firstnan-step{capture.step:06}{rank}.capsule"
         self.path = file.write(path, {**manifest, **_told(report)}, parts)
 
     # When all is known.
@@ -124,7 +140,12 @@ class Keeper:
         """Writes the final report into the capsule; returns it with the place of the capsule, or why there is none."""
         if report.verdict != "nonfinite":
             return report
-        if self.path is None and report.capsule:  # written by the second run
+        if self._held:
+            held = next((h for h in self._held if h.step == report.step), self._held[-1])
+            self._keep(lambda: held, report)
+        if report.capsule:  # written by the second run
+            if self.path is not None:
+                self.path.unlink(missing_ok=True)
             self.path = Path(report.capsule)
         if self.path is None and any(note.startswith(_NONE) for note in report.notes):
             return report
