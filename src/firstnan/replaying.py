@@ -30,7 +30,7 @@ class Rerun(Watch):
         """The captured step was played, and nothing happened."""
         self._steps = 0
         # Nothing has to be put in before the very first step, and without a batch nothing can be.
-        first = not capsule.batches and capsule.steps.current == 0
+        self._from_the_start = first = not capsule.batches and capsule.steps.current == 0
         super().__init__(
             tracing=first, trace_from=0 if first else None, outputs_decide=False, may_replay=False, **options
         )
