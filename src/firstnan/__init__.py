@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from firstnan.detector import NaNDetector
     from firstnan.errors import NonFiniteError
     from firstnan.records import NaNEvent, Report
+    from firstnan.replaying import replay
     from firstnan.report import load
     from firstnan.tracing import trace
 
@@ -20,6 +21,7 @@ __all__ = [
     "check_gradients",
     "check_weights",
     "load",
+    "replay",
     "trace",
 ]
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ _ROOMS = {
     "check_gradients": "checks",
     "check_weights": "checks",
     "load": "report",
+    "replay": "replaying",
     "trace": "tracing",
 }
 

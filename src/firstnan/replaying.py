@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import Module
 
-from firstnan.capsule.content import Capsule
+from firstnan.capsule.content import Capsule, load
 from firstnan.capsule.landing import Landing, changed_sources
+from firstnan.capsule.living import Living
 from firstnan.conclude import came_from_outside
+from firstnan.detector.door import models_given, optimizers_given
+from firstnan.errors import NonFiniteError
+from firstnan.names import Models
 from firstnan.program_hooks import end_program
 from firstnan.records import Report
+from firstnan.replay import NamelessSource
+from firstnan.site import Ownership, directories
+from firstnan.tracing import Block
 from firstnan.watch import Mode, Watch
 
 HOW = "the captured step was played again"
@@ -34,7 +44,7 @@ class Rerun(Watch):
         super().__init__(
             tracing=first, trace_from=0 if first else None, outputs_decide=False, may_replay=False, **options
         )
-        self.landing = Landing(capsule, self.gate, self._landed)
+        self.landing = Landing(capsule, self.gate, self._living, self._landed)
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         if self.mode is Mode.DONE or not torch.is_grad_enabled():
@@ -92,15 +102,70 @@ class Rerun(Watch):
         return f"step {step} of the capsule was finite here: what was captured did not happen again"
 
     def told(self, report: Report, program: str) -> Report:
-        """The report with what was not as it had been, and whether it says the same as the captured one."""
-        notes = [*report.notes, *self.landing.notes, *changed_sources(self.capsule, program)]
-        before = self.capsule.report
-        if _made_before(before, report):
-            # It is in the capsule as it was; what made it is known from there.
-            same = {name: getattr(before, name) for name in ("origin", "cause", "other_causes", "path", "remedies")}
-            report = replace(report, **same)
-        notes += _differences(before, report)
-        return replace(report, notes=tuple(notes), replay=HOW)
+        return told(self.landing, report, program)
+
+
+class _Play(Block):
+    """The captured step in one's own loop, every operator of it recorded."""
+
+    def __init__(self, capsule: Capsule, roots: dict[str, Module], optimizers: list[Any], ownership: Ownership) -> None:
+        super().__init__(ownership, lambda: Models(roots))
+        for optimizer in optimizers:
+            self.gate.optimizer_made(optimizer)
+        self.landing = Landing(capsule, self.gate, lambda: Living.find(optimizers, roots), self.begin)
+
+    def suppresses(self, optimizer: Any) -> bool:
+        self.landing.to_suppress -= 1
+        return self.landing.to_suppress >= 0
+
+    def play(self, step: Callable[[Any], Any]) -> None:
+        source = NamelessSource()
+        for batch in self.landing.batches():
+            self.replayer.fetched(source, batch, self.gate.steps.total)
+            self.landing.label(self.replayer.latest)
+            self.microscope.mark_batch(batch, sys._getframe(2))
+            step(batch)
+        if not self.landing.capsule.batches:
+            step(None)
+
+
+def replay(
+    capsule: str | os.PathLike[str],
+    *,
+    step: Callable[[Any], Any],
+    model: Module | Iterable[Module] | Mapping[str, Module],
+    optimizer: Any = None,
+) -> Report:
+    """Plays the captured step again in one's own loop: puts its state in and calls `step(batch)`, traced.
+
+        report = firstnan.replay("firstnan-step000011.capsule", step=train_step, model=model, optimizer=optimizer)
+
+    `step` is called once for each batch of the step (with None where no batch was captured). The report's verdict is
+    "clean" where everything was finite. Model and optimizer are left as the step leaves them.
+    """
+    caller = sys._getframe(1)
+    ownership = Ownership(tuple(directories(caller)))
+    block = _Play(load(capsule), models_given(model), optimizers_given(optimizer), ownership)
+    try:
+        block.play(step)
+    except NonFiniteError as error:
+        if error.report is not block.report:
+            raise
+    finally:
+        block.end()
+    return told(block.landing, block.report or Report("clean"), caller.f_code.co_filename)
+
+
+def told(landing: Landing, report: Report, program: str) -> Report:
+    """The report with what was not as it had been, and whether it says the same as the captured one."""
+    notes = [*report.notes, *landing.notes, *changed_sources(landing.capsule, program)]
+    before = landing.capsule.report
+    if _made_before(before, report):
+        # It is in the capsule as it was; what made it is known from there.
+        same = {name: getattr(before, name) for name in ("origin", "cause", "other_causes", "path", "remedies")}
+        report = replace(report, **same)
+    notes += _differences(before, report)
+    return replace(report, notes=tuple(notes), replay=HOW)
 
 
 def _made_before(before: Report, now: Report) -> bool:

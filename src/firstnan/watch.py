@@ -299,7 +299,8 @@ class Watch:
     def _keep(self, noticed: Noticed, tensors: list[Tensor], *, written: bool) -> None:
         """The failing step goes into a capsule while its weights are still there."""
         if self.keeper is not None:
-            self.keeper.tripped(self.microscope.evidence(noticed, tensors).preliminary(), written=written)
+            report = self.microscope.evidence(noticed, tensors).preliminary()
+            self.keeper.tripped(report, written=written or self.gate.in_step is not None)
 
     def _give_up(self) -> NoReturn:
         """The replay in this process cannot go on; another process will do it."""

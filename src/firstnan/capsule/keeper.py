@@ -80,11 +80,16 @@ class Keeper:
 
     # When it fails.
 
-    def tripped(self, report: Report, *, written: bool, buffers: list[Any] | None = None) -> None:
-        """Something is not finite; `written` where the step's update is in the weights already."""
+    def tripped(
+        self, report: Report, *, written: bool, buffers: list[Any] | None = None, random: RandomState | None = None
+    ) -> None:
+        """Something is not finite; `written` where the step's update is in the weights already.
+
+        `buffers` and `random` as they were before the step, where that is not known from the batches.
+        """
         self.path, self._why, self._missing = None, "", ""
         if self.wanted.step is None:
-            self._keep(lambda: self._now(written, buffers), report)
+            self._keep(lambda: self._now(written, buffers, random), report)
 
     def _keep(self, capture: Callable[[], Capture | None], report: Report) -> None:
         try:
@@ -97,13 +102,13 @@ class Keeper:
         except Exception as error:  # ours, and no reason to stop a training run
             self._why = str(error) if isinstance(error, OverflowError) else f"{type(error).__name__}: {error}"
 
-    def _now(self, written: bool, buffers: list[Any] | None) -> Capture | None:
+    def _now(self, written: bool, buffers: list[Any] | None, random: RandomState | None) -> Capture | None:
         total, latest = self._gate.steps.total, self._replayer.latest
-        if written or self._gate.in_step is not None:
+        if written:
             self._why = "the weights of before the step are gone"
             return None
         if latest is None:
-            return self._without_batch(total, buffers)
+            return self._without_batch(total, buffers, random)
         if not self._replayer.possible(total):
             self._why = "its batch is no longer what it was when it was handed out"
             return None
@@ -115,8 +120,8 @@ class Keeper:
             capture.add_batch(i, handout, self._batch_of(handout.batch))
         return capture
 
-    def _without_batch(self, total: int, buffers: list[Any] | None) -> Capture:
-        random, kept = None, buffers or []
+    def _without_batch(self, total: int, buffers: list[Any] | None, random: RandomState | None) -> Capture:
+        kept = buffers or []
         if self._between is not None and self._between[2] == total:
             random, kept = self._between[0], buffers or self._between[1]
         capture = self._captured(kept, 0)
@@ -137,7 +142,7 @@ class Keeper:
     # When all is known.
 
     def finish(self, report: Report) -> Report:
-        """Writes the final report into the capsule; returns it with the place of the capsule, or why there is none."""
+        """Writes the final report into the capsule; returns it as `placed` does."""
         if report.verdict != "nonfinite":
             return report
         if self._held:
@@ -147,6 +152,15 @@ class Keeper:
             if self.path is not None:
                 self.path.unlink(missing_ok=True)
             self.path = Path(report.capsule)
+        report = self.placed(report)
+        if self.path is not None:
+            with contextlib.suppress(OSError, file.CapsuleError):  # what is there has the state, and what was known
+                opened = file.Opened(self.path)
+                file.write(self.path, {**opened.manifest, **_told(report)}, opened.parts(), replace=True)
+        return report
+
+    def placed(self, report: Report) -> Report:
+        """The report with the place of the capsule, or why there is none."""
         if self.path is None and any(note.startswith(_NONE) for note in report.notes):
             return report
         if self.path is None:
@@ -156,11 +170,7 @@ class Keeper:
             limit = file.readable_size(self.wanted.limit)
             text = f"the capsule is without {self._missing}: with it it would be over the limit of {limit}"
             report = replace(report, notes=(*report.notes, text))
-        report = replace(report, capsule=str(self.path))
-        with contextlib.suppress(OSError, file.CapsuleError):  # what is there has the state, and the report's beginning
-            opened = file.Opened(self.path)
-            file.write(self.path, {**opened.manifest, **_told(report)}, opened.parts(), replace=True)
-        return report
+        return replace(report, capsule=str(self.path))
 
 
 def _told(report: Report) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,8 @@ class Landing:
     `step_ended`; `landed` hears of each landing, before the batch is handed out.
     """
 
-    def __init__(self, capsule: Capsule, gate: Gate, landed: Callable[[], None]) -> None:
-        self.capsule, self._gate, self._landed = capsule, gate, landed
+    def __init__(self, capsule: Capsule, gate: Gate, find: Callable[[], Living], landed: Callable[[], None]) -> None:
+        self.capsule, self._gate, self._find, self._landed = capsule, gate, find, landed
         self.putting: Putting | None = None
         """None until the program has come to its first step."""
         self.to_suppress = 0
@@ -91,6 +91,15 @@ class Landing:
                 if leaf.grad is not None:
                     leaf.grad.zero_()
 
+    def batches(self) -> Iterator[Any]:
+        """Lands here and now, and hands out the captured batches, for a loop that takes them from us."""
+        self._land()
+        assert self.putting is not None
+        for captured in self.capsule.batches:
+            self._latest, batch = captured, self.putting.unpacker.value(captured.value)
+            self.putting.random(captured.random)
+            yield batch
+
     # Landing.
 
     def _may_land(self) -> bool:
@@ -100,8 +109,7 @@ class Landing:
         return self._gate.optimizers > 0 if self.capsule.optimizers else True
 
     def _land(self) -> None:
-        living = Living.find(list(self._gate.steps.done))
-        self.putting = Putting(self.capsule, living)
+        self.putting = Putting(self.capsule, self._find())
         self.putting.weights()
         self.putting.training()
         sources = max((b.source for b in self.capsule.batches), default=-1) + 1

@@ -32,6 +32,10 @@ _PLACES: dict[str, tuple[Any, Any]] = {
     "parameter": ("optimizer", "parameter"),
     "buffer": ("forward", "buffer"),
 }
+LATE = (
+    "noticed a step later, since no update waits for the device here: on_nonfinite='raise' and 'skip' look before the "
+    "update, and can show where the value is born"
+)
 
 
 @dataclass

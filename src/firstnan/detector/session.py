@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from firstnan.conclude import bad_values
+from firstnan.detector.capsules import Capsules
 from firstnan.detector.closer import Closer
 from firstnan.detector.events import EventLog
-from firstnan.detector.journal import Journal, one_line, rank
+from firstnan.detector.journal import LATE, Journal, one_line, rank
 from firstnan.detector.last_call import LastCalls
 from firstnan.detector.layers import LayerWatch
 from firstnan.detector.policy import Settings
@@ -83,6 +84,9 @@ class Session:
         self.last_calls = LastCalls(roots.values(), self.replayer, self.internal_error)
         every = settings.snapshot_every if settings.policy == "rollback" else None
         self.recovery = Recovery(self.models, optimizers, every)
+        self.capsules = settings.capsules and Capsules(
+            settings.capsules, roots, self.gate, self.replayer, self.recovery, self.last_calls
+        )
         self._closer = Closer(self.microscope, self.last_calls, self.recovery, self.hooks)
         self._lock = threading.RLock()
         self._busy = False
@@ -164,7 +168,7 @@ class Session:
     def _tripped(self, noticed: Noticed, tensors: list[Tensor], before_update: bool) -> None:
         report, late = self._known(noticed, tensors), self.gate.reads.late
         if late:
-            report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(_LATE,))
+            report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(LATE,))
         self.journal.tripped(noticed, tensors, report.step, self.gate.norm)
         # Once bad weights were written every step is bad, and none of them says more.
         closely = not late and self._looked < _CLOSELY and not (self.settings.policy == "warn" and self._streak)
@@ -354,8 +358,10 @@ class Session:
         """A failure is known as well as it will be: now the policy decides."""
         self.microscope.stop()
         self.mode = Mode.WATCHING
-        self.report = report = self.journal.completed(report)
         policy, counts = self.settings.policy, self.journal.counts
+        self.report = report = self.journal.completed(report)
+        if self.capsules:
+            self.report = report = self.capsules.kept(report, before_update, policy != "warn", self._buffers_before())
         self._streak += 1
         if policy == "warn":
             # Once the weights are lost every step is bad: said ever more rarely.
@@ -441,9 +447,3 @@ class Session:
         if self.settings.policy == "raise":
             raise NonFiniteError(report)
         log.warning("%s", NonFiniteError(report))
-
-
-_LATE = (
-    "noticed a step later, since no update waits for the device here: on_nonfinite='raise' and 'skip' look before the "
-    "update, and can show where the value is born"
-)
