@@ -294,7 +294,7 @@ class Watch:
         self.save(self.report)
 
     def _living(self) -> Living:
-        return Living.find(list(self.gate.steps.done))
+        return Living.find(list(self.gate.steps.done), leaves=self.gate.leaves)
 
     def _keep(self, noticed: Noticed, tensors: list[Tensor], *, written: bool) -> None:
         """The failing step goes into a capsule while its weights are still there."""

@@ -65,8 +65,7 @@ class Keeper:
         self._hold(None)
         latest = self._replayer.latest
         if latest is not None and self._held and self._held[-1].total == self._gate.steps.total:
-            places = [source.recent for source in self._replayer.sources.values() if source.recent]
-            at = next((i for i, recent in enumerate(places) if recent[-1] is latest), 0)
+            at = next(i for i, step in enumerate(self._replayer.of_this_step()) if step[-1] is latest)
             self._held[-1].add_batch(at, latest, self._batch_of(latest.batch))
 
     def _hold(self, random: RandomState | None) -> None:
@@ -112,12 +111,11 @@ class Keeper:
         if not self._replayer.possible(total):
             self._why = "its batch is no longer what it was when it was handed out"
             return None
-        sources = [[h for h in s.recent if h.updates == latest.updates] for s in self._replayer.sources.values()]
-        found = [(i, h) for i, recent in enumerate(r for r in sources if r) for h in recent]
-        first = found[0][1] if found else latest
-        capture = self._captured(first.buffers if buffers is None else buffers, total - latest.updates)
-        for i, handout in found:
-            capture.add_batch(i, handout, self._batch_of(handout.batch))
+        step = self._replayer.of_this_step()
+        capture = self._captured(step[0][0].buffers if buffers is None else buffers, total - latest.updates)
+        for i, handouts in enumerate(step):
+            for handout in handouts:
+                capture.add_batch(i, handout, self._batch_of(handout.batch))
         return capture
 
     def _without_batch(self, total: int, buffers: list[Any] | None, random: RandomState | None) -> Capture:

@@ -61,7 +61,11 @@ class Landing:
             self._sources = weakref.WeakKeyDictionary({iterator: 0})
         self._latest = latest = self._queue(iterator).popleft()
         assert self.putting is not None
-        batch = self.putting.unpacker.value(latest.value, own)
+        try:
+            batch = self.putting.unpacker.value(latest.value, own)
+        except Exception as error:  # what the program has there is not what was captured
+            self.troubles.append(f"the captured batch could not be made here ({type(error).__name__}: {error})")
+            batch = own
         self.handed_out += 1
         self.putting.random(latest.random)
         return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +44,23 @@ class Living:
     schedulers: list[Any] = field(default_factory=list)
 
     @classmethod
-    def find(cls, optimizers: Iterable[Any], roots: Mapping[str, Module] | None = None) -> Living:
-        """The models given, or all that live in this process; those come first that an optimizer trains first."""
+    def find(
+        cls, optimizers: Iterable[Any], roots: Mapping[str, Module] | None = None, leaves: Sequence[Tensor] = ()
+    ) -> Living:
+        """The models given, or all that live in this process; those come first that an optimizer trains first.
+
+        `leaves` are tensors that are trained, perhaps without being part of any model.
+        """
         optimizers = list(optimizers)
         places = {id(p): i for i, p in enumerate(p for o in optimizers for p in parameters_of(o))}
         found = list(roots.values()) if roots is not None else [root for _, root in outermost()]
         models = [Model.of(root) for root in found]
         if roots is None:
             models.sort(key=lambda m: min((places.get(id(p), len(places)) for p in m.parameters.values()), default=0))
+        known = {id(p) for m in models for p in m.parameters.values()} | set(places)
+        loose = [leaf for leaf in leaves if id(leaf) not in known]
+        if loose:
+            models.append(Model("", {f"leaf {i}": leaf for i, leaf in enumerate(loose)}, {}))
         scalers, schedulers = [], []
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.amp.GradScaler):
