@@ -129,7 +129,8 @@ def main(path: str, many: int) -> None:
     kinds += [breaker.content_broken, breaker.text_broken, breaker.pickled]
     target = Path("hostile.capsule")
     model, optimizer = trained()
-    put_in(load(path), model, optimizer)  # everything that is loaded late is loaded now
+    living = Living.find([optimizer], {"": model})
+    put_in(load(path), living)  # everything that is loaded late is loaded now
     limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + (256 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (virtual_size() + (512 << 20),) * 2)
     sys.addaudithook(guard)
@@ -146,7 +147,7 @@ def main(path: str, many: int) -> None:
         else:
             said, counts["harmless"] = "", counts["harmless"] + 1
             assert kind.__name__ not in ("flipped", "cut", "pickled", "text_broken"), f"{kind.__name__} was taken"
-            put_in(capsule, model, optimizer)
+            put_in(capsule, living)
         assert "\n" not in said, said
         assert len(said) < 300, said
         GUARDED.clear()
@@ -155,9 +156,9 @@ def main(path: str, many: int) -> None:
         print(name, count)
 
 
-def put_in(capsule: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def put_in(capsule: Any, living: Living) -> None:
     """What a landing does with a capsule; only a batch may fail to be made, since the program decides on its shape."""
-    putting = Putting(capsule, Living.find([optimizer], {"": model}))
+    putting = Putting(capsule, living)
     putting.weights()
     putting.training()
     for batch in capsule.batches:

@@ -172,7 +172,7 @@ def _made_before(before: Report, now: Report) -> bool:
     """Whether the bad value was there when the step began, and the captured report knows where it came from."""
     if before.origin is None or now.origin is None or before.origin.phase != now.origin.phase:
         return False
-    return came_from_outside(now.origin) and not came_from_outside(before.origin)
+    return came_from_outside(now.origin) and before.origin.site is not None and bool(before.origin.op)
 
 
 def _differences(before: Report, now: Report) -> list[str]:

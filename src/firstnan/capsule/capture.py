@@ -23,6 +23,7 @@ class Capture:
         self.step, self.total = gate.steps.current, gate.steps.total
         self._state, self._optimizers = Packer(copies=copies), Packer("o", copies=copies)
         weights = [p for model in living.models for p in model.parameters.values()]
+        self.has_weights = bool(weights or living.optimizers)
         self.is_healthy = all(is_finite(p) for p in weights if p.requires_grad)
         self._randoms: dict[int, tuple[RandomState, Any]] = {}
         before = {(id(slot.module()), slot.name): copy for slot, _, copy in buffers}

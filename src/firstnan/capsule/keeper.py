@@ -51,10 +51,10 @@ class Keeper:
     # While the program is healthy.
 
     def step_ended(self) -> None:
-        """Without a loader a step begins where the last one ended."""
+        """Without a batch from a loader a step begins where the last one ended."""
         if self._replayer.latest is None:
             self._between = (RandomState.now(), self._replayer.copied_buffers(), self._gate.steps.total)
-            self._hold(RandomState.now())
+        self._hold(RandomState.now())
 
     def backward_begins(self) -> None:
         """Without a loader this is where the very first step is noticed."""
@@ -62,16 +62,23 @@ class Keeper:
             self._hold(None)
 
     def handed_out(self) -> None:
+        if self._holds and not self._held[-1].manifest["batches"]:
+            self._held.pop()  # the program may have changed its weights since the last step ended
         self._hold(None)
         latest = self._replayer.latest
-        if latest is not None and self._held and self._held[-1].total == self._gate.steps.total:
+        if latest is not None and self._holds:
             at = next(i for i, step in enumerate(self._replayer.of_this_step()) if step[-1] is latest)
             self._held[-1].add_batch(at, latest, self._batch_of(latest.batch))
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the step under way was copied already."""
+        return bool(self._held) and self._held[-1].total == self._gate.steps.total
 
     def _hold(self, random: RandomState | None) -> None:
         """Copies the state before a step that is known to fail, or the one before it: it may turn out to be that."""
         wanted, steps = self.wanted.step, self._gate.steps
-        if wanted is None or steps.current < wanted - 1 or (self._held and self._held[-1].total == steps.total):
+        if wanted is None or steps.current < wanted - 1 or self._holds:
             return
         self._held.append(self._captured([], 0, copies=True))
         if random is not None:
@@ -93,7 +100,9 @@ class Keeper:
     def _keep(self, capture: Callable[[], Capture | None], report: Report) -> None:
         try:
             content = capture()
-            if content is not None:
+            if content is not None and not content.has_weights:
+                self._why = "the weights are in no module and no optimizer, or the program had let go of them"
+            elif content is not None:
                 self._healthy = content.is_healthy
                 self._write(content, report)
         except OSError as error:
@@ -159,11 +168,12 @@ class Keeper:
 
     def placed(self, report: Report) -> Report:
         """The report with the place of the capsule, or why there is none."""
-        if self.path is None and any(note.startswith(_NONE) for note in report.notes):
-            return report
         if self.path is None:
+            if any(note.startswith(_NONE) for note in report.notes):
+                return report  # the second run has tried too, and says why
             why = self._why or "the program ended before its state could be kept"
             return replace(report, notes=(*report.notes, f"{_NONE}: {why}"))
+        report = replace(report, notes=tuple(note for note in report.notes if not note.startswith(_NONE)))
         if self._missing:
             limit = file.readable_size(self.wanted.limit)
             text = f"the capsule is without {self._missing}: with it it would be over the limit of {limit}"
