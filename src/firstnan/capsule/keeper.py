@@ -53,7 +53,7 @@ class Keeper:
     def step_ended(self) -> None:
         """Without a batch from a loader a step begins where the last one ended."""
         if self._replayer.latest is None:
-            self._between = (RandomState.now(), self._replayer.copied_buffers(), self._gate.steps.total)
+            self._between = (RandomState.now(), self._replayer.copied_buffers(), self._gate.steps.turn)
         self._hold(RandomState.now())
 
     def backward_begins(self) -> None:
@@ -73,7 +73,7 @@ class Keeper:
     @property
     def _holds(self) -> bool:
         """Whether the step under way was copied already."""
-        return bool(self._held) and self._held[-1].total == self._gate.steps.total
+        return bool(self._held) and self._held[-1].turn == self._gate.steps.turn
 
     def _hold(self, random: RandomState | None) -> None:
         """Copies the state before a step that is known to fail, or the one before it: it may turn out to be that."""
@@ -116,7 +116,7 @@ class Keeper:
             self._why = "the weights of before the step are gone"
             return None
         if latest is None:
-            return self._without_batch(total, buffers, random)
+            return self._without_batch(buffers, random)
         if not self._replayer.possible(total):
             self._why = "its batch is no longer what it was when it was handed out"
             return None
@@ -127,9 +127,9 @@ class Keeper:
                 capture.add_batch(i, handout, self._batch_of(handout.batch))
         return capture
 
-    def _without_batch(self, total: int, buffers: list[Any] | None, random: RandomState | None) -> Capture:
+    def _without_batch(self, buffers: list[Any] | None, random: RandomState | None) -> Capture:
         kept = buffers or []
-        if self._between is not None and self._between[2] == total:
+        if self._between is not None and self._between[2] == self._gate.steps.turn:
             random, kept = self._between[0], buffers or self._between[1]
         capture = self._captured(kept, 0)
         if random is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import ctypes
+import enum
 import itertools
 import math
 import sys
@@ -180,7 +181,7 @@ def members_of(value: Any) -> tuple[str, Iterable[tuple[Any, Any]]] | None:
         return "mapping", value.items()
     if isinstance(value, list | tuple | deque):
         return "sequence", enumerate(value)
-    if isinstance(value, type | torch.nn.Module) or callable(value):
+    if isinstance(value, type | enum.Enum | torch.nn.Module) or callable(value):
         return None
     if is_dataclass(value):
         return "attributes", [(f.name, getattr(value, f.name, None)) for f in fields(value)]
