@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from firstnan.detector import NaNDetector
     from firstnan.errors import NonFiniteError
     from firstnan.records import NaNEvent, Report
+    from firstnan.replaying import replay
     from firstnan.report import load
     from firstnan.rules import rule
     from firstnan.tracing import trace
@@ -23,6 +24,7 @@ __all__ = [
     "check_weights",
     "find_bad_samples",
     "load",
+    "replay",
     "rule",
     "trace",
 ]
@@ -38,6 +40,7 @@ _ROOMS = {
     "check_weights": "checks",
     "find_bad_samples": "bad_samples",
     "load": "report",
+    "replay": "replaying",
     "rule": "rules",
     "trace": "tracing",
 }

@@ -14,7 +14,7 @@ from firstnan.cut import CutError, cut
 from firstnan.datasource import bad_rows
 from firstnan.errors import InternalErrors
 from firstnan.finite import is_finite, tensors_in
-from firstnan.gate import Gate, drop_gradients, leaves_below
+from firstnan.gate import Gate
 from firstnan.guard import Alarm
 from firstnan.hooks import TrainingHooks
 from firstnan.names import Models
@@ -22,6 +22,7 @@ from firstnan.randomness import RandomState
 from firstnan.records import Batch, Noticed
 from firstnan.replay import Replayer, put_back
 from firstnan.samples import search
+from firstnan.trained import drop_gradients, leaves_below
 
 _NUMERIC = (ArithmeticError, AssertionError, ValueError, RuntimeError)
 """What a function raises that minds a NaN, or cannot go on with one."""

@@ -33,6 +33,8 @@ class Order:
     """Real path of a source file -> what is to run in its place, each byte as one character."""
     last: int | None = None
     """The step up to which a trial goes."""
+    capsule: tuple[str, int] | None = None
+    """The folder for a capsule, and how large it may be."""
 
     @staticmethod
     def given() -> Order | None:
@@ -70,14 +72,16 @@ class Start:
             kind, keys, *rest = order.numpy_random
             numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), *rest))
 
-    def run_again(self, program: Program, *, step: int | None, what: str) -> Report | None:
+    def run_again(
+        self, program: Program, *, step: int | None, what: str, capsule: tuple[str, int] | None = None
+    ) -> Report | None:
         """The child's report, or None where it could not be had; the program's output is thrown away."""
         from firstnan.report import ReportError, load
 
         with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
             report = Path(folder, "report.json")
             try:
-                self._run(program, Order(step, what, str(report), [*self.random], self.numpy), folder)
+                self._run(program, Order(step, what, str(report), [*self.random], self.numpy, capsule=capsule), folder)
                 return load(report)
             except (KeyboardInterrupt, ReportError):
                 return None

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from firstnan import __version__, runner
 
+if TYPE_CHECKING:
+    from firstnan.capsule import Wanted
+
 # Nothing heavy up here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
-COMMANDS = ("run", "show", "fix", "causes", "demo")
+COMMANDS = ("run", "show", "fix", "replay", "causes", "demo")
+_WITH_VALUE = ("--json", "-o", "--output", "--replay", "--verify", "--capsule", "--capsule-limit")
 
 
 class UsageError(Exception):
@@ -41,6 +46,8 @@ def _command(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name == "run":
         return _run(rest)
+    if name == "replay":
+        return _replay(rest)
     if name == "show":
         return _show(_show_parser().parse_args(rest))
     if name == "fix":
@@ -81,8 +88,26 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         program=program,
         verify=parsed.verify,
         fix=fix,
+        capsule=_capsules(parsed),
+        landing=parsed.landing,
     )
     return runner.run(program, Investigation(options))
+
+
+def _replay(words: list[str]) -> int:
+    options, rest = _split(words)
+    more, program = _split(rest[1:])
+    parsed = _replay_parser().parse_args(options + more)
+    if not rest or not program:
+        raise UsageError("firstnan replay [options] CAPSULE script.py [arguments]")
+    from firstnan.capsule.content import load
+    from firstnan.capsule.file import CapsuleError
+
+    try:
+        parsed.landing = load(rest[0])
+    except CapsuleError as error:
+        raise UsageError(str(error)) from None
+    return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
 
 
 def _show(parsed: argparse.Namespace) -> int:
@@ -187,12 +212,13 @@ class _Parser(argparse.ArgumentParser):
 def _main_parser() -> _Parser:
     parser = _Parser(
         prog="firstnan",
-        usage="firstnan [-h] [--version] {run,show,fix,causes,demo} ...",
+        usage="firstnan [-h] [--version] {run,show,fix,replay,causes,demo} ...",
         description="Finds the first NaN or Inf of a PyTorch training run and says why it was born.",
         epilog="commands:\n"
         "  run     run a training program, unchanged, and report the first NaN or Inf\n"
         "  show    print a saved report\n"
         "  fix     show the change that a report has proven, or make it\n"
+        "  replay  land a program in the failing step that a capsule holds\n"
         "  causes  list what a NaN or Inf can come from, or explain one cause\n"
         "  demo    list small programs that fail, or run one\n"
         "\nfirstnan COMMAND --help says more.",
@@ -226,6 +252,25 @@ def _run_parser() -> _Parser:
         help="try changes of the program in copies of it, up to N steps behind the failing one (default 20; 0: do not)",
     )
     parser.add_argument("--fix", action="store_true", help="write the best proven change as a .patch beside the report")
+    parser.add_argument("--capsule", metavar="DIR", help="write the failing step to a file in DIR, for firstnan replay")
+    parser.add_argument("--capsule-limit", metavar="SIZE", default="2G", help="its largest size (500M, 2G; default 2G)")
+    parser.set_defaults(landing=None)
+    return parser
+
+
+def _replay_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan replay",
+        usage="firstnan replay [options] CAPSULE script.py [arguments]\n"
+        "       firstnan replay [options] CAPSULE -m module [arguments]",
+        description="Starts a program, lands in the step that a capsule holds, and reports what happens there.",
+        epilog="Exit code: 3 when it happened again, 0 when the step was finite here; 2 when it could not be started.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, also when nothing was found")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the report, in the format of the extension")
+    parser.set_defaults(trace=False, replay="never", capsule=None, verify=0, fix=False)
     return parser
 
 
@@ -284,8 +329,23 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words[:at], words[at + 1 :]
-        at += 2 if words[at] in ("--json", "-o", "--output", "--replay", "--verify") else 1
+        at += 2 if words[at] in _WITH_VALUE else 1
     return words[:at], words[at:]
+
+
+def _capsules(parsed: argparse.Namespace) -> Wanted | None:
+    """What was asked for in the way of capsules."""
+    if parsed.capsule is None:
+        return None
+    from firstnan.capsule import Wanted
+
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?B)?", parsed.capsule_limit, re.IGNORECASE)
+    if size is None:
+        raise UsageError(f"--capsule-limit is a size such as 500M or 2G, not {parsed.capsule_limit!r}")
+    folder = Path(os.path.abspath(parsed.capsule))
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"can't write capsules to {parsed.capsule!r}: it is no directory")
+    return Wanted(folder, int(float(size[1]) * 1024 ** " KMGT".index(size[2].upper() or " ")))
 
 
 def _known_format(name: str | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -20,25 +20,12 @@ from firstnan.places import Places
 from firstnan.reads import Reads
 from firstnan.records import History, Noticed, StepRecord
 from firstnan.site import Ownership
+from firstnan.trained import describe, drop_gradients, graph_leaves, parameters_of, rate_of
 from firstnan.turns import ROUND, Rounds, Steps
 
 _HISTORY = 64
 _SMALL = 1 << 14
 _GRADIENT, _PARAMETER = Noticed("gradient"), Noticed("parameter")
-_SETTINGS = (
-    "lr",
-    "initial_lr",
-    "eps",
-    "betas",
-    "momentum",
-    "weight_decay",
-    "alpha",
-    "rho",
-    "max_iter",
-    "amsgrad",
-    "nesterov",
-    "maximize",
-)
 
 
 class Listener(Protocol):
@@ -194,7 +181,7 @@ class Gate:
         step = self.steps.of(optimizer)
         self.steps.add(optimizer)
         if self._glanced:
-            self._steps.append((step, self._loss, None, _rate(optimizer)))
+            self._steps.append((step, self._loss, None, rate_of(optimizer)))
             self._loss = None
             self.listener.step_ended()
             return
@@ -208,7 +195,7 @@ class Gate:
             parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self.look_closely)
             size = self._size(parts, _PARAMETER)
         self.look_closely = False
-        self._steps.append((step, self._loss, self.norm, _rate(optimizer), size if whole else None))
+        self._steps.append((step, self._loss, self.norm, rate_of(optimizer), size if whole else None))
         self._loss = None
         try:
             if size is not None and not math.isfinite(size):
@@ -378,6 +365,16 @@ class Gate:
         self.steps.manual += 1
         self.listener.step_ended(by_hand=True)
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What backward wrote gradients to, where there is no optimizer to ask."""
+        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+
+    def go_on_from(self, history: History) -> None:
+        """The steps of another run, which this one goes on from."""
+        self._steps.clear()
+        self._steps.extend((s.step, s.loss, s.grad_norm, s.lr, s.param_norm) for s in history.steps)
+
     def past(self, ownership: Ownership | None = None, *, updated: bool = False) -> History:
         """The last steps, the failing one included as far as it is known; `updated`: its update was made."""
         steps = [StepRecord(*numbers) for numbers in self._steps]
@@ -387,67 +384,6 @@ class Gate:
         places = self.places.of(optimizer, ownership) if ownership is not None else ()
         about = describe(optimizer) if optimizer is not None else ("", ())
         return History(tuple(steps), *about, (), *places)
-
-
-def largest_gradient(optimizer: Any) -> tuple[Tensor, float]:
-    """The parameter with the largest gradient, and its share in the norm of all."""
-    found = [(p, g) for p in parameters_of(optimizer) if (g := readable(p.grad)) is not None and g.numel()]
-    sizes = norms([g.double() for _, g in found]).tolist()
-    at = max(range(len(sizes)), key=sizes.__getitem__)
-    # The whole relative to the largest, so that nothing overflows.
-    return found[at][0], 1 / math.hypot(*(size / sizes[at] for size in sizes)) ** 2 if sizes[at] else math.nan
-
-
-def drop_gradients(optimizer: Any) -> None:
-    """Makes the coming update of this optimizer a no-op."""
-    for parameter in parameters_of(optimizer):
-        parameter.grad = None
-
-
-def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    settings = []
-    for name in _SETTINGS:
-        value = group.get(name)
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if value is not None:
-            settings.append((name, list(value) if isinstance(value, tuple) else value))
-    return type(optimizer).__name__, tuple(settings)
-
-
-def reaches(roots: list[Tensor], parameters: set[int]) -> bool:
-    """Whether one of these parameters (by identity) is part of the roots' graph."""
-    return any(id(leaf) in parameters for leaf in leaves_below(roots))
-
-
-def graph_leaves(roots: list[Tensor]) -> list[Tensor]:
-    """Every leaf tensor below these roots that wants a gradient and has one."""
-    return [leaf for leaf in leaves_below(roots) if leaf.grad is not None]
-
-
-def leaves_below(roots: list[Tensor]) -> Iterator[Tensor]:
-    """Every leaf tensor below these roots that wants a gradient."""
-    seen: set[Any] = set()
-    stack: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        stack += [n for n, _ in node.next_functions]
-
-
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _rate(optimizer: Any) -> float | None:
-    value = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    return float(value) if value is not None else None
 
 
 def _has_nan(t: Tensor | None) -> bool:

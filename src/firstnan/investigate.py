@@ -8,9 +8,10 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from firstnan import fix, overlay, trial
+from firstnan.capsule import Wanted
 from firstnan.child import Order, Start
 from firstnan.importing import when_imported
 from firstnan.records import Report
@@ -20,6 +21,8 @@ from firstnan.runner import Program
 from firstnan.site import Ownership
 
 if TYPE_CHECKING:
+    from firstnan.capsule.content import Capsule
+    from firstnan.replaying import Rerun
     from firstnan.trial_watch import TrialWatch
     from firstnan.watch import Watch
 
@@ -43,6 +46,9 @@ class Options:
     """How many steps a remedy has to stand, 0 to try none; None where nobody said."""
     fix: Path | None = None
     """Where the best proven change is written."""
+    capsule: Wanted | None = None
+    landing: Capsule | None = None
+    """The step to land in."""
 
 
 class Investigation:
@@ -88,21 +94,35 @@ class Investigation:
             self.report = watch.report
             if watch.unresolved:
                 self._run_again(watch)
+            if watch.keeper is not None:
+                self.report = watch.keeper.finish(self.report)
         if self.order is not None:
             if self.order.what == "trial":
                 self._tell(self._trial.outcome(self._fate) if self._trial else self._fate)
             else:
                 write(self.report, self.order.report)
             return 0
-        self._try_remedies()
+        landing = self._tell_of_landing()
+        if self.options.landing is None:
+            self._try_remedies()
         self._deliver()
-        return FOUND if self.report.verdict == "nonfinite" else None
+        return FOUND if self.report.verdict == "nonfinite" else landing
+
+    def _tell_of_landing(self) -> int | None:
+        """Says what became of the captured step, where one was to be played again; the exit code that follows."""
+        if self.options.landing is None or self.watch is None:
+            return None
+        watch = cast("Rerun", self.watch)
+        self.report = watch.told(self.report, self.options.program.target)
+        if self.report.verdict == "clean":
+            for note in self.report.notes:
+                say(note)
+            say(watch.outcome)
+        return 0 if watch.was_finite else None
 
     # The rest.
 
     def _torch_imported(self) -> None:
-        from firstnan.watch import Watch
-
         self.start.torch_imported()
         ownership = Ownership(program_directories(self.options.program))
         if self.order is not None:
@@ -113,6 +133,13 @@ class Investigation:
             step, last = self.order.step or 0, self.order.last or 0
             self.watch = self._trial = TrialWatch(ownership=ownership, step=step, last=last, tell=self._tell)
             return
+        if self.options.landing is not None:
+            from firstnan.replaying import Rerun
+
+            self.watch = Rerun(self.options.landing, ownership=ownership, save=self._save)
+            return
+        from firstnan.watch import Watch
+
         self.watch = Watch(
             ownership=ownership,
             trace_from=0 if self.options.trace else self.order.step if self.order else None,
@@ -120,7 +147,14 @@ class Investigation:
             outputs_decide=self.order is not None and self.order.what == "output",
             may_replay=self.options.replay == "auto",
             save=self._save,
+            wanted=self._wanted(),
         )
+
+    def _wanted(self) -> Wanted | None:
+        if self.order is not None and self.order.capsule is not None:
+            folder, limit = self.order.capsule
+            return Wanted(Path(folder), limit, self.order.step)
+        return self.options.capsule
 
     def _run_again(self, watch: Watch) -> None:
         """Fills in what the program itself could not show, from a child that traces the failing step."""
@@ -162,13 +196,19 @@ class Investigation:
 
     def _second_run(self, step: int | None) -> Report | None:
         """The child's report; once more where a closer look shows that it began in an earlier step."""
-        what = "output" if step is None else "step"
-        report = self.start.run_again(self.options.program, step=step, what=what)
+        what, program = "output" if step is None else "step", self.options.program
+        report = self.start.run_again(program, step=step, what=what, capsule=self._still_wanted())
         if report is None or report.step is None or step is None or report.step >= step - 1:
             return report
         if report.origin is not None and report.origin.site is not None:
             return report
-        return self.start.run_again(self.options.program, step=report.step, what=what) or report
+        wanted = None if report.capsule else self._still_wanted()
+        return self.start.run_again(program, step=report.step, what=what, capsule=wanted) or report
+
+    def _still_wanted(self) -> tuple[str, int] | None:
+        """Where the second run is to put the capsule that the first could not write."""
+        keeper = self.watch.keeper if self.watch is not None else None
+        return (str(keeper.wanted.folder), keeper.wanted.limit) if keeper is not None and not keeper.is_done else None
 
     def _try_remedies(self) -> None:
         """Runs the program with each change in place, until one is known to help."""
@@ -216,6 +256,8 @@ class Investigation:
         if self.report.verdict == "nonfinite":
             saved = self.options.json or self.options.output
             print_text(self.report, sys.stderr, saved=str(saved) if saved else "")
+            if self.report.capsule:
+                say(f"the failing step is in {self.report.capsule} (firstnan replay lands in it)")
             if self.options.fix is not None:
                 self._write_fix(self.options.fix)
         elif self.report.events:

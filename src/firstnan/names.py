@@ -40,7 +40,7 @@ class Models:
         self.parameters: dict[int, tuple[Tensor, str]] = {}
         self.buffers: dict[int, tuple[Tensor, str]] = {}
         self.slots: list[Slot] = []
-        for prefix, root in _outermost() if roots is None else roots.items():
+        for prefix, root in outermost() if roots is None else roots.items():
             self._collect(root, prefix)
 
     def _collect(self, root: Any, prefix: str) -> None:
@@ -63,7 +63,8 @@ class Models:
         return ""
 
 
-def _outermost() -> list[tuple[str, Any]]:
+def outermost() -> list[tuple[str, Any]]:
+    """Every module of this process that is part of no other, with the prefix of its names: none."""
     modules = [o for o in gc.get_objects() if issubclass(type(o), Module) and "_modules" in o.__dict__]
     inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
     return [("", m) for m in modules if id(m) not in inner and (m._modules or m._parameters or m._buffers)]

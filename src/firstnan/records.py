@@ -370,6 +370,8 @@ class Report:
     environment: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What is weaker than it could be, in plain words."""
+    capsule: str = ""
+    """The file that holds the failing step, for `firstnan replay`."""
 
     def with_(self, **changes: Any) -> Report:
         return replace(self, **changes)

@@ -173,6 +173,14 @@ class Replayer:
                 copies.append((slot, buffer, buffer.detach().clone()))
         return copies
 
+    def of_this_step(self) -> list[list[Handout]]:
+        """The batches of the step under way, by the loaders that they came from."""
+        latest, sources = self.latest, list(self.sources.values())
+        if self._latest_source is not None and all(s is not self._latest_source for s in sources):
+            sources.append(self._latest_source)  # its iterator is gone
+        steps = [[h for h in s.recent if latest is not None and h.updates == latest.updates] for s in sources]
+        return [step for step in steps if step]
+
     def forget(self) -> None:
         """Lets go of every batch."""
         self.sources.clear()

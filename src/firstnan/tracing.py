@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from firstnan.gate import Gate
 from firstnan.guard import Alarm
 from firstnan.hooks import TrainingHooks
 from firstnan.microscope import Microscope
+from firstnan.names import Models
 from firstnan.records import Noticed, Report
 from firstnan.replay import Replayer
 from firstnan.site import Ownership, directories
@@ -54,13 +55,13 @@ class Block:
 
     is_calm = False
 
-    def __init__(self, ownership: Ownership) -> None:
+    def __init__(self, ownership: Ownership, find_models: Callable[[], Models] = Models) -> None:
         self.report: Report | None = None
         self.internal_error = InternalErrors(logging.getLogger("firstnan").error)
         self.replayer = Replayer()
         self.gate = Gate(self, thorough=True)
         self.gate.new_guard = None
-        self.microscope = Microscope(ownership, self.gate, self.replayer)
+        self.microscope = Microscope(ownership, self.gate, self.replayer, find_models)
         self.hooks = TrainingHooks(self.gate, self)
 
     def begin(self) -> None:

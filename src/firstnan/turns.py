@@ -42,6 +42,18 @@ class Steps:
         self.done[optimizer] -= 1
         self.total -= 1
 
+    @property
+    def turn(self) -> int:
+        """How many updates there were so far, of whatever kind."""
+        return self.total + self.manual
+
+    def resume(self, total: int, manual: int, done: dict[Any, int], last: Any, follows: list[tuple[Any, Any]]) -> None:
+        """Goes on counting where another run stood: how far each optimizer was, who was last, who takes turns."""
+        self.total, self.manual = total, manual
+        self.done.update(done)
+        self.last = weakref.ref(last) if last is not None else None
+        self.follows.update({one: weakref.ref(other) for one, other in follows})
+
     def of(self, optimizer: Any) -> int:
         return self.done.get(optimizer, 0)
 

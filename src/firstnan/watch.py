@@ -13,11 +13,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from firstnan.capsule import Wanted
+from firstnan.capsule.keeper import Keeper
+from firstnan.capsule.living import Living
 from firstnan.compare import first_difference
 from firstnan.conclude import bad_values, came_from_outside, not_repeated
 from firstnan.errors import InternalErrors
 from firstnan.finite import is_finite, tensors_in
-from firstnan.gate import Gate, drop_gradients
+from firstnan.gate import Gate
 from firstnan.guard import Alarm
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.program_hooks import ProgramHooks, Stop, end_program
@@ -28,6 +31,7 @@ from firstnan.replay import Replayer, ReplayError, copied
 from firstnan.sift import Sift
 from firstnan.site import Ownership
 from firstnan.tracer import Tracer
+from firstnan.trained import drop_gradients
 
 
 class Mode(Enum):
@@ -55,6 +59,7 @@ class Watch:
         outputs_decide: bool,
         may_replay: bool,
         save: Callable[[Report], None],
+        wanted: Wanted | None = None,
     ) -> None:
         self.ownership, self.save = ownership, save
         self.trace_from, self.outputs_decide, self.may_replay = trace_from, outputs_decide, may_replay
@@ -67,6 +72,7 @@ class Watch:
         self.gate = Gate(self, thorough=tracing)
         self.replayer = Replayer()
         self.microscope = Microscope(ownership, self.gate, self.replayer)
+        self.keeper = Keeper(wanted, self.gate, self.replayer, self._living) if wanted is not None else None
         self.hooks = ProgramHooks(self.gate, self)
         self._suspect: tuple[Noticed, int | None] | None = None
         self._handles_nan_itself = False
@@ -102,6 +108,8 @@ class Watch:
             self._updates = self.gate.steps.total
         by_a_loader = before_update and not self.gate.in_step and self.gate.optimizers
         again = self.may_replay and by_a_loader and self.replayer.possible(self._updates)
+        if self.mode is Mode.TRACING:
+            self._keep(noticed, tensors, written=not before_update)
         if self.mode in (Mode.TRACING, Mode.REPLAYING):
             if self._conclude(noticed, tensors) and again and self._begin_search():
                 return
@@ -109,6 +117,7 @@ class Watch:
         if self.mode is not Mode.WATCHING:
             return
         self._found(noticed, tensors)
+        self._keep(noticed, tensors, written=not before_update)
         if again:
             self.mode = Mode.WAITING
             return
@@ -148,6 +157,8 @@ class Watch:
             return
         self._suspect = None
         self._learn_buffers()
+        if self.keeper is not None:
+            self.keeper.step_ended()
         tracer = self.tracer
         if tracer is None:
             return
@@ -178,6 +189,8 @@ class Watch:
             # It saw a non-finite value and trains on: its own business, as long as nothing bad is written.
             self._handles_nan_itself = True
             self._suspect = None
+        if self.keeper is not None:
+            self.keeper.backward_begins()
         if self.tracer is not None:
             self.tracer.follow()
             self.tracer.region = "step"
@@ -252,6 +265,8 @@ class Watch:
             self.replayer.passed(iterator)
             return
         self.replayer.fetched(iterator, batch, self.gate.steps.total)
+        if self.keeper is not None:
+            self.keeper.handed_out()
         if self.tracer is not None and self.tracer.running:
             self.tracer.follow()
             self.tracer.region = "step"
@@ -324,6 +339,8 @@ class Watch:
             self.report = replace(self.report, events=(event,), history=self.gate.past(), notes=(text,))
 
     def _stopped_by(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> None:
+        if self.mode in (Mode.TRACING, Mode.WATCHING):
+            self._keep(noticed, tensors, written=False)
         if self.mode is Mode.TRACING and self.tracer is not None:
             raised = self.microscope.raised() if noticed.what == "exception" else []
             self._conclude(noticed, tensors, events + raised)
@@ -338,6 +355,15 @@ class Watch:
         self.report = self.microscope.evidence(noticed, tensors).preliminary()
         self.unresolved = True
         self.save(self.report)
+
+    def _living(self) -> Living:
+        return Living.find(list(self.gate.steps.done), leaves=self.gate.leaves)
+
+    def _keep(self, noticed: Noticed, tensors: list[Tensor], *, written: bool) -> None:
+        """The failing step goes into a capsule while its weights are still there."""
+        if self.keeper is not None:
+            report = self.microscope.evidence(noticed, tensors).preliminary()
+            self.keeper.tripped(report, written=written or self.gate.in_step is not None)
 
     def _give_up(self) -> NoReturn:
         """The replay in this process cannot go on; another process will do it."""

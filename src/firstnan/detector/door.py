@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, get_args
 
 from torch.nn import Module
 
+from firstnan.capsule import LIMIT, Wanted
+from firstnan.detector.capsules import Function
 from firstnan.detector.events import EventLog
 from firstnan.detector.layers import LayerWatch, Sink
 from firstnan.detector.mode import Mode
@@ -41,7 +45,8 @@ class NaNDetector:
     `layers` watches every leaf layer (or those that `trackable(name, module)` picks, without those that `skip` names
     by type, name or glob); `stats` keeps magnitudes of the last so many steps per layer. `guard` watches the norm of
     the gradients: "warn", "clip" or "off"; `max_grad_norm` is an absolute limit for it. `events` holds what was
-    noticed, at most `max_events`; `on_event` hears of each.
+    noticed, at most `max_events`; `on_event` hears of each. `capsule_dir` is a folder for the failing step, one file of
+    at most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`.
     """
 
     def __init__(
@@ -60,8 +65,10 @@ class NaNDetector:
         max_grad_norm: float | None = None,
         max_events: int = 1000,
         on_event: Callable[[NaNEvent], None] | None = None,
+        capsule_dir: str | os.PathLike[str] | None = None,
+        capsule_limit: int = LIMIT,
     ) -> None:
-        self._roots, self._optimizers = _models(model), _optimizers(optimizer)
+        self._roots, self._optimizers = models_given(model), optimizers_given(optimizer)
         if on_nonfinite not in get_args(Policy):
             raise ValueError(f"on_nonfinite is one of {', '.join(get_args(Policy))}, not {on_nonfinite!r}")
         if on_nonfinite in ("skip", "rollback") and not self._optimizers:
@@ -71,10 +78,11 @@ class NaNDetector:
         if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
             raise ValueError(f"max_grad_norm is a positive number, not {max_grad_norm!r}")
         whole = (("streak", streak, 0), ("snapshot_every", snapshot_every, 1), ("stats", stats, 0))
-        for name, value, least in (*whole, ("max_events", max_events, 0)):
+        for name, value, least in (*whole, ("max_events", max_events, 0), ("capsule_limit", capsule_limit, 0)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is a whole number of at least {least}, not {value!r}")
-        self._settings = Settings(on_nonfinite, streak, snapshot_every, guard, max_grad_norm)  # type: ignore[arg-type]
+        capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
+        self._settings = Settings(on_nonfinite, streak, snapshot_every, guard, max_grad_norm, capsules)  # type: ignore[arg-type]
         self._layers, self._trackable, self._skip = layers, trackable, tuple(skip)
         self.events = EventLog(max_events, on_event)
         """What was noticed, as NaNEvent records: the first ones and the last ones."""
@@ -158,7 +166,7 @@ class NaNDetector:
         session = self._attached()
         session.plays_again()
         session.body_ended()
-        session.handed_out(session.own_source, [_Function(function), args, kwargs])
+        session.handed_out(session.own_source, [Function(function), args, kwargs])
         result = function(*args, **kwargs)
         if session.mode is Mode.WAITING:
             for again, given, named in session.again(session.own_source):
@@ -206,16 +214,7 @@ class Batches:
             session.body_ended()
 
 
-class _Function:
-    """The function of one step, among the arguments that it was called with."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.call = function
-
-
-def _models(model: Any) -> dict[str, Module]:
+def models_given(model: Any) -> dict[str, Module]:
     """Each model with the prefix of its names: none for a single one."""
     if isinstance(model, Module):
         return {"": model}
@@ -233,7 +232,7 @@ def _models(model: Any) -> dict[str, Module]:
     return found
 
 
-def _optimizers(optimizer: Any) -> list[Any]:
+def optimizers_given(optimizer: Any) -> list[Any]:
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
     for one in given:
         if not hasattr(one, "register_step_pre_hook") or not hasattr(one, "param_groups"):

@@ -17,11 +17,11 @@ from firstnan.detector.events import EventLog
 from firstnan.detector.layers import Found
 from firstnan.detector.stats import Statistics
 from firstnan.finite import stat
-from firstnan.gate import largest_gradient, parameters_of
 from firstnan.guard import Alarm
 from firstnan.names import Models
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
 from firstnan.replay import Replayer
+from firstnan.trained import largest_gradient, parameters_of
 from firstnan.turns import Steps
 
 _EVENTS_IN_REPORT = 32
@@ -50,13 +50,19 @@ class Journal:
     """Completes events with where and when they happened, and reports with the events (a layers.Sink)."""
 
     def __init__(
-        self, events: EventLog, stats: Statistics | None, steps: Steps, replayer: Replayer, models: Models
+        self,
+        events: EventLog,
+        stats: Statistics | None,
+        steps: Steps,
+        replayer: Replayer,
+        models: Models,
+        names_layers: bool,
     ) -> None:
         self.events, self.stats, self.steps, self.replayer, self.models = events, stats, steps, replayer, models
         self._seen: Counter[tuple[str, str, str]] = Counter()
         """How often each place of each layer was not finite."""
         self.counts = Counts()
-        self.names_layers = False
+        self._names_layers = names_layers
         self.epoch: int | None = None
 
     def add(self, event: NaNEvent, *, level: int | None = None) -> None:
@@ -145,7 +151,7 @@ class Journal:
     def completed(self, report: Report) -> Report:
         """With the events of its step, the statistics of the layers and the rank."""
         where, world = rank()
-        if self.names_layers:
+        if self._names_layers:
             self._name_layer(report)
         events = [e for e in self.events if e.step == report.step][:_EVENTS_IN_REPORT]
         history = replace(report.history, layers=self.stats.tracks()) if self.stats is not None else report.history

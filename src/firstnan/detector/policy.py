@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from firstnan.capsule import Wanted
+
 Policy = Literal["raise", "warn", "skip", "rollback"]
 
 
@@ -16,3 +18,4 @@ class Settings:
     snapshot_every: int
     guard: Literal["warn", "clip", "off"]
     max_grad_norm: float | None
+    capsules: Wanted | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from firstnan.detector.snapshot import Schedules, Snapshot, risky_update
-from firstnan.gate import drop_gradients, parameters_of
 from firstnan.names import Models
 from firstnan.replay import put_back
+from firstnan.trained import drop_gradients, parameters_of
 
 _ORDINARY = 100.0
 """No gradient of this norm does harm by its size, in any precision."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from firstnan.conclude import bad_values, not_repeated
+from firstnan.detector.capsules import Capsules
 from firstnan.detector.closer import Closer
 from firstnan.detector.events import EventLog
 from firstnan.detector.journal import Journal, one_line, rank
@@ -25,7 +26,7 @@ from firstnan.detector.recovery import Recovery
 from firstnan.detector.replays import Replays
 from firstnan.detector.stats import Statistics
 from firstnan.errors import InternalErrors, NonFiniteError
-from firstnan.gate import Gate, drop_gradients, reaches
+from firstnan.gate import Gate
 from firstnan.guard import Alarm, Guard
 from firstnan.hooks import TrainingHooks
 from firstnan.microscope import AGAIN, Microscope
@@ -34,6 +35,7 @@ from firstnan.reads import LATE
 from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.replay import NamelessSource, Replayer, ReplayError, put_back
 from firstnan.site import Ownership
+from firstnan.trained import drop_gradients, reaches
 
 _CLOSELY = 3
 """So many failures are looked at closely; where training goes on, those after them are only counted."""
@@ -69,13 +71,15 @@ class Session:
         self.replayer = Replayer()
         self.models = Models(roots)
         self.microscope = Microscope(ownership, self.gate, self.replayer, lambda: Models(roots))
-        self.journal = Journal(events, stats, self.gate.steps, self.replayer, self.models)
+        self.journal = Journal(events, stats, self.gate.steps, self.replayer, self.models, layers is not None)
         self.layers = layers(self.journal) if layers is not None else None
-        self.journal.names_layers = layers is not None
         self.hooks = TrainingHooks(self.gate, self, optimizers)
         self.last_calls = LastCalls(roots.values(), self.replayer, self.internal_error)
         every = settings.snapshot_every if settings.policy == "rollback" else None
         self.recovery = Recovery(self.models, optimizers, every)
+        self.capsules = settings.capsules and Capsules(
+            settings.capsules, roots, self.gate, self.replayer, self.recovery, self.last_calls
+        )
         self._closer = Closer(self.microscope, self.last_calls, self.recovery, self.hooks)
         self._lock = threading.RLock()
         self._busy = False
@@ -98,7 +102,7 @@ class Session:
         self.last_calls.attach()
         if self.layers is not None:
             # What is played again is seen whole.
-            self.layers.rests = lambda: self.microscope.running
+            self.layers.rests = lambda: self.microscope.running or self.mode is Mode.REPLAYING
             self.gate.reads.passenger = self.layers
             self.gate.on_good_loss = self.layers.pass_over
             self.layers.attach()
@@ -359,8 +363,10 @@ class Session:
         """A failure is known as well as it will be: now the policy decides."""
         self.microscope.stop()
         self.mode = Mode.WATCHING
-        self.report = report = self.journal.completed(report)
         policy, counts = self.settings.policy, self.journal.counts
+        self.report = report = self.journal.completed(report)
+        if self.capsules:
+            self.report = report = self.capsules.kept(report, before_update, policy != "warn", self._buffers_before())
         self._streak += 1
         if policy == "warn":
             # Once the weights are lost every step is bad: said ever more rarely.

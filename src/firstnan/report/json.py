@@ -95,6 +95,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "world_size": report.world_size,
         "environment": report.environment,
         "notes": report.notes,
+        "capsule": report.capsule,
     }
     return cast(dict[str, Any], plain(data))
 
@@ -211,6 +212,7 @@ def from_dict(data: Mapping[str, Any]) -> Report:
         world_size=top.count("world_size", 1),
         environment=top.mapping("environment"),
         notes=top.texts("notes"),
+        capsule=top.text("capsule"),
     )
 
 
