@@ -27,6 +27,18 @@ FACTORED = (
 SPECTRAL = ("svd", "svdvals", "eigh", "eigvalsh", "symeig", "eig", "matrix_rank")
 
 
+@remedy("log_of_negative", "log_of_zero")
+def log_of_the_absolute_determinant(job: Job) -> Iterator[Remedy]:
+    found = spot(job, "logdet")
+    if found is not None and isinstance(found.expr.node, ast.expr):
+        source, matrix = found.place.source, found.expr.args[0]
+        yield job.remedy(
+            "Take the logarithm of the absolute determinant",
+            "A negative determinant has one; a positive determinant gives the same number as before.",
+            put(source, found.expr.node, f"{source.spell('torch', matrix)}.linalg.slogdet({source.code(matrix)})[1]"),
+        )
+
+
 @remedy("not_positive_definite", "singular_matrix", "log_of_negative", "log_of_zero", "decomposition_failed")
 def add_to_the_diagonal(job: Job) -> Iterator[Remedy]:
     found = spot(job, *FACTORED)
@@ -40,18 +52,6 @@ def add_to_the_diagonal(job: Job) -> Iterator[Remedy]:
             f"Add {size} to the diagonal",
             f"Every eigenvalue rises by {size}, so that none is 0 or below it by rounding.",
             put(source, matrix, f"{source.code(matrix)} + {size} * {eye}"),
-        )
-
-
-@remedy("log_of_negative", "log_of_zero")
-def log_of_the_absolute_determinant(job: Job) -> Iterator[Remedy]:
-    found = spot(job, "logdet")
-    if found is not None and isinstance(found.expr.node, ast.expr):
-        source, matrix = found.place.source, found.expr.args[0]
-        yield job.remedy(
-            "Take the logarithm of the absolute determinant",
-            "A negative determinant has one; a positive determinant gives the same number as before.",
-            put(source, found.expr.node, f"{source.spell('torch', matrix)}.linalg.slogdet({source.code(matrix)})[1]"),
         )
 
 

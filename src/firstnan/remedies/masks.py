@@ -47,7 +47,8 @@ def literals(source: Source, root: ast.AST) -> list[tuple[ast.expr, float]]:
         statement = source.assigned(root)
         given = statement.value if statement is not None else _constant(source, root)
         found = literal(source, given) if given is not None else None
-        return [(given, found)] if given is not None and found is not None else []
+        if given is not None and found is not None:
+            return [(given, found)]
     return [pair for child in ast.iter_child_nodes(root) for pair in literals(source, child)]
 
 
