@@ -285,7 +285,7 @@ def test_a_change_in_another_file(firstnan: Zygote, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(IN_ANOTHER_FILE)
     (tmp_path / "helpers.py").write_text(HELPERS)
     change, code = run_and_repair(firstnan, tmp_path)
-    assert "+    return torch.linalg.cholesky(centred.T @ centred + 1e-6 * torch.eye(" in change
+    assert "+    matrix = centred.T @ centred\n+    return torch.linalg.cholesky(matrix + 1e-6 * torch.eye(" in change
     assert code == 0
 
 

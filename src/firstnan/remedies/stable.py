@@ -56,8 +56,7 @@ class LogForm:
         source, found = self.source, self.source.assigned(name)
         if found is None or found.value is None or not source.unchanged(found.value, self.use):
             return None
-        loads = [n for n in ast.walk(source.scope(name)) if isinstance(n, ast.Name) and n.id == name.id]
-        only_here = sum(isinstance(n.ctx, ast.Load) for n in loads) == 1
+        only_here = source.reads(name.id, name) == 1
         if not only_here and not _cheap(source, found.value):
             return None
         text = self.of(found.value, depth + 1)
@@ -167,7 +166,7 @@ def logarithm_of_a_known_function(job: Job) -> Iterator[Remedy]:
     if found is None or own is None or found.expr.node is None:
         return
     source = found.place.source
-    logs = [source.expr(n) for n in ast.walk(source.scope(found.expr.node)) if n is not found.expr.node]
+    logs = [source.expr(n) for n in source.within(found.expr.node) if n is not found.expr.node]
     others = [form for e in logs if (form := _stable_log(found.place, e)) is not None]
     if others:
         yield _remedy(job, [own, *others])
@@ -180,7 +179,7 @@ def exponential_inside_a_known_formula(job: Job) -> Iterator[Remedy]:
     if place is None or place.expr.op not in ("exp", "div", "sum") or not place.expr.args:
         return
     source, node = place.source, place.node
-    for other in ast.walk(source.scope(node)):
+    for other in source.within(node):
         expr = source.expr(other)
         form = _stable_log(place, expr)
         if form is not None and node in form[0].seen:
