@@ -67,10 +67,10 @@ class Outcome:
         return self.origin.phase, self.origin.op, site.line if site else None
 
 
-def run_snippet(source: str) -> Outcome:
+def run_snippet(source: str, file: str = "") -> Outcome:
     """Runs what stands before `# step` as it is and the rest under the tracer, then blames what is not finite."""
     source = textwrap.dedent(source).strip() + "\n"
-    file = f"/tmp/snippet_{next(_numbers)}.py"
+    file = file or f"/tmp/snippet_{next(_numbers)}.py"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     before, _, after = source.partition(STEP + "\n")
     after = "\n" * (before.count("\n") + 1) + after

@@ -55,7 +55,7 @@ def propose(origin: Origin, trace: Trace, history: History, causes: Sequence[Cau
     for cause in causes:
         for candidate in islice(_candidates(Job(scene, cause, desk)), MOST_OF_ONE):
             found.setdefault(candidate.diff, candidate)
-    if not found and causes and Job(scene, causes[0], desk).place is None:
+    if not found and causes and (origin.site is None or desk.source(origin.site.file) is None):
         return advice(causes[0].slug)
     return tuple(found.values())[:MOST]
 

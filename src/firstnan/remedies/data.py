@@ -57,7 +57,8 @@ def _filled_at_origin(job: Job) -> Iterator[Remedy]:
     if value is None:
         return
     title = "Fill in the missing values where they are read"
-    if stat is not None and stat.shape == () and isinstance(source.statement(value), ast.Assign):
+    number = stat is not None and stat.shape == () and source.expr(value).library != "torch"
+    if number and isinstance(source.statement(value), ast.Assign):
         yield from _filled_number(job, source, value)
     if isinstance(value, ast.Call) and source.called(value) in LOADS and stat is not None and stat.shape != ():
         fill = _nan_to_num("torch", source, value, "v", stat)
@@ -288,4 +289,5 @@ def _part(source: Source, target: ast.expr, path: list[str]) -> str | None:
     if isinstance(target, ast.Tuple | ast.List):
         at = int(path[0]) if path[0].isdigit() else len(target.elts)
         return _part(source, target.elts[at], path[1:]) if at < len(target.elts) else None
-    return source.code(target) + "".join(f"[{key}]" for key in path)
+    quote = max("'\"", key=source.text.count)
+    return source.code(target) + "".join(f"[{key.replace(chr(39), quote)}]" for key in path)

@@ -27,7 +27,19 @@ class Edit:
 def put(source: Source, node: ast.expr, text: str) -> Edit:
     """`text` in place of an expression, in parentheses where it needs them there."""
     start, end = source.span(node)
-    return Edit(source, start, end, text if _fits_bare(source, node, text) else f"({text})")
+    around = _parentheses(source, node)
+    if _is_atom(text) and around is not None and "\n" not in text:
+        return Edit(source, *around, text)
+    return Edit(source, start, end, text if around is not None or _fits_bare(source, node, text) else f"({text})")
+
+
+def remove(source: Source, statement: ast.stmt) -> Edit | None:
+    """A statement taken away with its lines, where nothing else stands on them."""
+    first, last = statement.lineno, statement.end_lineno or statement.lineno
+    start, end = source.line_start(first), source.line_start(last + 1)
+    lines = source.text[start:end]
+    alone = lines.strip() == source.code(statement).strip()
+    return Edit(source, start, end, "") if alone and end <= len(source.text) else None
 
 
 def atom(source: Source, node: ast.expr) -> str:
@@ -148,8 +160,8 @@ def _block(source: Source, node: ast.AST, lines: Iterable[str]) -> str:
 
 def _is_atom(text: str) -> bool:
     try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:  # it spans lines: only parentheses around it make it whole
+        node = ast.parse(f"({text})", mode="eval").body
+    except SyntaxError:
         return False
     if isinstance(node, ast.Constant):
         return isinstance(node.value, float | int)
@@ -167,13 +179,22 @@ def _closes_at_end(text: str) -> bool:
 
 def _fits_bare(source: Source, node: ast.expr, text: str) -> bool:
     parent = source.parent(node)
-    if _is_atom(text) or isinstance(parent, ast.keyword):
-        return True
     if isinstance(parent, ast.stmt):
         return "\n" not in text
+    if _is_atom(text) or isinstance(parent, ast.keyword):
+        return True
     if isinstance(parent, ast.Call) and node in parent.args:
         return True
-    if isinstance(parent, ast.Subscript) and node is parent.slice:
-        return True
+    return isinstance(parent, ast.Subscript) and node is parent.slice
+
+
+def _parentheses(source: Source, node: ast.expr) -> tuple[int, int] | None:
+    """Where the parentheses around an expression begin and end, if it has any of its own (a call's are not)."""
     start, end = source.span(node)
-    return source.text[:start].rstrip().endswith("(") and source.text[end:].lstrip().startswith(")")
+    left, right = source.text[:start].rstrip(), source.text[end:]
+    parent = source.parent(node)
+    if isinstance(parent, ast.Call) and node in parent.args and not left.endswith("(("):
+        return None
+    if not left.endswith("(") or not right.lstrip().startswith(")"):
+        return None
+    return len(left) - 1, end + len(right) - len(right.lstrip()) + 1

@@ -53,6 +53,9 @@ class Pen:
         return self._clamped(node, "minimum", "clamp_max", high)
 
     def between(self, node: ast.expr, low: str, high: str) -> Edit:
+        expr = self.source.expr(node)
+        if expr.op == "clamp" and len(expr.args) == 3 and all(number(a) is not None for a in expr.args[1:]):
+            return put(self.source, node, f"{atom(self.source, expr.args[0])}.clamp({low}, {high})")
         return self._clamped(node, "clip", "clamp", f"{low}, {high}")
 
     def nonzero(self, node: ast.expr, eps: str) -> Edit:
@@ -167,15 +170,14 @@ def guarded(job: Job, *ops: str) -> Iterator[Remedy]:
 def _everywhere(job: Job, found: Spot) -> Iterator[Remedy]:
     """The same guard at every operation of this kind in the function: what one of them met, the next one may."""
     source, node = found.place.source, found.expr.node
-    scope = source.scope(node) if node is not None else source.tree
-    like = [source.expr(n) for n in ast.walk(scope) if isinstance(n, ast.expr)]
+    around = source.within(node) if node is not None else []
+    like = [source.expr(n) for n in around if isinstance(n, ast.Call | ast.BinOp)]
     like = [e for e in like if e.op == found.expr.op and e.library == found.expr.library and e.args]
     firsts = [next(GUARDS[e.op](replace(found, expr=e)), None) for e in like]
     ideas = {i.edit.start: i for i in firsts if i is not None}
     if 1 < len(ideas) <= MOST_ALIKE:
         own = next(iter(ideas.values()))
-        where = "file" if scope is source.tree else "function"
-        title = f"The same for all {len(ideas)} of `{found.expr.op}` in this {where}"
+        title = f"The same for all {len(ideas)} of `{found.expr.op}` around it"
         yield job.remedy(title, own.why, *(i.edit for i in ideas.values()))
 
 
@@ -205,12 +207,11 @@ def _line(place: Place) -> tuple[str, int]:
 
 def _used_elsewhere(maker: Place, user: Place) -> bool:
     """Whether a guard where a value is made does more than one where it is used."""
-    statement, scope = maker.source.statement(maker.node), maker.source.scope(maker.node)
-    if maker.source is not user.source or scope is not user.source.scope(user.node):
+    source, statement = maker.source, maker.source.statement(maker.node)
+    if source is not user.source or source.scope(maker.node) is not source.scope(user.node):
         return True
     names = {t.id for t in ast.walk(statement) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)}
-    reads = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
-    return len(reads) > 1
+    return sum(source.reads(name, statement) for name in names) > 1
 
 
 # --- one function a kind of operator ---------------------------------------------------------------------------
@@ -301,6 +302,12 @@ def _gamma(at: Spot) -> Iterator[Idea]:
     node = at.expr.args[1 if at.expr.op == "polygamma" else 0]
     for eps in (small(at.job.dtype, "1e-6"), "1e-3"):
         yield at.floored(node, eps, at.expr.op)
+
+
+@guard("gammainc", "gammaincc", "igamma", "igammac")
+def _incomplete_gamma(at: Spot) -> Iterator[Idea]:
+    if len(at.expr.args) > 1:
+        yield at.floored(at.expr.args[1], small(at.job.dtype, "1e-6"), "The logarithm in its derivative", "other")
 
 
 @guard("tan")

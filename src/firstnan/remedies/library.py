@@ -113,7 +113,7 @@ def _calls(job: Job, kind: str) -> Iterator[Place]:
     if job.scene.origin.site is not None:
         files.add(job.scene.origin.site.file)
     for source in (job.desk.source(f) for f in sorted(files)):
-        for node in ast.walk(source.tree) if source is not None else ():
+        for node in source.nodes if source is not None else ():
             if source is not None and isinstance(node, ast.Call) and _made(source, node) == kind:
                 yield Place(source, node)
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from firstnan.records import Remedy
 from firstnan.remedies.base import Job, remedy
-from firstnan.remedies.edits import atom, put
+from firstnan.remedies.edits import Edit, atom, before, put
 from firstnan.remedies.guards import spot
+from firstnan.remedies.source import Source
 
 FACTORED = (
     "cholesky",
@@ -18,29 +19,17 @@ FACTORED = (
     "det",
     "inverse",
     "inv",
+    "inv_ex",
     "pinv",
     "solve",
+    "solve_ex",
     "cholesky_inverse",
     "lu_factor",
     "qr",
 )
+LONG = 16
+SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 SPECTRAL = ("svd", "svdvals", "eigh", "eigvalsh", "symeig", "eig", "matrix_rank")
-
-
-@remedy("not_positive_definite", "singular_matrix", "log_of_negative", "log_of_zero", "decomposition_failed")
-def add_to_the_diagonal(job: Job) -> Iterator[Remedy]:
-    found = spot(job, *FACTORED)
-    if found is None:
-        return
-    matrix, source = found.expr.args[0], found.place.source
-    torch, plain = source.spell("torch", matrix), atom(source, matrix)
-    for size in ("1e-6", "1e-4", "1e-3"):
-        eye = f"{torch}.eye({plain}.shape[-1], dtype={plain}.dtype, device={plain}.device)"
-        yield job.remedy(
-            f"Add {size} to the diagonal",
-            f"Every eigenvalue rises by {size}, so that none is 0 or below it by rounding.",
-            put(source, matrix, f"{source.code(matrix)} + {size} * {eye}"),
-        )
 
 
 @remedy("log_of_negative", "log_of_zero")
@@ -55,18 +44,47 @@ def log_of_the_absolute_determinant(job: Job) -> Iterator[Remedy]:
         )
 
 
+@remedy("not_positive_definite", "singular_matrix", "log_of_negative", "log_of_zero", "decomposition_failed")
+def add_to_the_diagonal(job: Job) -> Iterator[Remedy]:
+    found = spot(job, *FACTORED)
+    if found is None:
+        return
+    source, matrix = found.place.source, found.expr.args[0]
+    torch, (code, plain, named) = source.spell("torch", matrix), _named(source, matrix)
+    for size in ("1e-6", "1e-4", "1e-2", "0.1"):
+        eye = f"{torch}.eye({plain}.shape[-1], dtype={plain}.dtype, device={plain}.device)"
+        yield job.remedy(
+            f"Add {size} to the diagonal",
+            f"Every eigenvalue rises by {size}, so that none is 0 or below it by rounding.",
+            *named,
+            put(source, matrix, f"{code} + {size} * {eye}"),
+        )
+
+
+def _named(source: Source, matrix: ast.expr) -> tuple[str, str, list[Edit]]:
+    """The matrix as it is written in a sum and before a dot; where that is long it gets a name in a line before."""
+    code = source.code(matrix)
+    inside = source.parents(matrix)
+    around = inside[: inside.index(source.statement(matrix))]
+    movable = not any(isinstance(n, ast.Lambda | ast.comprehension | ast.ListComp | ast.IfExp) for n in around)
+    if len(code) <= LONG or "\n" in code or not movable or not isinstance(source.statement(matrix), SIMPLE):
+        return code, atom(source, matrix), []
+    return "matrix", "matrix", [before(source, matrix, f"matrix = {code}")]
+
+
 @remedy("degenerate_decomposition", "decomposition_failed")
 def tell_equal_values_apart(job: Job) -> Iterator[Remedy]:
     found = spot(job, *SPECTRAL, "qr")
     if found is None:
         return
-    matrix, source = found.expr.args[0], found.place.source
-    torch, plain = source.spell("torch", matrix), atom(source, matrix)
+    source, matrix = found.place.source, found.expr.args[0]
+    torch, (code, plain, named) = source.spell("torch", matrix), _named(source, matrix)
     for size in ("1e-5", "1e-3"):
         ladder = f"{torch}.arange(1, {plain}.shape[-1] + 1, device={plain}.device)"
         eye = f"{torch}.eye(*{plain}.shape[-2:], dtype={plain}.dtype, device={plain}.device)"
         yield job.remedy(
             f"Add {size}, twice {size}, ... to the diagonal",
             "Values that were equal differ a little, so that backward does not divide by their difference 0.",
-            put(source, matrix, f"{source.code(matrix)} + {size} * {eye} * {ladder}"),
+            *named,
+            put(source, matrix, f"{code} + {size} * {eye} * {ladder}"),
         )

@@ -13,6 +13,7 @@ from firstnan.remedies.guards import Pen, small, spot
 from firstnan.remedies.source import Source
 
 FAR = 24
+MOST = 8
 SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "softmin", "logcumsumexp")
 PADDING = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 INFINITE = frozenset({"math.inf", "torch.inf", "numpy.inf", "math.nan", "torch.nan", "numpy.nan"})
@@ -47,7 +48,8 @@ def literals(source: Source, root: ast.AST) -> list[tuple[ast.expr, float]]:
         statement = source.assigned(root)
         given = statement.value if statement is not None else _constant(source, root)
         found = literal(source, given) if given is not None else None
-        return [(given, found)] if given is not None and found is not None else []
+        if given is not None and found is not None:
+            return [(given, found)]
     return [pair for child in ast.iter_child_nodes(root) for pair in literals(source, child)]
 
 
@@ -55,9 +57,7 @@ def _constant(source: Source, name: ast.expr) -> ast.expr | None:
     """What a module constant, a class attribute or `self.x` is given anywhere in the file, if only once."""
     text = ast.unparse(name)
     given = [
-        n.value
-        for n in ast.walk(source.tree)
-        if isinstance(n, ast.Assign) and any(ast.unparse(t) == text for t in n.targets)
+        n.value for n in source.nodes if isinstance(n, ast.Assign) and any(ast.unparse(t) == text for t in n.targets)
     ]
     return given[0] if len(given) == 1 else None
 
@@ -71,7 +71,8 @@ def makers(job: Job) -> list[OpEvent]:
     around = [*own, *job.scene.trace.feeding(start, FAR)]
     if job.event is not None and job.event is not start:
         around += job.scene.trace.feeding(job.event, FAR)
-    return [e for e in around if e.on_purpose or any(s in (math.inf, -math.inf) for _, s in e.scalars)]
+    meant = [e for e in around if e.on_purpose or any(s in (math.inf, -math.inf) for _, s in e.scalars)]
+    return list({e.site: e for e in reversed(meant)}.values())[::-1][:MOST]
 
 
 def _replaced(job: Job, low: str, high: str) -> Iterator[tuple[Place, list[Edit]]]:

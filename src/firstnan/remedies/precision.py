@@ -135,9 +135,12 @@ def bounded(job: Job) -> Iterator[Remedy]:
     place = job.place
     if place is None or not isinstance(place.node, ast.expr | ast.AugAssign):
         return
+    # A bound would only hide a run that diverges, and bad data is no matter of range.
+    if job.scene.growth is not None or job.scene.phase not in ("forward", "backward"):
+        return
     source, expr = place.source, place.expr
     limit = BOUNDS.get(job.dtype, 1e15)
-    why = "Only numbers that would overflow are touched; what is cut gets no gradient, so nothing bad comes back."
+    why = "Ordinary numbers pass untouched; what is cut gets no gradient, so nothing bad comes back from it."
     if expr.op in ("pow", "square") and expr.args:
         power = _exponent(job, expr.arg(1, "exponent")) if expr.op == "pow" else 2.0
         root = 10.0 ** max(math.floor(math.log10(limit) / max(power, 1.0)), 0) if power else None

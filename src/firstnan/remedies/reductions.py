@@ -33,15 +33,13 @@ def constructed(job: Job, call: ast.Call) -> ast.Call | None:
     if isinstance(call.func, ast.Call):  # nn.CrossEntropyLoss()(x, y)
         return call.func
     kind = (job.event.module_type if job.event else "") or ""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             made = node.value
             named = any(ast.unparse(t).rsplit(".", 1)[-1] == text.rsplit(".", 1)[-1] for t in node.targets)
             if named and (not kind or source.called(made).endswith(kind)):
                 return made
-    made_here = [
-        n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and kind and source.called(n).endswith(kind)
-    ]
+    made_here = [n for n in source.nodes if isinstance(n, ast.Call) and kind and source.called(n).endswith(kind)]
     return made_here[0] if len(made_here) == 1 else None
 
 

@@ -32,9 +32,10 @@ def smaller_rate(job: Job) -> Iterator[Remedy]:
     for factor in SMALLER:
         edits, value = _slower(setup, factor)
         if edits:
-            to = f" {written(value)}" if value is not None else f" {written(factor)} times what it was"
             yield job.remedy(
-                f"Learning rate{to}",
+                f"Learning rate {written(value)} instead of {written(value / factor)}"
+                if value is not None
+                else f"Learning rate {written(factor)} times what it was",
                 "Every step overshot and made the next gradient larger; a smaller step does not.",
                 *edits,
                 kind="setting",

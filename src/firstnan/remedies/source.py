@@ -76,7 +76,10 @@ class Source:
         self.tree = ast.parse(text)
         self._lines = text.split("\n")
         self._starts = [0, *accumulate(len(line) + 1 for line in self._lines)]
-        self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self._found: dict[tuple[int | None, ...], ast.AST | None] = {}
+        self.nodes = list(ast.walk(self.tree))
+        self._within: dict[ast.AST, list[ast.AST]] = {}
+        self._parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
     @classmethod
     def read(cls, file: str) -> Source | None:
@@ -115,7 +118,13 @@ class Source:
 
     def at(self, site: Site) -> ast.AST | None:
         """The expression (or the statement) that an instruction belongs to."""
-        nodes = [n for n in ast.walk(self.tree) if isinstance(n, ast.expr | ast.stmt)]
+        key = (site.line, site.column, site.end_line, site.end_column)
+        if key not in self._found:
+            self._found[key] = self._find(site)
+        return self._found[key]
+
+    def _find(self, site: Site) -> ast.AST | None:
+        nodes = [n for n in self.nodes if isinstance(n, ast.expr | ast.stmt)]
         if site.column is None or site.end_line is None or site.end_column is None:
             return self._statement_at(site.line)
         if site.line > len(self._lines) or site.end_line > len(self._lines):
@@ -132,9 +141,7 @@ class Source:
         return self._statement_at(site.line)
 
     def _statement_at(self, line: int) -> ast.stmt | None:
-        around = [
-            n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)
-        ]
+        around = [n for n in self.nodes if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
         return max(around, key=lambda n: n.lineno, default=None)
 
     # --- surroundings ------------------------------------------------------------------------------------------
@@ -161,6 +168,18 @@ class Source:
         """The function around the node, else the module."""
         return self.function(node) or self.tree
 
+    def within(self, node: ast.AST) -> list[ast.AST]:
+        """Everything in the function around the node; for the module what stands in no function."""
+        scope = self.scope(node)
+        if scope not in self._within:
+            self._within[scope] = list(ast.walk(scope)) if scope is not self.tree else _outside_functions(self.tree)
+        return self._within[scope]
+
+    def reads(self, name: str, node: ast.AST) -> int:
+        """How often the name is read wherever it means what it means at the node."""
+        around = self.within(node) if self.function(node) is not None else self.nodes
+        return sum(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in around)
+
     def indent(self, node: ast.AST) -> str:
         """The white space that the node's statement begins with."""
         line = self.line(self.statement(node).lineno)
@@ -173,9 +192,10 @@ class Source:
 
         `name` may be dotted (`self.scale`): what counts is that it is spelled alike."""
         text, here = ast.unparse(name), self.statement(before or name)
+        around = set(self.parents(here))
         nearest: ast.stmt | None = None
-        for node in ast.walk(self.scope(before or name)):
-            if not isinstance(node, ast.stmt) or node.lineno >= here.lineno or node in self.parents(here):
+        for node in self.within(before or name):
+            if not isinstance(node, ast.stmt) or node.lineno >= here.lineno or node in around:
                 continue
             if any(ast.unparse(t) == text for t in _targets(node)) and (
                 nearest is None or node.lineno > nearest.lineno
@@ -201,13 +221,13 @@ class Source:
         if self.scope(node) is not self.scope(use):
             return False
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        between = [n for n in ast.walk(self.scope(use)) if isinstance(n, ast.stmt) and first <= n.lineno < last]
+        between = [n for n in self.within(use) if isinstance(n, ast.stmt) and first <= n.lineno < last]
         return not any(isinstance(t, ast.Name) and t.id in names for n in between for t in _targets(n))
 
     @cached_property
     def _imports(self) -> dict[str, list[tuple[str, ast.AST]]]:
         found: dict[str, list[tuple[str, ast.AST]]] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     # `import torch.nn` gives the name `torch`; with `as` the whole path.
@@ -224,12 +244,12 @@ class Source:
 
     @cached_property
     def _read(self) -> set[str]:
-        return {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        return {n.id for n in self.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
 
     @cached_property
     def _bound(self) -> set[str]:
-        names = {n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        return names | {a.arg for a in ast.walk(self.tree) if isinstance(a, ast.arg)}
+        names = {n.id for n in self.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        return names | {a.arg for a in self.nodes if isinstance(a, ast.arg)}
 
     def imported(self, name: str, at: ast.AST) -> str | None:
         """`torch.nn.functional` for the name `F`, where it was imported so and nothing hides it at this place."""
@@ -314,6 +334,16 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
             found += target.elts
         else:
             out.append(target.value if isinstance(target, ast.Starred) else target)
+    return out
+
+
+def _outside_functions(tree: ast.Module) -> list[ast.AST]:
+    out: list[ast.AST] = []
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        out.append(node)
+        waiting += [n for n in ast.iter_child_nodes(node) if not isinstance(n, Function)]
     return out
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from firstnan.records import Remedy
 from firstnan.remedies.base import Job, Place, remedy
-from firstnan.remedies.edits import Edit, atom, put
+from firstnan.remedies.edits import Edit, atom, put, remove
 from firstnan.remedies.guards import spot
 from firstnan.remedies.source import Expr, Source, number
 from firstnan.rules.scene import words
@@ -28,6 +28,8 @@ class LogForm:
     use: ast.AST
     seen: list[ast.AST] = field(default_factory=list)
     """The nodes that the new text makes superfluous."""
+    unused: list[ast.stmt] = field(default_factory=list)
+    """Assignments that nothing reads any more."""
     name: str = ""
     """The stable function that was used."""
 
@@ -37,9 +39,7 @@ class LogForm:
         if depth > 8:
             return None
         if isinstance(node, ast.Name):
-            found = source.assigned(node)
-            value = found.value if found is not None else None
-            return self.of(value, depth + 1) if value is not None and source.unchanged(value, self.use) else None
+            return self._of_name(node, depth)
         if isinstance(node, ast.Subscript):
             return self._around(node, node.value, depth)
         expr = source.expr(node)
@@ -50,6 +50,19 @@ class LogForm:
         if expr.op == "add" and 0 < (number(expr.args[1]) or 0) < 1e-2:
             return self.of(expr.args[0], depth + 1)
         return self._known(expr, depth)
+
+    def _of_name(self, name: ast.Name, depth: int) -> str | None:
+        """What the name was given, written out; what is not needed any more is noted."""
+        source, found = self.source, self.source.assigned(name)
+        if found is None or found.value is None or not source.unchanged(found.value, self.use):
+            return None
+        only_here = source.reads(name.id, name) == 1
+        if not only_here and not _cheap(source, found.value):
+            return None
+        text = self.of(found.value, depth + 1)
+        if text is not None and only_here:
+            self.unused.append(found)
+        return text
 
     def _around(self, whole: ast.expr, inner: ast.expr, depth: int) -> str | None:
         """The same choice of elements, from the logarithm."""
@@ -108,6 +121,12 @@ class LogForm:
         return f"{torch}.logsumexp({code}, dim={source.code(dim)}{tail})"
 
 
+def _cheap(source: Source, node: ast.expr) -> bool:
+    """No layer or function of the user's own is called in it, so that it may be computed twice."""
+    calls = [source.called(n) for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return all(name.startswith((".", "torch.")) for name in calls)
+
+
 def renamed(source: Source, call: ast.Call, name: str) -> str:
     """The call with another function of the same home."""
     if isinstance(call.func, ast.Name):
@@ -131,10 +150,12 @@ def _stable_log(place: Place, expr: Expr) -> tuple[LogForm, Edit] | None:
 
 def _remedy(job: Job, forms: list[tuple[LogForm, Edit]]) -> Remedy:
     name = forms[0][0].name
+    unused = dict.fromkeys(s for form, _ in forms for s in form.unused)
     return job.remedy(
         f"Use {name} instead of the logarithm of its parts",
         f"{name[:1].upper()}{name[1:]} never forms the number whose logarithm is infinite, and is exact.",
         *(edit for _, edit in forms),
+        *(gone for s in unused if (gone := remove(forms[0][0].source, s)) is not None),
     )
 
 
@@ -145,7 +166,7 @@ def logarithm_of_a_known_function(job: Job) -> Iterator[Remedy]:
     if found is None or own is None or found.expr.node is None:
         return
     source = found.place.source
-    logs = [source.expr(n) for n in ast.walk(source.scope(found.expr.node)) if n is not found.expr.node]
+    logs = [source.expr(n) for n in source.within(found.expr.node) if n is not found.expr.node]
     others = [form for e in logs if (form := _stable_log(found.place, e)) is not None]
     if others:
         yield _remedy(job, [own, *others])
@@ -158,7 +179,7 @@ def exponential_inside_a_known_formula(job: Job) -> Iterator[Remedy]:
     if place is None or place.expr.op not in ("exp", "div", "sum") or not place.expr.args:
         return
     source, node = place.source, place.node
-    for other in ast.walk(source.scope(node)):
+    for other in source.within(node):
         expr = source.expr(other)
         form = _stable_log(place, expr)
         if form is not None and node in form[0].seen:

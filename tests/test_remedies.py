@@ -1,0 +1,296 @@
+"""Every remedy on small pieces of training code: the change as a golden, applied, and run for 50 steps.
+
+`remedies/*.txt` holds them: a head line `### name | slug`, the code (what stands before `# step` runs once), then
+`--- change` and what the first remedy takes away and puts there.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from firstnan.records import Cause, History, Remedy
+from firstnan.remedies import propose
+from firstnan.rules import explain
+from test_blame_snippets import GUILTY
+from traced import STEP, Outcome, run_snippet
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
+
+STEPS = 50
+CHANGE = "--- change\n"
+
+
+def read_pieces() -> list[Any]:
+    found = []
+    for path in sorted(Path(__file__).with_name("remedies").glob("*.txt")):
+        for piece in path.read_text().split("### ")[1:]:
+            head, rest = piece.split("\n", 1)
+            name, slug = (word.strip() for word in head.split("|"))
+            source, _, change = rest.partition(CHANGE)
+            found.append(pytest.param(slug, source, change, id=name))
+    return found
+
+
+PIECES = read_pieces()
+
+
+def proposed(source: str, folder: Path, slug: str = "") -> tuple[Outcome, list[Cause], tuple[Remedy, ...]]:
+    """Runs the piece from a file of its own and asks for remedies."""
+    file = folder / "train.py"
+    file.write_text(source.strip() + "\n")
+    outcome = run_snippet(source, str(file))
+    causes = explain(outcome.origin, outcome.trace, History())
+    assert not slug or causes[0].slug == slug
+    return outcome, causes, propose(outcome.origin, outcome.trace, History(), causes)
+
+
+def changed_lines(diff: str) -> str:
+    """What a diff takes away and puts there, without its frame."""
+    lines = [line for line in diff.splitlines(keepends=True) if line[0] in "+-"]
+    return "".join(line for line in lines if not line.startswith(("--- ", "+++ ")))
+
+
+def apply(text: str, diff: str) -> str:
+    """The text after the change; every line that the diff names must be there as it says."""
+    lines, out, at = text.splitlines(keepends=True), [], 0
+    for line in diff.splitlines(keepends=True)[2:]:
+        if line.startswith("@@"):
+            start = int(line.split()[1].removeprefix("-").split(",")[0]) - 1
+            out += lines[at:start]
+            at = start
+        elif line[0] in " -":
+            assert lines[at] == line[1:]
+            out += [line[1:]] if line[0] == " " else []
+            at += 1
+        elif line[0] == "+":
+            out.append(line[1:])
+    return "".join(out + lines[at:])
+
+
+def stays_finite(source: str) -> bool:
+    """Whether loss and gradients are finite in every one of the steps."""
+    before, _, step = source.partition(STEP + "\n")
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(compile(before, "before", "exec"), names)
+    code = compile(step, "step", "exec")
+    leaves = [v for v in names.values() if isinstance(v, Tensor) and v.requires_grad]
+    leaves += [p for v in names.values() if isinstance(v, torch.nn.Module) for p in v.parameters()]
+    for _ in range(STEPS):
+        try:
+            exec(code, names)
+        except RuntimeError:
+            return False
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        if not all(bool(t.isfinite().all()) for t in [names["loss"], *grads]):
+            return False
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf -= 0 if leaf.grad is None else 1e-6 * leaf.grad
+                leaf.grad = None
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("slug", "source", "change"), PIECES)
+def test_the_first_remedy_is_the_golden_one_and_one_of_the_first_three_helps(
+    slug: str, source: str, change: str, tmp_path: Path
+) -> None:
+    _, _, remedies = proposed(source, tmp_path, slug)
+    assert changed_lines(remedies[0].diff) == change
+    text = (tmp_path / "train.py").read_text()
+    assert not stays_finite(text)
+    assert any(stays_finite(apply(text, r.diff)) for r in remedies[:3])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("source", [pytest.param(s.values[2], id=s.id) for s in GUILTY])
+def test_every_diff_applies_and_is_python(source: str, tmp_path: Path) -> None:
+    _, _, remedies = proposed(source, tmp_path)
+    text = (tmp_path / "train.py").read_text()
+    for remedy in remedies:
+        assert remedy.diff.startswith(f"--- a/{tmp_path}/train.py\n+++ b/{tmp_path}/train.py\n@@ ")
+        ast.parse(apply(text, remedy.diff))
+        assert remedy.title
+        assert remedy.why
+    assert len({r.diff for r in remedies}) == len(remedies) <= 8
+
+
+def test_every_cause_of_an_expression_has_pieces() -> None:
+    assert len(PIECES) > 60
+    assert len({p.id for p in PIECES}) == len(PIECES)
+    assert len({p.values[0] for p in PIECES}) > 24
+
+
+# --- near misses: what looks alike and must not be changed so ---------------------------------------------------
+
+NEAR_MISSES = {
+    "the logits have changed since the softmax": (
+        """
+        w = torch.tensor([[0.0, 200.0]], requires_grad=True)
+        # step
+        z = w * 1.0
+        p = torch.softmax(z, dim=1)
+        z = z * 2
+        loss = torch.log(p).sum() + z.sum()
+        loss.backward()
+        """,
+        "log_softmax",
+    ),
+    "the softmax of a layer that would run twice": (
+        """
+        net = nn.Linear(2, 2)
+        x = torch.tensor([[9e3, -9e3]])
+        def head(x):
+            return net(x)
+        # step
+        p = torch.softmax(head(x), dim=1)
+        loss = torch.log(p).sum() + p.sum()
+        loss.backward()
+        """,
+        "log_softmax",
+    ),
+    "the norm of another vector": (
+        """
+        w = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
+        # step
+        loss = ((w * 2) / w.norm(dim=1, keepdim=True)).sum()
+        loss.backward()
+        """,
+        "normalize",
+    ),
+    "a norm that is not euclidean": (
+        """
+        w = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
+        # step
+        loss = (w / w.norm(p=1, dim=1, keepdim=True)).sum()
+        loss.backward()
+        """,
+        "normalize",
+    ),
+    "an infinity that starts a minimum, far from the origin": (
+        """
+        w = torch.tensor([0.0, 2.0], requires_grad=True)
+        best = float("inf")
+        # step
+        loss = torch.log(w).sum()
+        loss.backward()
+        best = min(best, 1.0)
+        """,
+        "1e9",
+    ),
+    "a count is no measurement": (
+        """
+        w = torch.tensor([0.0, 0.25], requires_grad=True)
+        # step
+        loss = (torch.ones(2) / w.relu()).sum()
+        loss.backward()
+        """,
+        "clamp_min(1)",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_only_looks_alike_is_left_alone(name: str, tmp_path: Path) -> None:
+    source, never = NEAR_MISSES[name]
+    _, _, remedies = proposed(textwrap.dedent(source), tmp_path)
+    assert remedies, "another remedy fits"
+    assert not [r.diff for r in remedies if never in changed_lines(r.diff)]
+
+
+def test_without_a_file_there_is_advice_and_no_diff() -> None:
+    outcome = run_snippet("w = torch.zeros(2, requires_grad=True)\n# step\nloss = torch.log(w).sum()\nloss.backward()")
+    causes = explain(outcome.origin, outcome.trace, History())
+    (remedy,) = propose(outcome.origin, outcome.trace, History(), causes)
+    assert remedy.diff == ""
+    assert "logarithm" in remedy.title
+
+
+def test_a_file_that_has_changed_since_costs_nothing(tmp_path: Path) -> None:
+    source = "import torch\nw = torch.zeros(2, requires_grad=True)\n# step\nloss = torch.log(w).sum()\nloss.backward()"
+    outcome, causes, remedies = proposed(source, tmp_path)
+    assert remedies
+    for text in ("", "this is no python (", "x = 1\n", "\n" * 50, "loss = 'é' + torch.log(w).sum()\n"):
+        (tmp_path / "train.py").write_text(text)
+        for remedy in propose(outcome.origin, outcome.trace, History(), causes):
+            if remedy.diff:
+                ast.parse(apply(text, remedy.diff))
+
+
+# --- whole programs ---------------------------------------------------------------------------------------------
+
+HELPERS = """\
+import torch
+
+def whiten(z):
+    centred = z - z.mean(0)
+    return torch.linalg.cholesky(centred.T @ centred)
+"""
+IN_ANOTHER_FILE = """\
+import torch
+from helpers import whiten
+torch.manual_seed(0)
+net = torch.nn.Linear(3, 3)
+opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+for step in range(12):
+    x = torch.randn(2 if step == 4 else 9, 3)
+    loss = whiten(net(x)).sum()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+IN_NUMPY = """\
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(0)
+class Prices(Dataset):
+    def __init__(self):
+        self.rows = np.random.default_rng(0).uniform(1, 2, (24, 4))
+        self.rows[17, 2] = 0.0
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        row = np.log(self.rows[i])
+        return torch.tensor(row, dtype=torch.float32)
+net = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+for x in DataLoader(Prices(), batch_size=4):
+    loss = net(x).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+def run_and_repair(firstnan: Zygote, folder: Path) -> tuple[str, int]:
+    """The first change that the report of the program shows, and the exit code of the program with it in place."""
+    remedy = firstnan(["run", "train.py"], cwd=folder).found["remedies"][0]
+    file = Path(remedy["diff"].split("\n")[0].removeprefix("--- a/"))
+    file.write_text(apply(file.read_text(), remedy["diff"]))
+    return changed_lines(remedy["diff"]), firstnan(["run", "train.py"], cwd=folder).code
+
+
+def test_a_change_in_another_file(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IN_ANOTHER_FILE)
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    change, code = run_and_repair(firstnan, tmp_path)
+    assert "+    matrix = centred.T @ centred\n+    return torch.linalg.cholesky(matrix + 1e-6 * torch.eye(" in change
+    assert code == 0
+
+
+def test_a_change_of_numpy_code_in_a_dataset(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IN_NUMPY)
+    change, code = run_and_repair(firstnan, tmp_path)
+    assert change.endswith("+        row = np.log(np.maximum(self.rows[i], 1e-12))\n")
+    assert code == 0

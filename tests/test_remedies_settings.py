@@ -1,0 +1,221 @@
+"""Remedies that change settings, data, weights or precision: whole programs, repaired and run again.
+
+`remedies/programs/*.txt` holds them: a head line `### name | slug | n`, the program (other files after a line
+`=== other.py`), then `--- change` and what the remedy number n takes away and puts there.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstnan.records import Cause, History, OpEvent, Origin, Remedy, Site, StepRecord, TensorStat, Trace
+from firstnan.remedies import propose
+from firstnan.remedies.base import Desk
+from firstnan.remedies.numbers import Spelled, literal, written
+from firstnan.remedies.source import Source
+from test_remedies import apply, changed_lines
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
+
+PROGRAMS = Path(__file__).with_name("remedies") / "programs"
+
+
+def read_programs() -> list[Any]:
+    found = []
+    for path in sorted(PROGRAMS.glob("*.txt")):
+        for piece in path.read_text().split("### ")[1:]:
+            head, rest = piece.split("\n", 1)
+            name, slug, which = (word.strip() for word in head.split("|"))
+            program, _, change = rest.partition("--- change\n")
+            found.append(pytest.param(slug, int(which), program, change, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("slug", "which", "program", "change"), read_programs())
+def test_the_remedy_repairs_the_program(
+    slug: str, which: int, program: str, change: str, firstnan: Zygote, tmp_path: Path
+) -> None:
+    files = ("=== train.py\n" + program).split("=== ")[1:]
+    for name, text in (file.split("\n", 1) for file in files):
+        (tmp_path / name).write_text(text)
+    result = firstnan(["run", "train.py"], cwd=tmp_path)
+    assert result.cause == slug
+    remedy = result.found["remedies"][which]
+    assert changed_lines(remedy["diff"]) == change
+    target = Path(remedy["diff"].split("\n", 1)[0].removeprefix("--- a/"))
+    target.write_text(apply(target.read_text(), remedy["diff"]))
+    again = firstnan(["run", "train.py"], cwd=tmp_path)
+    assert again.code == 0, again.stderr
+
+
+# --- where the number stands --------------------------------------------------------------------------------------
+
+SPELLINGS = {
+    "a literal": "opt = SGD(p, lr=0.5)",
+    "a name": "rate = 0.5\nopt = SGD(p, lr=rate)",
+    "a constant of the module, from inside a function": "LR = 0.5\ndef make(p):\n    return SGD(p, lr=LR)",
+    "the default of a parameter": "def make(p, rate=0.5):\n    return SGD(p, lr=rate)",
+    "what the call hands over": "def make(p, rate=0.1):\n    return SGD(p, lr=rate)\nmake(p, rate=0.5)",
+    "by position, to a method": (
+        "class T:\n    def __init__(self, p, rate):\n        self.o = SGD(p, lr=rate)\nT(p, 0.5)"
+    ),
+    "an attribute": "class T:\n    def f(self, p):\n        self.r = 0.5\n        self.o = SGD(p, lr=self.r)",
+    "an option": 'parser.add_argument("--base-lr", type=float, default=0.5)\nopt = SGD(p, lr=args.base_lr)',
+    "an option with another name": 'parser.add_argument("-r", dest="rate", default=0.5)\nopt = SGD(p, lr=args.rate)',
+    "a field": "class Config:\n    rate: float = 0.5\nopt = SGD(p, lr=config.rate)",
+    "a field of a dataclass": "class Config:\n    rate: float = field(default=0.5)\nopt = SGD(p, lr=config.rate)",
+    "a table": 'config = {"rate": 0.5}\nopt = SGD(p, lr=config["rate"])',
+    "a table with a default": 'config = dict(rate=0.5)\nopt = SGD(p, lr=float(config.get("rate", 0.1)))',
+    "several at once": "epochs, rate = 3, 0.5\ndef make(p):\n    return SGD(p, lr=rate)",
+}
+
+
+def rate_of(text: str, desk: Desk, file: str = "train.py") -> Spelled:
+    source = Source(file, text)
+    call = next(n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and source.called(n).endswith("SGD"))
+    return Spelled(source, next(k.value for k in call.keywords if k.arg == "lr"))
+
+
+@pytest.mark.parametrize("text", [pytest.param(t, id=n) for n, t in SPELLINGS.items()])
+def test_the_literal_behind_a_setting_is_found(text: str) -> None:
+    desk = Desk()
+    found = literal(desk, rate_of(text, desk), expected=0.5)
+    assert found is not None
+    assert found.source.code(found.node) == "0.5"
+
+
+def test_the_literal_in_another_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "settings.py").write_text("RATE = 0.5\n")
+    desk = Desk()
+    text = "from settings import RATE\nopt = SGD(p, lr=RATE)"
+    found = literal(desk, rate_of(text, desk, str(tmp_path / "train.py")), expected=0.5)
+    assert found is not None
+    assert found.source.file == str(tmp_path / "settings.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'parser.add_argument("--lr", default=0.1)\nopt = SGD(p, lr=args.lr)',  # the command line said something else
+        "opt = SGD(p, lr=base * 2)",
+        "rate = 0.5\nrate = find_rate(rate)\nopt = SGD(p, lr=rate)",
+    ],
+)
+def test_a_number_that_is_computed_or_another_is_not_taken_for_it(text: str) -> None:
+    desk = Desk()
+    assert literal(desk, rate_of(text, desk), expected=0.5) is None
+
+
+def test_numbers_are_written_as_people_do() -> None:
+    numbers = [0.1, 0.05, 3.0, 1e-4, 2.5e-6, 1e15, 12345.0, 0.0]
+    assert [written(n) for n in numbers] == ["0.1", "0.05", "3.0", "1e-4", "2.5e-6", "1e15", "12345.0", "0.0"]
+
+
+# --- a run that diverges, in many spellings ---------------------------------------------------------------------
+
+
+def diverged(text: str, folder: Path, **settings: float) -> tuple[Remedy, ...]:
+    """The remedies of a program whose loss grew until a square overflowed; its places are found in the text."""
+    file = folder / "train.py"
+    file.write_text(text)
+
+    def site(code: str) -> Site | None:
+        at = text.find(code)
+        line = text.count("\n", 0, at)
+        column = at - (text.rfind("\n", 0, at) + 1)
+        return Site(str(file), line + 1, column, line + 1, column + len(code), code=code) if at >= 0 else None
+
+    made = text[text.index("SGD(") :].split("\n")[0]
+    made = made[: made.rindex(")") + 1]
+    step = next((s for s in ("scaler.step(opt)", "opt.step()") if s in text), "?")
+    read, wrote = TensorStat("self", (4,), "float32", -1e20, 1e20), TensorStat("result", (4,), "float32", posinf=4)
+    origin = Origin("forward", "pow", "aten.pow", site=site("err ** 2"), inputs=(read,), produced=wrote, step=9)
+    steps = tuple(StepRecord(i, 10.0**i, 10.0**i, settings.get("lr")) for i in range(9))
+    history = History(
+        steps,
+        "SGD",
+        tuple(settings.items()),
+        made_at=site(made),
+        stepped_at=site(step),
+        backward_at=site("loss.backward()"),
+    )
+    event = OpEvent(0, "pow", "aten.pow", "forward", 9, outputs=(wrote,), born=4)
+    cause = Cause("divergence_lr", "", "")
+    return propose(Origin(**{**_fields(origin), "event": event}), Trace((event,)), history, [cause])
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+LOOP = """
+for x in data:
+    err = net(x)
+    loss = (err ** 2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+def changes(remedies: tuple[Remedy, ...]) -> list[str]:
+    return [changed_lines(r.diff) for r in remedies]
+
+
+def test_rates_come_before_clipping(tmp_path: Path) -> None:
+    found = diverged("import torch\nopt = torch.optim.SGD(net.parameters(), lr=0.5)" + LOOP, tmp_path, lr=0.5)
+    was = "-opt = torch.optim.SGD(net.parameters(), lr=0.5)\n"
+    rates = [was + f"+opt = torch.optim.SGD(net.parameters(), lr={r})\n" for r in ("0.05", "0.005", "5e-4")]
+    clip = "+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n"
+    assert changes(found) == [*rates, clip]
+
+
+def test_a_rate_that_nobody_wrote_is_added(tmp_path: Path) -> None:
+    found = diverged("import torch\nopt = torch.optim.SGD(net.parameters())" + LOOP, tmp_path, lr=0.001)
+    assert "+opt = torch.optim.SGD(net.parameters(), lr=1e-4)" in changes(found)[0]
+
+
+def test_groups_with_a_rate_of_their_own(tmp_path: Path) -> None:
+    made = 'opt = torch.optim.SGD([{"params": a}, {"params": b, "lr": 0.2}], lr=0.5)'
+    found = diverged("import torch\n" + made + LOOP, tmp_path, lr=0.5)
+    assert '+opt = torch.optim.SGD([{"params": a}, {"params": b, "lr": 0.02}], lr=0.05)' in changes(found)[0]
+    # What the constructor was given cannot be written at the step.
+    assert 'clip_grad_norm_([p for group in opt.param_groups for p in group["params"]], 1.0)' in changes(found)[-1]
+
+
+def test_a_rate_that_is_computed_gets_a_factor(tmp_path: Path) -> None:
+    made = "opt = torch.optim.SGD(net.parameters(), lr=base * workers)"
+    found = diverged("import torch\n" + made + LOOP, tmp_path, lr=0.5)
+    assert "+opt = torch.optim.SGD(net.parameters(), lr=(base * workers) * 0.1)" in changes(found)[0]
+
+
+def test_with_a_gradient_scaler_the_gradients_are_unscaled_first(tmp_path: Path) -> None:
+    loop = LOOP.replace("opt.step()", "scaler.step(opt)\n    scaler.update()")
+    found = diverged("import torch\nopt = torch.optim.SGD(net.parameters(), lr=0.5)" + loop, tmp_path, lr=0.5)
+    lines = "+    scaler.unscale_(opt)\n+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n"
+    assert changes(found)[-1] == lines
+
+
+def test_statements_on_one_line_stay_in_order(tmp_path: Path) -> None:
+    loop = LOOP.replace("    loss.backward()\n    opt.step()", "    loss.backward(); opt.step()")
+    found = diverged("import torch\nopt = torch.optim.SGD(net.parameters(), lr=0.5)" + loop, tmp_path, lr=0.5)
+    line = "+    loss.backward(); torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0); opt.step()\n"
+    assert changes(found)[-1].endswith(line)
+
+
+def test_no_second_clipping(tmp_path: Path) -> None:
+    loop = LOOP.replace("    opt.step()", "    torch.nn.utils.clip_grad_norm_(net.parameters(), 5.0)\n    opt.step()")
+    found = diverged("import torch\nopt = torch.optim.SGD(net.parameters(), lr=0.5)" + loop, tmp_path, lr=0.5)
+    assert [r.kind for r in found] == ["setting"] * 3
+    assert not any("clip" in c for c in changes(found))
+
+
+def test_the_step_is_found_behind_backward_where_it_was_not_reached(tmp_path: Path) -> None:
+    text = "import torch\nopt = torch.optim.SGD(net.parameters(), lr=0.5)" + LOOP.replace("opt.step()", "opt .step()")
+    found = diverged(text, tmp_path, lr=0.5)
+    assert "+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n" in changes(found)
