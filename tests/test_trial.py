@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import random
 import signal
 import sys
 import textwrap
@@ -15,7 +16,9 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from firstnan import trial
 from firstnan.child import Start
@@ -311,6 +314,20 @@ def test_numbers_that_explode_are_no_proof(place: Path) -> None:
     assert "the loss has exploded" in result.note
 
 
+def test_generators_that_nobody_seeded_start_alike() -> None:
+    first = Start()
+    first.torch_imported()
+    torch.default_generator.manual_seed(torch.initial_seed())
+    drawn = torch.rand(4).tolist(), numpy.random.rand(), random.random()
+    torch.seed()
+    numpy.random.seed()
+    random.seed()
+    order = first._order(0, "step", Path())
+    Start().follow(order)
+    Start().follow_imported(order)
+    assert (torch.rand(4).tolist(), numpy.random.rand(), random.random()) == drawn
+
+
 # --- limits -------------------------------------------------------------------------------------------------------
 
 
@@ -563,7 +580,7 @@ def test_run_tries_tells_and_writes_the_patch(place: Path, command: Any) -> None
     assert "tried: step 5 is finite, and so are the 4 steps after it; healthy losses unchanged" in done.stderr
     report = load(place / "report.json")
     assert [r.proven for r in report.remedies] == [True, False]
-    assert f"firstnan: wrote {place}/report.patch; patch -p1 < report.patch applies it" in done.stderr
+    assert f"firstnan: the first change is in {place}/report.patch\n" in done.stderr
     patch = (place / "report.patch").read_text()
     assert patch.startswith("--- a/train.py\n+++ b/train.py\n@@")
     assert textwrap.dedent(LOADED).lstrip("\n") == (place / "train.py").read_text()
