@@ -472,6 +472,12 @@ def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path
     assert [sum(x.tried for x in r.remedies) for r in told] == [1, 2, 3, 3]
 
 
+def test_three_that_help_are_enough_though_they_change_numbers(place: Path) -> None:
+    remedies = [change(place / "helper.py", "torch.log(", f"torch.log({i} + ") for i in (1, 2, 3, 4)]
+    report = tried(failing(5, *remedies, losses=(1.0,) * 5), TRAIN)
+    assert [(r.proven, r.note) for r in report.remedies] == [(True, "")] * 3 + [(False, "an earlier one already helps")]
+
+
 def test_a_program_that_rolls_new_dice_proves_nothing(place: Path) -> None:
     write(place / "train.py", LOOP.replace("step == 5", "step == 5 and torch.seed() % 1000 == 0"))
     report = failing(5, change(place / "helper.py", "x.sum(", "x.abs().sum("), replay="handed out again")
