@@ -607,5 +607,7 @@ def test_verify_zero_tries_nothing(place: Path, command: Any) -> None:
 
 def test_verify_says_how_many_steps(place: Path, command: Any) -> None:
     good = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-6)")
-    done = command("--verify", "2", remedies=(good,))
+    done = command("--verify", "2", "--fix", remedies=(good,))
     assert "tried: step 5 is finite, and so are the 2 steps after it" in done.stderr
+    # Without a report file the patch lies where the program was started.
+    assert (place / "firstnan.patch").read_text().startswith("--- a/train.py\n")
