@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import random
 import signal
 import sys
 import textwrap
@@ -15,7 +16,9 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from firstnan import trial
 from firstnan.child import Start
@@ -311,6 +314,20 @@ def test_numbers_that_explode_are_no_proof(place: Path) -> None:
     assert "the loss has exploded" in result.note
 
 
+def test_generators_that_nobody_seeded_start_alike() -> None:
+    first = Start()
+    first.torch_imported()
+    torch.default_generator.manual_seed(torch.initial_seed())
+    drawn = torch.rand(4).tolist(), numpy.random.rand(), random.random()
+    torch.seed()
+    numpy.random.seed()
+    random.seed()
+    order = first._order(0, "step", Path())
+    Start().follow(order)
+    Start().follow_imported(order)
+    assert (torch.rand(4).tolist(), numpy.random.rand(), random.random()) == drawn
+
+
 # --- limits -------------------------------------------------------------------------------------------------------
 
 
@@ -455,6 +472,12 @@ def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path
     assert [sum(x.tried for x in r.remedies) for r in told] == [1, 2, 3, 3]
 
 
+def test_three_that_help_are_enough_though_they_change_numbers(place: Path) -> None:
+    remedies = [change(place / "helper.py", "torch.log(", f"torch.log({i} + ") for i in (1, 2, 3, 4)]
+    report = tried(failing(5, *remedies, losses=(1.0,) * 5), TRAIN)
+    assert [(r.proven, r.note) for r in report.remedies] == [(True, "")] * 3 + [(False, "an earlier one already helps")]
+
+
 def test_a_program_that_rolls_new_dice_proves_nothing(place: Path) -> None:
     write(place / "train.py", LOOP.replace("step == 5", "step == 5 and torch.seed() % 1000 == 0"))
     report = failing(5, change(place / "helper.py", "x.sum(", "x.abs().sum("), replay="handed out again")
@@ -563,7 +586,7 @@ def test_run_tries_tells_and_writes_the_patch(place: Path, command: Any) -> None
     assert "tried: step 5 is finite, and so are the 4 steps after it; healthy losses unchanged" in done.stderr
     report = load(place / "report.json")
     assert [r.proven for r in report.remedies] == [True, False]
-    assert f"firstnan: wrote {place}/report.patch; patch -p1 < report.patch applies it" in done.stderr
+    assert f"firstnan: the first change is in {place}/report.patch\n" in done.stderr
     patch = (place / "report.patch").read_text()
     assert patch.startswith("--- a/train.py\n+++ b/train.py\n@@")
     assert textwrap.dedent(LOADED).lstrip("\n") == (place / "train.py").read_text()
@@ -584,5 +607,7 @@ def test_verify_zero_tries_nothing(place: Path, command: Any) -> None:
 
 def test_verify_says_how_many_steps(place: Path, command: Any) -> None:
     good = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-6)")
-    done = command("--verify", "2", remedies=(good,))
+    done = command("--verify", "2", "--fix", remedies=(good,))
     assert "tried: step 5 is finite, and so are the 2 steps after it" in done.stderr
+    # Without a report file the patch lies where the program was started.
+    assert (place / "firstnan.patch").read_text().startswith("--- a/train.py\n")

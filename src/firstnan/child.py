@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Order:
     report: str
     python_random: list[Any]
     numpy_random: list[Any] | None = None
+    torch_seed: int | None = None
     contents: dict[str, str] = field(default_factory=dict)
     """Real path of a source file -> what is to run in its place, each byte as one character."""
     last: int | None = None
@@ -50,6 +51,7 @@ class Start:
         self.environment = dict(os.environ)
         self.random = random.getstate()
         self.numpy: list[Any] | None = None
+        self.torch_seed: int | None = None
         try:
             self.directory: str | None = os.getcwd()
         except OSError:
@@ -60,17 +62,22 @@ class Start:
         if numpy is not None:
             kind, keys, *rest = numpy.random.get_state()
             self.numpy = [kind, keys.tolist(), *rest]
+        # Until a program seeds it, torch's generator has a seed out of the air.
+        self.torch_seed = sys.modules["torch"].initial_seed()
 
     def follow(self, order: Order) -> None:
         """Makes the generators that nobody seeded start as they did the first time."""
         version, numbers, gauss = order.python_random
         random.setstate((version, tuple(numbers), gauss))
 
-    def follow_numpy(self, order: Order) -> None:
+    def follow_imported(self, order: Order) -> None:
+        """The same for those that come with torch, right after it was imported."""
         numpy = sys.modules.get("numpy")
         if numpy is not None and order.numpy_random is not None:
             kind, keys, *rest = order.numpy_random
             numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), *rest))
+        if order.torch_seed is not None:
+            sys.modules["torch"].default_generator.manual_seed(order.torch_seed)
 
     def run_again(
         self, program: Program, *, step: int | None, what: str, capsule: tuple[str, int] | None = None
@@ -81,7 +88,7 @@ class Start:
         with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
             report = Path(folder, "report.json")
             try:
-                self._run(program, Order(step, what, str(report), [*self.random], self.numpy, capsule=capsule), folder)
+                self._run(program, replace(self._order(step, what, report), capsule=capsule), folder)
                 return load(report)
             except (KeyboardInterrupt, ReportError):
                 return None
@@ -94,12 +101,15 @@ class Start:
             result = Path(folder, "outcome.json")
             # Every byte is a character of Latin-1, so any file fits into JSON.
             texts = {path: content.decode("latin-1") for path, content in contents.items()}
-            order = Order(step, "trial", str(result), [*self.random], self.numpy, texts, last)
+            order = replace(self._order(step, "trial", result), contents=texts, last=last)
             in_time = self._run(program, order, folder, seconds)
             try:
                 return json.loads(result.read_text()), in_time
             except (OSError, ValueError):
                 return None, in_time
+
+    def _order(self, step: int | None, what: str, result: Path) -> Order:
+        return Order(step, what, str(result), [*self.random], self.numpy, self.torch_seed)
 
     def _run(self, program: Program, order: Order, folder: str, seconds: float | None = None) -> bool:
         """Runs the child to its end; where seconds are given it is stopped after them, and its own children too."""

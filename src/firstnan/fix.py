@@ -52,10 +52,14 @@ def show(report: Report, number: int | None, stream: TextIO) -> None:
 
 
 def portable(diff: str, folder: str) -> str:
-    """The diff with paths below the folder written from there, as `patch -p1` and `git apply` want them."""
+    """The diff with paths below the folder written from there, as `patch -p1` and `git apply` want them.
+
+    Of a file elsewhere the whole path stays, which only `firstnan fix --apply` follows.
+    """
 
     def below(path: str) -> str:
-        relative = os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
+        path = os.path.realpath(path)
+        relative = os.path.relpath(path, os.path.realpath(folder))
         return path if relative.startswith(os.pardir) else Path(relative).as_posix()
 
     return with_paths(diff, below)

@@ -126,7 +126,7 @@ class Investigation:
         self.start.torch_imported()
         ownership = Ownership(program_directories(self.options.program))
         if self.order is not None:
-            self.start.follow_numpy(self.order)
+            self.start.follow_imported(self.order)
         if self.order is not None and self.order.what == "trial":
             from firstnan.trial_watch import TrialWatch
 
@@ -273,7 +273,7 @@ class Investigation:
         except OSError as error:
             say(f"can't write {path}: {error.strerror}")
         else:
-            say(f"wrote {path}; patch -p1 < {path.name} applies it")
+            say(f"the first change is in {path}")
 
 
 def say(text: str) -> None:

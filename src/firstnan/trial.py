@@ -19,6 +19,8 @@ STEPS = 20
 MOST = 8
 PATIENCE = 300.0
 """Seconds of running time up to which a program is started again without being asked for."""
+_ENOUGH = 3
+"""So many that help, though they change healthy numbers, end the search for one that does not."""
 _LEFT_UNTRIED = 2
 RUN_AGAIN = "the program was run again"
 """How the replay of a report begins that a second run has confirmed."""
@@ -108,7 +110,7 @@ class Trials:
             return _CHANCE
         if last.note == _SKIPPED:
             return _SKIPPED
-        if last.proven and keeps_numbers(last, report):
+        if last.proven and (keeps_numbers(last, report) or sum(one.proven for one in done) >= _ENOUGH):
             return _HELPED
         if time.monotonic() + self._longest > self.until:
             return f"{self.limits.all:.0f} s are enough"

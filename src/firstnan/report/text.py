@@ -316,7 +316,7 @@ class _Page:
         if saved:
             yield "json", self._text(saved)
         if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:
-            yield "", self._text(f"firstnan fix {saved} --apply makes the change", "dim")
+            yield "", self._text(f"firstnan fix {words.short_path(saved)} --apply makes the change", "dim")
 
     def _notes(self) -> Iterable[tuple[str, RenderableType]]:
         notes = self.report.notes
