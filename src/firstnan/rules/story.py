@@ -50,8 +50,10 @@ def large(trace: Trace, event: OpEvent | None, name: str) -> str:
     if made_by.op in LAYERS:
         where = f" {made_by.module}" if made_by.module else ""
         return f" It is the output of the layer{where} ({made_by.op}), which has no bound."
-    divisor = dict(made_by.scalars).get("other") if made_by.op == "div" else None
-    return f" It was divided by {number(divisor)} just before." if divisor is not None else ""
+    divisor = next((i.stat for i in made_by.inputs if i.name == "other"), None) if made_by.op == "div" else None
+    if divisor is None or divisor.min is None or divisor.min != divisor.max:
+        return ""
+    return f" It was divided by {number(divisor.min)} just before."
 
 
 def _outside(operand: Operand | None) -> str:
