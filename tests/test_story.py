@@ -37,7 +37,7 @@ WORDS: list[tuple[str, Make]] = [
     ("a sum of squared differences, and the two sides are equal", lambda t: ((t(1.0) - t(1.0)) ** 2).sum().sqrt()),
     ("a mean of squared differences", lambda t: functional.mse_loss(t(1.0), torch.ones(1)).sqrt()),
     ("It is the output of the layer (mm), which has no bound", lambda t: (t(200.0)[None] @ torch.ones(1, 1)).exp()),
-    ("It was divided by 0.01 just before", lambda t: (t(2.0) / 0.01).exp()),
+    ("A division made it large: before that it reached 2 only", lambda t: (t(2.0) / 0.01).exp()),
 ]
 
 
@@ -167,4 +167,4 @@ def test_a_step_without_a_loader_is_no_data_preparation(firstnan: Zygote, tmp_pa
         encoding="utf-8",
     )
     result = firstnan(["run", program], cwd=tmp_path)
-    assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "bad_init")
+    assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "overflow")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firstnan.records import Operand, OpEvent, Trace
-from firstnan.rules.scene import number, words
+from firstnan.rules.scene import largest, number, words
 
 CARRIERS = words(
     "view reshape select slice index gather squeeze unsqueeze expand transpose permute t clone detach contiguous to "
@@ -50,10 +50,8 @@ def large(trace: Trace, event: OpEvent | None, name: str) -> str:
     if made_by.op in LAYERS:
         where = f" {made_by.module}" if made_by.module else ""
         return f" It is the output of the layer{where} ({made_by.op}), which has no bound."
-    divisor = next((i.stat for i in made_by.inputs if i.name == "other"), None) if made_by.op == "div" else None
-    if divisor is None or divisor.min is None or divisor.min != divisor.max:
-        return ""
-    return f" It was divided by {number(divisor.min)} just before."
+    before = largest(made_by.inputs[0].stat) if made_by.op == "div" and made_by.inputs else None
+    return f" A division made it large: before that it reached {number(before)} only." if before is not None else ""
 
 
 def _outside(operand: Operand | None) -> str:
