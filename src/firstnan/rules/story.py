@@ -23,7 +23,7 @@ def maker(trace: Trace, event: OpEvent, name: str, depth: int = 8) -> tuple[OpEv
     """The event that computed an argument, behind views and the like; without one, what came from outside."""
     operand = next((i for i in event.inputs if i.name == name), None)
     for _ in range(depth):
-        if operand is None or operand.producer is None:
+        if operand is None or operand.producer is None or operand.role in ("input", "parameter"):
             return None, operand
         event = trace.events[operand.producer]
         source = next((i for i in event.inputs if i.name in ("self", "input", "src")), None)
@@ -44,14 +44,18 @@ def zero(trace: Trace, event: OpEvent | None, name: str) -> str:
 
 def large(trace: Trace, event: OpEvent | None, name: str) -> str:
     """Why an argument could become so large, as a sentence with a space before it; "" where nothing is known."""
-    made_by = maker(trace, event, name)[0] if event is not None else None
-    if made_by is None:
+    if event is None:
         return ""
-    if made_by.op in LAYERS:
+    made_by, operand = maker(trace, event, name)
+    if made_by is not None and made_by.op in LAYERS:
         where = f" {made_by.module}" if made_by.module else ""
         return f" It is the output of the layer{where} ({made_by.op}), which has no bound."
-    before = largest(made_by.inputs[0].stat) if made_by.op == "div" and made_by.inputs else None
-    return f" A division made it large: before that it reached {number(before)} only." if before is not None else ""
+    if made_by is None or made_by.op != "div" or not made_by.inputs:
+        return ""
+    before, after = largest(made_by.inputs[0].stat), largest(operand.stat) if operand else None
+    if before is None or after is None or after < 2 * before:
+        return ""
+    return f" A division made it large: before that it reached {number(before)} only."
 
 
 def _outside(operand: Operand | None) -> str:
