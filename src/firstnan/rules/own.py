@@ -11,10 +11,10 @@ from firstnan.rules.scene import Scene
 Reason = Callable[[Scene], str | None]
 
 
-def rule(slug: str, *, title: str, confidence: float = 0.99) -> Callable[[Reason], Reason]:
+def rule(slug: str, *, title: str, confidence: float = 1.0) -> Callable[[Reason], Reason]:
     """Adds a cause of your own: the function below it says why it fits a failure, or returns None.
 
-    The cause with the highest `confidence` is reported first; those that come with firstnan stay at or below 0.99.
+    The cause with the highest `confidence` is reported first; those that come with firstnan stay below 1.
     An error in the function costs this one rule, never the report. What it may read of the scene:
     - `op` ("log"), `phase`, `code` (your expression), `origin` (file, line, layer: `origin.site`, `origin.module`);
     - `nan` and `inf`: how many were made; `stat("self")`: what an argument held; `at("self")`: what it held at the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firstnan.records import Operand, OpEvent, Trace
-from firstnan.rules.scene import number, words
+from firstnan.rules.scene import largest, number, words
 
 CARRIERS = words(
     "view reshape select slice index gather squeeze unsqueeze expand transpose permute t clone detach contiguous to "
@@ -16,14 +16,13 @@ LAYERS = words("addmm mm linear bmm baddbmm convolution matmul addmv mv native_l
 SPREADS = words("std var std_mean var_mean")
 LENGTHS = words("norm linalg_vector_norm cdist")
 SUMS = words("sum mean count_nonzero nansum")
-SQUARES = words("pow square mul")
 
 
 def maker(trace: Trace, event: OpEvent, name: str, depth: int = 8) -> tuple[OpEvent | None, Operand | None]:
     """The event that computed an argument, behind views and the like; without one, what came from outside."""
     operand = next((i for i in event.inputs if i.name == name), None)
     for _ in range(depth):
-        if operand is None or operand.producer is None:
+        if operand is None or operand.producer is None or operand.role in ("input", "parameter"):
             return None, operand
         event = trace.events[operand.producer]
         source = next((i for i in event.inputs if i.name in ("self", "input", "src")), None)
@@ -44,14 +43,18 @@ def zero(trace: Trace, event: OpEvent | None, name: str) -> str:
 
 def large(trace: Trace, event: OpEvent | None, name: str) -> str:
     """Why an argument could become so large, as a sentence with a space before it; "" where nothing is known."""
-    made_by = maker(trace, event, name)[0] if event is not None else None
-    if made_by is None:
+    if event is None:
         return ""
-    if made_by.op in LAYERS:
+    made_by, operand = maker(trace, event, name)
+    if made_by is not None and made_by.op in LAYERS:
         where = f" {made_by.module}" if made_by.module else ""
         return f" It is the output of the layer{where} ({made_by.op}), which has no bound."
-    divisor = dict(made_by.scalars).get("other") if made_by.op == "div" else None
-    return f" It was divided by {number(divisor)} just before." if divisor is not None else ""
+    if made_by is None or made_by.op != "div" or not made_by.inputs:
+        return ""
+    before, after = largest(made_by.inputs[0].stat), largest(operand.stat) if operand else None
+    if before is None or after is None or after < 2 * before:
+        return ""
+    return f" A division made it large: before that it reached {number(before)} only."
 
 
 def _outside(operand: Operand | None) -> str:
@@ -81,11 +84,11 @@ def _zero_of(trace: Trace, event: OpEvent) -> str:
     if op in SUMS:
         return _sum(trace, event)
     if op == "add" and makers & SUMS:
-        return "It is a sum, and everything in it is 0."
+        return "It is a sum that came out as 0."
     if op == "mse_loss":
         return "It is a mean of squared differences, and the two sides are equal."
     if op in ("amax", "max", "amin", "min", "aminmax"):
-        return "It is the maximum or minimum of numbers that are all 0."
+        return "It is a maximum or minimum, and that is 0."
     if op in ("rand", "rand_like", "uniform", "bernoulli", "random"):
         return "It is a random number; those of `torch.rand` can be exactly 0."
     return ""
@@ -93,24 +96,27 @@ def _zero_of(trace: Trace, event: OpEvent) -> str:
 
 def _difference(trace: Trace, event: OpEvent) -> str:
     """1 - p where p has reached 1, a range, or a difference of equal numbers."""
-    near = [e for e in trace.feeding(event, 3) if e.op in ("sigmoid", "softmax", "max", "amax", "min", "amin")]
-    if not near:
-        return "It is the difference of two equal numbers."
-    if near[0].op not in ("sigmoid", "softmax"):
+    near = trace.feeding(event, 3)
+    p = next((e for e in near if e.op in ("sigmoid", "softmax")), None) if event.op == "rsub" else None
+    if p is not None:
+        return f"There 1 - p is 0, because a {p.op} has reached exactly 1{_given(p, 'arguments')}."
+    names = {e.op.removeprefix("a") for e in near}
+    if {"max", "min"} <= names or "minmax" in names:
         return "It is the range (maximum minus minimum) of numbers that are all equal."
-    return f"There 1 - p is 0, because a {near[0].op} has reached exactly 1{_given(near[0], 'arguments')}."
+    return "It is the difference of two equal numbers."
 
 
 def _sum(trace: Trace, event: OpEvent) -> str:
     summed = next((i.stat for i in event.inputs if i.stat is not None), None)
     if event.op == "count_nonzero" or (summed is not None and (summed.binary or summed.dtype == "bool")):
         return "It is a count, and there was nothing to count."
-    near = {e.op for e in trace.feeding(event, 2)}
-    if not near & SQUARES:
-        return f"It is a {event.op} of numbers that are all 0."
-    if near & {"sub", "rsub"}:
-        return f"It is a {event.op} of squared differences, and the two sides are equal."
-    return f"It is a {event.op} of powers of numbers that are all 0."
+    near = [e.op for e in trace.feeding(event, 2)]
+    if "exp" in near:
+        return f"It is a {event.op} of exponentials that underflowed."
+    if near[:1] and near[0] in ("pow", "square"):
+        same = "differences of equal numbers" if near[1:2] == ["sub"] else "numbers that are all 0"
+        return f"It is a {event.op} of powers of {same}."
+    return f"It is a {event.op} that came out as 0."
 
 
 def _given(event: OpEvent, what: str) -> str:

@@ -1,0 +1,173 @@
+"""Where a number came from, in words and with the numbers of this run; and what history alone cannot tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from firstnan.records import History, StepRecord
+from firstnan.rules import explain
+from firstnan.rules.growth import growth
+from test_rules import one, stat
+from test_rules import reads as r
+from test_rules import w as wrote
+from test_rules_on_torch import Make, causes_of
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
+INF = float("inf")
+
+WORDS: list[tuple[str, Make]] = [
+    ("a softmax probability that underflowed; the logits are from 0 to 200", lambda t: t(0.0, 200.0).softmax(0).log()),
+    ("a sigmoid that underflowed; the arguments are -200", lambda t: t(-200.0).sigmoid().view(1, 1)[0].log()),
+    ("1 - p is 0, because a sigmoid has reached exactly 1", lambda t: (1 - t(200.0).sigmoid()).log()),
+    (
+        "It is a product: a factor is 0, or it underflowed; the factors are 1e-30",
+        lambda t: t(1e-30, 1e-30).prod().log(),
+    ),
+    ("comes out of relu, which cuts off what is below", lambda t: 1 / t(-1.0, 1.0).relu()),
+    ("the length of a vector that is all 0", lambda t: (lambda x: x / x.norm())(t(0.0, 0.0))),
+    ("the spread of numbers that are all equal", lambda t: (lambda x: (x - x.mean()) / x.std())(t(3.0, 3.0))),
+    ("(maximum minus minimum) of numbers that are all", lambda t: (lambda x: x / (x.max() - x.min()))(t(3.0, 3.0))),
+    ("a count, and there was nothing to count", lambda t: t(1.0, 2.0).sum() / torch.zeros(2, dtype=torch.bool).sum()),
+    ("a sum of powers of differences of equal numbers", lambda t: ((t(1.0) - t(1.0)) ** 2).sum().sqrt()),
+    ("a sum of exponentials that underflowed", lambda t: t(-200.0, -300.0).exp().sum().log()),
+    ("a sum that came out as 0", lambda t: 1 / t(1.0, -1.0).sum()),
+    ("the difference of two equal numbers", lambda t: (lambda p: 1 / (p[0] - p[1]))(t(1.0, 1.0).sigmoid())),
+    ("a mean of squared differences", lambda t: functional.mse_loss(t(1.0), torch.ones(1)).sqrt()),
+    ("It is the output of the layer (mm), which has no bound", lambda t: (t(200.0)[None] @ torch.ones(1, 1)).exp()),
+    ("A division made it large: before that it reached 2 only", lambda t: (t(2.0) / 0.01).exp()),
+]
+
+
+@pytest.mark.parametrize(("words", "make"), WORDS)
+def test_the_reason_goes_several_operators_back(words: str, make: Make) -> None:
+    assert words in causes_of(make)[0].why
+
+
+def test_a_multiple_of_something_is_not_taken_for_it() -> None:
+    """x * mask is 0 because of the mask: nothing is said about x."""
+    why = causes_of(lambda t: (t(5.0, 2.0).exp() * torch.tensor([0.0, 1.0])).log())[0].why
+    assert "exp" not in why.split("element(s)")[1]
+
+
+def steps(*losses: float, lr: float = 0.1) -> History:
+    records = tuple(StepRecord(i, loss=v, grad_norm=v, lr=lr) for i, v in enumerate(losses))
+    return History(records, "SGD", (("lr", lr),))
+
+
+def test_a_jump_in_the_failing_step_alone_is_no_growth() -> None:
+    flat = (0.8, 1.1, 0.9, 1.0, 1.2)
+    assert growth(steps(*flat, 1e22), failing=5) is None
+    assert growth(steps(*flat, 1e22), failing=6) is not None
+    assert growth(steps(0.8, 1.1, 30.0, 900.0, 1e5, 1e22), failing=5) is not None
+
+
+def overflowing(weight: float, step: int, history: History) -> str:
+    read = (r("mat1", 1.0), r("mat2", weight, role="parameter", label="w"))
+    origin, trace, _ = one("addmm", *read, out=wrote(INF), step=step)
+    return explain(origin, trace, history)[0].slug
+
+
+def test_large_weights_are_the_initialisers_or_the_first_updates() -> None:
+    healthy = steps(1.0, lr=0.1)
+    assert overflowing(1e12, 0, History()) == "bad_init"
+    assert overflowing(1e12, 1, healthy) == "bad_init"
+    assert overflowing(1e12, 1, steps(1.0, lr=1e12)) == "divergence_lr"
+    assert overflowing(1.0, 1, healthy) == "overflow"
+
+
+def test_a_deep_net_of_ordinary_numbers_can_be_badly_initialised() -> None:
+    weight = replace(stat("mat2", -12.0, 12.0), shape=(64, 64))
+    reading = replace(r("mat2", 0.0, role="parameter", label="w"), stat=weight)
+    origin, trace, _ = one("addmm", r("mat1", 1e30), reading, out=wrote(INF), step=0)
+    assert explain(origin, trace, History())[0].slug == "bad_init"
+    small = replace(reading, stat=replace(weight, min=-0.12, max=0.12))
+    origin, trace, _ = one("addmm", r("mat1", 1e30), small, out=wrote(INF), step=0)
+    assert explain(origin, trace, History())[0].slug == "overflow"
+
+
+DATASET = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+torch.manual_seed(0)
+
+
+class Rows(Dataset):
+    def __init__(self):
+        self.rows = [",".join(f"{{v:.3f}}" for v in torch.randn(5).tolist()) for _ in range(64)]
+        self.rows[21] = "{row}"
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        cells = [float(cell) for cell in self.rows[i].split(",")]
+        return torch.tensor(cells[:4]), torch.tensor(cells[4])
+
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for x, level in DataLoader(Rows(), batch_size=8):
+    loss = ((model(x).squeeze(1) - level) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+TABLE = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+table = torch.randn(64, 5)
+table[21, {column}] = float("nan")
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for part in table.split(8):
+    loss = ((model(part[:, :4]).squeeze(1) - part[:, 4]) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "slug"),
+    [
+        (DATASET.format(row="0.1,0.2,0.3,0.4,nan"), "nan_label"),
+        (DATASET.format(row="0.1,nan,0.3,0.4,0.5"), "nan_input"),
+        (TABLE.format(column=4), "nan_label"),
+        (TABLE.format(column=1), "nan_input"),
+    ],
+    ids=["dataset-target", "dataset-input", "table-target", "table-input"],
+)
+def test_input_or_target_is_read_off_the_step(firstnan: Zygote, tmp_path: Path, source: str, slug: str) -> None:
+    """Neither is called by a telling name."""
+    program = tmp_path / "train.py"
+    program.write_text(source, encoding="utf-8")
+    result = firstnan(["run", program], cwd=tmp_path)
+    assert result.cause == slug, result.stderr
+    assert result.origin["phase"] == "input"
+
+
+def test_a_step_without_a_loader_is_no_data_preparation(firstnan: Zygote, tmp_path: Path) -> None:
+    """Outside any layer, before the first update: what has a gradient is the forward pass."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import torch\n"
+        "w = torch.nn.Parameter(torch.full((4,), 1e25))\n"
+        "optimizer = torch.optim.SGD([w], lr=1e-3)\n"
+        "for _ in range(3):\n"
+        "    loss = (w * w).sum()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n",
+        encoding="utf-8",
+    )
+    result = firstnan(["run", program], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "overflow")
