@@ -24,7 +24,7 @@ from firstnan.program_hooks import ProgramHooks, Stop, end_program
 from firstnan.quiet import Quiet
 from firstnan.recording import Raw
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.replay import Replayer, ReplayError, copied
+from firstnan.replay import Replayer, ReplayError, copied, is_alone
 from firstnan.sift import Sift
 from firstnan.site import Ownership
 from firstnan.tracer import Tracer
@@ -120,6 +120,8 @@ class Watch:
             if id(optimizer) in self._stepped_while_waiting:
                 self._give_up()
             self._stepped_while_waiting.add(id(optimizer))
+            return True
+        if self.mode in (Mode.REPLAYING, Mode.SEARCHING) and self.replayer.more_to_come:
             return True
         if self.mode in (Mode.REPLAYING, Mode.SEARCHING) and self._to_suppress > 0:
             self._to_suppress -= 1
@@ -231,7 +233,7 @@ class Watch:
                 self._to_suppress = self.replayer.begin(iterator, self._updates)
                 self.microscope.drop_gradients()
                 handout = self.replayer.again(iterator)
-            return sift.batch() if handout is sift.handout else copied(handout.pristine)
+            return sift.batch(handout)
         except ReplayError:  # the loop has gone on to another loader
             self._end()
         except Exception as error:
@@ -370,14 +372,14 @@ class Watch:
 
     def _begin_search(self) -> bool:
         """Has the step played again to see which samples are bad; False where the origin is no matter of samples."""
-        origin, handout = self.report.origin, self.replayer.latest
-        if origin is None or handout is None or origin.phase not in ("forward", "backward", "input"):
+        origin, handouts = self.report.origin, self.replayer.of_this_step()
+        if origin is None or not handouts or origin.phase not in ("forward", "backward", "input") or not is_alone():
             return False
         self.microscope.stop()
         self.mode = Mode.SEARCHING
         self._quiet.begin()
         self.replayer.stop_again()
-        self._sift = Sift(handout, self.report.batch.bad_samples or () if self.report.batch else ())
+        self._sift = Sift(handouts, self.report.batch.bad_samples or () if self.report.batch else ())
         return True
 
     def _search_ends(self) -> None:

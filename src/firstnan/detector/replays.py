@@ -67,11 +67,11 @@ class Replays:
 
     def searches(self, report: Report) -> bool:
         """Begins the search for bad samples; False where the origin is no matter of samples."""
-        handout = self.replayer.latest
-        if handout is None or report.origin is None or report.origin.phase not in ("forward", "backward", "input"):
+        handouts = self.replayer.of_this_step()
+        if not handouts or report.origin is None or report.origin.phase not in ("forward", "backward", "input"):
             return False
         self.microscope.stop()
-        self.sift = Sift(handout, report.batch.bad_samples or () if report.batch else ())
+        self.sift = Sift(handouts, report.batch.bad_samples or () if report.batch else ())
         return True
 
     def sifted(self, source: Any) -> Iterator[Any]:
@@ -81,7 +81,7 @@ class Replays:
         try:
             while sift is not None and sift.goes_on():
                 for handout in self._counted(self.prepare(source)):
-                    yield sift.batch() if handout is sift.handout else copied(handout.pristine)
+                    yield sift.batch(handout)
             if sift is not None and not sift.repeated:
                 yield from self._compared(source, sift)
         except ReplayError:
