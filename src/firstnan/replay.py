@@ -219,6 +219,9 @@ class Replayer:
         handouts = (h for source in self.sources.values() for h in source.recent)
         return next((h for h in handouts if h.updates == self.latest.updates), self.latest).buffers
 
+    def knows(self, iterator: Any) -> bool:
+        return iterator in self.sources
+
     def stop_again(self) -> None:
         """What is left of a replay is not handed out any more."""
         for source in self.sources.values():
@@ -226,7 +229,7 @@ class Replayer:
 
     @property
     def more_to_come(self) -> bool:
-        """Whether a replay is in the middle of its step: a loop that counts batches may update its weights too early."""
+        """In the middle of a replay a loop that counts its batches may want to update its weights too early."""
         return any(source.again for source in self.sources.values())
 
     def again(self, iterator: Any) -> Handout:

@@ -8,9 +8,9 @@ from typing import Any
 
 from firstnan.compare import Difference
 from firstnan.conclude import not_repeated
-from firstnan.cut import Cut, CutError, cut
+from firstnan.cut import Cut, cut
 from firstnan.records import Batch, Report
-from firstnan.replay import Handout, copied
+from firstnan.replay import Handout, Replayer, copied, is_alone
 from firstnan.samples import ENDED, Finding, Search, search
 
 _SECONDS = 30.0
@@ -24,6 +24,14 @@ class _Subject:
     cut: Cut | None
     why_not: str
     search: Search
+
+
+def begin_search(report: Report, replayer: Replayer) -> Sift | None:
+    """The search for the bad samples of this step; None where its origin is no matter of samples."""
+    handouts, origin = replayer.of_this_step(), report.origin
+    if origin is None or not handouts or origin.phase not in ("forward", "backward", "input") or not is_alone():
+        return None
+    return Sift(handouts, report.batch.bad_samples or () if report.batch else ())
 
 
 class Sift:
@@ -46,7 +54,7 @@ class Sift:
             handout.pristine = copied(handout.batch)
         try:
             pieces = cut(handout.pristine, handout.indices)
-        except CutError as error:
+        except Exception as error:  # CutError, or whatever a container says that is made of other parts
             return _Subject(handout, None, f"the batch cannot be cut into samples: {error}", search(1))
         suspects = [i for i in self._suspects if i < pieces.size]
         return _Subject(handout, pieces, "", search(pieces.size, suspects))

@@ -24,8 +24,8 @@ from firstnan.program_hooks import ProgramHooks, Stop, end_program
 from firstnan.quiet import Quiet
 from firstnan.recording import Raw
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.replay import Replayer, ReplayError, copied, is_alone
-from firstnan.sift import Sift
+from firstnan.replay import Replayer, ReplayError, copied
+from firstnan.sift import Sift, begin_search
 from firstnan.site import Ownership
 from firstnan.tracer import Tracer
 
@@ -140,6 +140,8 @@ class Watch:
         elif self.mode is Mode.REPLAYING:
             if self._traced is not None:
                 self._compare(self._traced)
+            if closure:
+                self._give_up()
             self._replay_was_finite(optimizer)
         elif self.tracer is not None:
             self.tracer.in_optimizer, self.tracer.in_closure = True, closure
@@ -228,13 +230,15 @@ class Watch:
             try:
                 handout = self.replayer.again(iterator)
             except ReplayError:
+                if not self.replayer.knows(iterator):  # the loop has been left for another
+                    self._end()
                 if not sift.goes_on():
                     return self._after_search(sift, iterator)
                 self._to_suppress = self.replayer.begin(iterator, self._updates)
                 self.microscope.drop_gradients()
                 handout = self.replayer.again(iterator)
             return sift.batch(handout)
-        except ReplayError:  # the loop has gone on to another loader
+        except ReplayError:
             self._end()
         except Exception as error:
             self.internal_error(error)
@@ -371,15 +375,17 @@ class Watch:
         end_program()
 
     def _begin_search(self) -> bool:
-        """Has the step played again to see which samples are bad; False where the origin is no matter of samples."""
-        origin, handouts = self.report.origin, self.replayer.of_this_step()
-        if origin is None or not handouts or origin.phase not in ("forward", "backward", "input") or not is_alone():
-            return False
+        """Has the step played again to see which samples are bad; False where that cannot be."""
         self.microscope.stop()
+        try:
+            self._sift = begin_search(self.report, self.replayer)
+        except Exception as error:
+            self.internal_error(error)
+        if self._sift is None:
+            return False
         self.mode = Mode.SEARCHING
-        self._quiet.begin()
         self.replayer.stop_again()
-        self._sift = Sift(handouts, self.report.batch.bad_samples or () if self.report.batch else ())
+        self._quiet.begin()
         return True
 
     def _search_ends(self) -> None:
