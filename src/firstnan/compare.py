@@ -33,11 +33,11 @@ class Difference(NamedTuple):
 
 
 def mark(op: OpInfo, args: Any, kwargs: Any, outside: list[Tensor], results: list[Tensor]) -> Mark:
-    made = () if op.empty or op.view else tuple(map(_digest, results))
-    return Mark(numbers_in(op, args, kwargs), tuple(map(_digest, outside)), made)
+    made = () if op.empty or op.view else tuple(map(digest, results))
+    return Mark(numbers_in(op, args, kwargs), tuple(map(digest, outside)), made)
 
 
-def _digest(t: Tensor) -> int | None:
+def digest(t: Tensor) -> int | None:
     """A number that changes when the values do."""
     if not t.is_floating_point() and not t.is_complex():
         plain = t.detach() if t.layout is torch.strided and not t.is_meta and type(t) is Tensor else None
@@ -45,14 +45,12 @@ def _digest(t: Tensor) -> int | None:
         plain = readable(t)
     if plain is None or not plain.numel():
         return None
-    flat = plain.reshape(-1)
     # As sums of whole words: nothing else reads a large tensor as quickly.
-    wide = 8 // flat.element_size()
+    flat, wide = plain.reshape(-1), 8 // plain.element_size()
+    if flat.stride(0) != 1 or flat.storage_offset() % wide:
+        flat = flat.clone(memory_format=torch.contiguous_format)
     whole = flat.numel() // wide * wide
-    body, tail = flat[:whole], flat[whole:]
-    if body.storage_offset() % wide:
-        body = body.clone()
-    return int(body.view(torch.int64).sum()) + int(tail.contiguous().view(_BITS[flat.element_size()]).sum())
+    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].view(_BITS[flat.element_size()]).sum())
 
 
 def first_difference(before: list[Raw], after: list[Raw]) -> Difference | None:
