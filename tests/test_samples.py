@@ -463,6 +463,45 @@ def test_several_bad_samples_of_a_program(firstnan: Zygote, tmp_path: Path) -> N
     assert all(i % 3 == 0 for i in batch["dataset_indices"])
 
 
+ACCUMULATING = """
+for i, batch in enumerate(DataLoader(Data(), 12)):
+    x = batch["x"][torch.randperm(12)]
+    loss = (model(x).squeeze(1) - AGAINST.flip(0)).pow(2).mean() / 3
+    loss.backward()
+    if (i + 1) % 3 == 0:
+        opt.step()
+        opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("against", ["x.log().sum(1)", "(x - x.detach() * 1.5).abs().sqrt().sum(1)"])
+@pytest.mark.parametrize("bad", [41, 50, 61])
+def test_a_step_of_several_batches(firstnan: Zygote, tmp_path: Path, against: str, bad: int) -> None:
+    """A bad loss is seen at once, bad gradients not before the update: any batch of the step may be the one."""
+    loop = ACCUMULATING.replace("AGAINST", against)
+    if "sqrt" in against:
+        loop = loop.replace('x = batch["x"]', 'x = model[0].bias.sum() * 0 + batch["x"]')
+    result = firstnan(["run", program(tmp_path, loop, bad=f"({bad},)")], cwd=tmp_path)
+    batch = result.found["batch"]
+    assert (batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (bad // 12, [bad % 12], [bad])
+    assert batch["confirmed"]
+
+
+def test_two_loaders_at_once(firstnan: Zygote, tmp_path: Path) -> None:
+    loop = """
+torch.set_num_threads(1)
+clean = DataLoader([torch.rand(5) for _ in range(96)], 8)
+for batch, other in zip(DataLoader(Data(), 8), clean):
+    x = batch["x"]
+    loss = (model(x) - x.log().sum(1, keepdim=True).flip(0)).pow(2).mean() + model(other).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+    batch = firstnan(["run", program(tmp_path, loop)], cwd=tmp_path).found["batch"]
+    assert (batch["index"], batch["bad_samples"], batch["confirmed"]) == (5, [1], True)
+
+
 def test_a_loop_that_stops_early_keeps_what_is_known(firstnan: Zygote, tmp_path: Path) -> None:
     stopping = LOOP.replace(
         "        opt.zero_grad()\n", "        assert i < 9, 'too many steps'\n        opt.zero_grad()\n"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.compare import Difference, first_difference
+from firstnan.compare import Difference, digest, first_difference
 from firstnan.records import Report
 from firstnan.tracer import Tracer
 from zygote import Zygote
@@ -46,6 +46,18 @@ def test_the_same_step_does_not_differ() -> None:
         ((X * weight).sum().log() + scratch.sum() * float("nan")).backward()
 
     assert compared(step) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.uint8])
+def test_a_change_of_any_element_is_seen(dtype: torch.dtype) -> None:
+    for size in range(1, 18):
+        for start in range(3):
+            values = torch.ones(40).to(dtype)[start : start + size]
+            for at in range(size):
+                changed = values.clone()
+                changed[at] = 0
+                assert digest(changed) != digest(values)
+            assert digest(values) == digest(values.clone()) == digest(torch.stack([values] * 2, 1)[:, 0])
 
 
 def test_another_operator() -> None:

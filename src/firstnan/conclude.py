@@ -138,9 +138,11 @@ class Evidence:
         latest = self.replayer.latest
         batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
         size = batch_size(batch) if latest is not None else given
-        if size is None:
-            return None
-        return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
+        if size is not None:
+            return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
+        size = _averaged(trace)
+        rows = _bad_samples(origin, trace, None, size) if origin is not None and size is not None else None
+        return Batch(None, size, rows) if rows else None
 
 
 def not_repeated(report: Report, difference: Difference | None) -> Report:
@@ -170,6 +172,21 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
     elif origin.event is not None and origin.phase in ("forward", "input"):
         rows = _rows_after(origin.event, trace, size)
     return rows if 0 < len(rows) <= max(1, size // 2) else None
+
+
+def _averaged(trace: Trace) -> int | None:
+    """How many samples there are where no model was called with them: the rows of what became the loss at last."""
+    for event in reversed(trace.events):
+        read = event.inputs[0].stat if event.inputs and event.op in ("mean", "sum") else None
+        if (
+            event.phase == "forward"
+            and event.grad
+            and read is not None
+            and len(read.shape)
+            and not event.outputs[0].shape
+        ):
+            return read.shape[0]
+    return None
 
 
 def _rows_after(event: OpEvent, trace: Trace, size: int) -> tuple[int, ...]:

@@ -45,9 +45,8 @@ class Cut:
         """Every tensor of numbers that has a row for each sample, samples first."""
         for name, t in tensors_in(self.batch, "batch"):
             along = _dimension(t, self.size)
-            plain = t.detach() if t.layout is torch.strided and not t.dtype.is_complex else None
-            if along is not None and plain is not None and t.numel():
-                yield name, plain.movedim(along, 0)
+            if along is not None and t.numel() and not (t.is_complex() or t.is_quantized):
+                yield name, t.detach().movedim(along, 0)
 
     def features(self, bad: Sequence[int]) -> tuple[Feature, ...]:
         """What is unusual in the bad samples beside all others: values not finite, out of range, or all alike."""

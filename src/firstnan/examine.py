@@ -58,7 +58,13 @@ def examine(
     witness = _witness(inputs, bad_result, flow) if op.pointwise else ()
     rows = flow.bad_rows
     if not rows and result.dim() and bad_result.dim():
-        rows = _rows(~torch.isfinite(result), bad_result)
+        handed_on = not (flow.born or flow.nan_from_inf)
+        source = next((t for (_, t), guilty in zip(inputs, flow.guilty, strict=True) if guilty), None)
+        given = readable(source) if handed_on else None
+        # What was only handed on may have been spread over all rows, as by batch norm: those it came in are meant.
+        if given is None or given.shape[:1] != result.shape[:1]:
+            given = result
+        rows = _rows(~torch.isfinite(given), given)
     return Detail(stats, flow.guilty, outputs, flow.born, flow.nan_from_inf, purpose, witness, rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from firstnan.randomness import RandomState
 _MOST_BATCHES = 64
 _MOST_BYTES = 256 << 20
 _MOST_UPDATES = 16
+_MOST_SEARCHED = 8
 _TESTED = 16  # So many steps are looked at from both ends, and then every so many.
 _BUFFER_BYTES = 256 << 20
 SMALL_BUFFER = 1 << 16
@@ -48,7 +49,8 @@ class Source:
     recent: list[Handout] = field(default_factory=list)
     count: int = 0
     pending_indices: deque[Any] = field(default_factory=deque)
-    again: Iterator[Handout] | None = None
+    again: list[Handout] = field(default_factory=list)
+    """What a replay has still to give out."""
 
     def is_full(self) -> bool:
         """Whether the step under way has taken more batches than may be kept."""
@@ -201,15 +203,22 @@ class Replayer:
             raise ReplayError
         first = source.recent[0]
         for s in self.sources.values():
-            again = [h for h in s.recent if h.updates == latest.updates]
-            for h in again:
+            s.again = [h for h in s.recent if h.updates == latest.updates]
+            for h in s.again:
                 h.pristine = copied(h.batch) if h.pristine is None else h.pristine
-            s.again = iter(again)
         first.random.put_back()
         put_back(first.buffers)
         torch.clear_autocast_cache()
         self.replaying = True
         return updates - latest.updates
+
+    def of_this_step(self) -> list[Handout]:
+        """The batches that the step under way was given, the latest first; that one alone where there are many."""
+        if self.latest is None:
+            return []
+        found = [h for s in self.sources.values() for h in s.recent if h.updates == self.latest.updates]
+        others = [h for h in found if h is not self.latest]
+        return [self.latest, *others] if len(others) < _MOST_SEARCHED else [self.latest]
 
     def first_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """As they were when the step under way began, which may have taken several batches."""
@@ -218,17 +227,30 @@ class Replayer:
         handouts = (h for source in self.sources.values() for h in source.recent)
         return next((h for h in handouts if h.updates == self.latest.updates), self.latest).buffers
 
+    def knows(self, iterator: Any) -> bool:
+        return iterator in self.sources
+
     def stop_again(self) -> None:
         """What is left of a replay is not handed out any more."""
         for source in self.sources.values():
-            source.again = None
+            source.again = []
+
+    @property
+    def more_to_come(self) -> bool:
+        """In the middle of a replay a loop that counts its batches may want to update its weights too early."""
+        return any(source.again for source in self.sources.values())
 
     def again(self, iterator: Any) -> Handout:
         source = self.sources.get(iterator)
-        handout = next(source.again, None) if source is not None and source.again is not None else None
-        if handout is None:
+        if source is None or not source.again:
             raise ReplayError
-        return handout
+        return source.again.pop(0)
+
+
+def is_alone() -> bool:
+    """Whether this process trains by itself: others would not take part in the collectives of a replay."""
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
 
 
 def put_back(buffers: list[tuple[Slot, Tensor, Tensor]]) -> None:

@@ -44,11 +44,11 @@ def most_for_one(size: int) -> int:
     return 2 * ceil(log2(max(size, 1))) + 4
 
 
-def search(size: int, suspects: Sequence[int] = (), healthy: Sequence[int] = ()) -> Search:
-    """Finds the bad samples of a batch, starting from `suspects`; `healthy` ones are tried first as stand-ins."""
+def search(size: int, suspects: Sequence[int] = ()) -> Search:
+    """Finds the bad samples of a batch, starting from `suspects`."""
     asked = _Counted(size)
     try:
-        found = yield from _search(asked, frozenset(suspects), healthy)
+        found = yield from _search(asked, frozenset(suspects))
     except _EnoughError:
         found = Finding(asked.known, note=f"the search was ended after {asked.replays} replays: there may be more")
     return Finding(found.bad, found.confirmed, found.note, asked.replays, asked.repeated)
@@ -77,10 +77,10 @@ class _Counted:
         return not (yield from self.finite(self.everyone - frozenset(kept), stand_in))
 
 
-def _search(ask: _Counted, suspects: frozenset[int], healthy: Sequence[int]) -> Search:
+def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
     ask.known = tuple(sorted(suspects)) or None
     ask.repeated = not (yield from ask.finite((), 0))
-    others = [*healthy, *sorted(ask.everyone - suspects - set(healthy))]
+    others = sorted(ask.everyone - suspects)
     if not ask.repeated or not others or len(ask.everyone) < 2:
         return Finding(ask.known)
     without = bool(suspects) and (yield from ask.finite(suspects, others[0]))

@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
 from firstnan.compare import Difference
 from firstnan.conclude import not_repeated
-from firstnan.cut import Cut, CutError, cut
+from firstnan.cut import Cut, cut
 from firstnan.records import Batch, Report
-from firstnan.replay import Handout, copied
-from firstnan.samples import ENDED, Finding, search
+from firstnan.replay import Handout, Replayer, copied, is_alone
+from firstnan.samples import ENDED, Finding, Search, search
 
 _SECONDS = 30.0
 
 
-class Sift:
-    """One search: hands out the batch with samples replaced and is told what became of it."""
+@dataclass
+class _Subject:
+    """One batch of the step: how it can be cut, and the search in it."""
 
-    def __init__(self, handout: Handout, suspects: tuple[int, ...]) -> None:
-        self.handout = handout
-        self.suspects = suspects
+    handout: Handout
+    cut: Cut | None
+    why_not: str
+    search: Search
+
+
+def begin_search(report: Report, replayer: Replayer) -> Sift | None:
+    """The search for the bad samples of this step; None where its origin is no matter of samples."""
+    handouts, origin = replayer.of_this_step(), report.origin
+    if origin is None or not handouts or origin.phase not in ("forward", "backward", "input") or not is_alone():
+        return None
+    return Sift(handouts, report.batch.bad_samples or () if report.batch else ())
+
+
+class Sift:
+    """One search: hands out the batches of the step, one of them with samples replaced, and hears what became of it."""
+
+    def __init__(self, handouts: list[Handout], suspects: tuple[int, ...]) -> None:
         self.finding: Finding | None = None
         self.finite: bool | None = True
         """What the replay under way came to; None while that is open."""
-        self._cut: Cut | None = None
-        self._why_not = ""
-        try:
-            self._cut = cut(handout.pristine, handout.indices)
-        except CutError as error:
-            self._why_not = f"the batch cannot be cut into samples: {error}"
-        self._search = search(self._cut.size if self._cut else 1, suspects)
+        self._rest = handouts[1:]
+        """A step may take several batches: these are looked at where the first has no bad sample."""
+        self._suspects = suspects
+        self._subject = self._found_in = self._begun(handouts[0])
         self._question: dict[int, int] | None = None
+        self._replays = 0
         self._deadline = monotonic() + _SECONDS
+
+    def _begun(self, handout: Handout) -> _Subject:
+        if handout.pristine is None:
+            handout.pristine = copied(handout.batch)
+        try:
+            pieces = cut(handout.pristine, handout.indices)
+        except Exception as error:  # CutError, or whatever a container says that is made of other parts
+            return _Subject(handout, None, f"the batch cannot be cut into samples: {error}", search(1))
+        suspects = [i for i in self._suspects if i < pieces.size]
+        return _Subject(handout, pieces, "", search(pieces.size, suspects))
 
     @property
     def decided(self) -> bool:
@@ -51,22 +75,30 @@ class Sift:
         """Hands the last answer to the search; False where it is over."""
         try:
             if self._question is None:
-                self._question = next(self._search)
+                self._question = next(self._subject.search)
             else:
                 # A body that ended without a failure was finite, whether or not it came to an update.
-                self._question = self._search.send(self.finite is not False)
+                self._question = self._subject.search.send(self.finite is not False)
         except StopIteration as stop:
-            self.finding = stop.value
-            return False
-        if monotonic() > self._deadline:
-            return False
+            return self._ended(stop.value)
         self.finite = None
-        return True
+        return monotonic() < self._deadline
 
-    def batch(self) -> Any:
-        """The batch as the search wants it now, made anew each time: a loop may write into what it is given."""
-        assert self._question is not None
-        return self._cut.replaced(self._question) if self._cut is not None else copied(self.handout.pristine)
+    def _ended(self, finding: Finding) -> bool:
+        self._replays += finding.replays
+        if self.finding is None or finding.confirmed:
+            self.finding, self._found_in = finding, self._subject
+        if finding.confirmed or not finding.repeated or not self._rest:
+            return False
+        self._subject, self._question = self._begun(self._rest.pop(0)), None
+        return self.goes_on()
+
+    def batch(self, handout: Handout) -> Any:
+        """What the loop is given for this batch, made anew each time: it may write into what it gets."""
+        subject, question = self._subject, self._question
+        if handout is not subject.handout or subject.cut is None or question is None:
+            return copied(handout.pristine)
+        return subject.cut.replaced(question)
 
     @property
     def repeated(self) -> bool:
@@ -75,25 +107,24 @@ class Sift:
 
     def told_in(self, report: Report, difference: Difference | None = None) -> Report:
         """The report with what was found; `difference` is between two traces of the step, where it was not repeated."""
-        found = self.finding
         if not self.repeated:
             return not_repeated(report, difference)
         if report.batch is None:
             return report
-        found = found or Finding(report.batch.bad_samples, note=ENDED)
-        return replace(report, batch=self._told(report.batch, found))
+        found = self.finding or Finding(report.batch.bad_samples, note=ENDED)
+        return replace(report, batch=self._told(report.batch, replace(found, replays=self._replays)))
 
     def _told(self, batch: Batch, found: Finding) -> Batch:
-        if self._cut is None:
-            return replace(batch, replays=found.replays, note=self._why_not)
-        bad = found.bad
-        return replace(
-            batch, size=self._cut.size, bad_samples=bad, confirmed=found.confirmed, replays=found.replays,
-            note=found.note, features=self._cut.features(bad) if bad else (), dataset_indices=self._dataset(bad),
+        pieces, bad = self._found_in.cut, found.bad
+        if pieces is None:
+            return replace(batch, replays=found.replays, note=self._found_in.why_not)
+        return Batch(
+            self._found_in.handout.index, pieces.size, bad, found.confirmed, self._dataset(bad or (), pieces.size),
+            pieces.features(bad) if bad else (), found.replays, found.note,
         )  # fmt: skip
 
-    def _dataset(self, bad: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        chosen = self.handout.indices
-        if not bad or not isinstance(chosen, list | tuple) or self._cut is None or len(chosen) != self._cut.size:
+    def _dataset(self, bad: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+        chosen = self._found_in.handout.indices
+        if not bad or not isinstance(chosen, list | tuple) or len(chosen) != size:
             return None
-        return tuple(int(chosen[i]) for i in bad) if all(isinstance(chosen[i], int) for i in bad) else None
+        return tuple(chosen[i] for i in bad) if all(isinstance(chosen[i], int) for i in bad) else None

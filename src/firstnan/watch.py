@@ -28,7 +28,7 @@ from firstnan.quiet import Quiet
 from firstnan.recording import Raw
 from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.replay import Replayer, ReplayError, copied
-from firstnan.sift import Sift
+from firstnan.sift import Sift, begin_search
 from firstnan.site import Ownership
 from firstnan.tracer import Tracer
 from firstnan.trained import drop_gradients
@@ -130,6 +130,8 @@ class Watch:
                 self._give_up()
             self._stepped_while_waiting.add(id(optimizer))
             return True
+        if self.mode in (Mode.REPLAYING, Mode.SEARCHING) and self.replayer.more_to_come:
+            return True
         if self.mode in (Mode.REPLAYING, Mode.SEARCHING) and self._to_suppress > 0:
             self._to_suppress -= 1
             return True
@@ -147,6 +149,8 @@ class Watch:
         elif self.mode is Mode.REPLAYING:
             if self._traced is not None:
                 self._compare(self._traced)
+            if closure:
+                self._give_up()
             self._replay_was_finite(optimizer)
         elif self.tracer is not None:
             self.tracer.in_optimizer, self.tracer.in_closure = True, closure
@@ -239,13 +243,15 @@ class Watch:
             try:
                 handout = self.replayer.again(iterator)
             except ReplayError:
+                if not self.replayer.knows(iterator):  # the loop has been left for another
+                    self._end()
                 if not sift.goes_on():
                     return self._after_search(sift, iterator)
                 self._to_suppress = self.replayer.begin(iterator, self._updates)
                 self.microscope.drop_gradients()
                 handout = self.replayer.again(iterator)
-            return sift.batch() if handout is sift.handout else copied(handout.pristine)
-        except ReplayError:  # the loop has gone on to another loader
+            return sift.batch(handout)
+        except ReplayError:
             self._end()
         except Exception as error:
             self.internal_error(error)
@@ -395,15 +401,17 @@ class Watch:
         end_program()
 
     def _begin_search(self) -> bool:
-        """Has the step played again to see which samples are bad; False where the origin is no matter of samples."""
-        origin, handout = self.report.origin, self.replayer.latest
-        if origin is None or handout is None or origin.phase not in ("forward", "backward", "input"):
-            return False
+        """Has the step played again to see which samples are bad; False where that cannot be."""
         self.microscope.stop()
+        try:
+            self._sift = begin_search(self.report, self.replayer)
+        except Exception as error:
+            self.internal_error(error)
+        if self._sift is None:
+            return False
         self.mode = Mode.SEARCHING
-        self._quiet.begin()
         self.replayer.stop_again()
-        self._sift = Sift(handout, self.report.batch.bad_samples or () if self.report.batch else ())
+        self._quiet.begin()
         return True
 
     def _search_ends(self) -> None:

@@ -15,7 +15,7 @@ from firstnan.microscope import Microscope
 from firstnan.quiet import Quiet
 from firstnan.records import Report
 from firstnan.replay import Handout, Replayer, ReplayError, copied
-from firstnan.sift import Sift
+from firstnan.sift import Sift, begin_search
 
 
 class Replays:
@@ -66,13 +66,11 @@ class Replays:
                 return
 
     def searches(self, report: Report) -> bool:
-        """Begins the search for bad samples; False where the origin is no matter of samples."""
-        handout = self.replayer.latest
-        if handout is None or report.origin is None or report.origin.phase not in ("forward", "backward", "input"):
-            return False
+        """Begins the search for bad samples; False where there is none to begin."""
         self.microscope.stop()
-        self.sift = Sift(handout, report.batch.bad_samples or () if report.batch else ())
-        return True
+        with contextlib.suppress(Exception):  # the search is our idea: what goes wrong with it is no news to the loop
+            self.sift = begin_search(report, self.replayer)
+        return self.sift is not None
 
     def sifted(self, source: Any) -> Iterator[Any]:
         """The batches of the step again and again, with samples replaced; what the loop prints is hidden."""
@@ -81,10 +79,10 @@ class Replays:
         try:
             while sift is not None and sift.goes_on():
                 for handout in self._counted(self.prepare(source)):
-                    yield sift.batch() if handout is sift.handout else copied(handout.pristine)
+                    yield sift.batch(handout)
             if sift is not None and not sift.repeated:
                 yield from self._compared(source, sift)
-        except ReplayError:
+        except Exception:
             return
         finally:
             quiet.end()

@@ -139,11 +139,11 @@ def _few(numbers: tuple[int, ...]) -> str:
 
 
 def feature_line(feature: Feature) -> str:
-    """`sample 6: batch[0][3] = 0   the others 0.25 … 2`."""
+    """`sample 6: batch[0][3] = 0, the others 0.25 … 2`."""
     where = feature.member + ("" if not feature.index else str(list(feature.index)))
     what = f"{where} = {number(feature.value)}" + (" throughout" if feature.index is None else "")
     spread = number(feature.low) + ("" if feature.low == feature.high else f" … {number(feature.high)}")
-    return f"sample {feature.sample}: {what}   the others {spread}"
+    return f"sample {feature.sample}: {what}, the others {spread}"
 
 
 def at_expression(origin: Origin) -> str:
