@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from firstnan import replay
 from firstnan.names import Slot
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 
 
 class Source:

@@ -324,9 +324,8 @@ def test_the_detector_keeps_the_state_before_the_step(tmp_path: Path, policy: st
     options: dict[str, Any] = {"on_nonfinite": policy, "capsule_dir": tmp_path / "kept"}
     with package.NaNDetector(loop.net, loop.optimizer, **options) as detector:
         try:
-            for i, batch in enumerate(detector.batches(loop.data) if through == "batches" else loop.data):
-                if i > 7:
-                    break
+            data = loop.data[:8]
+            for i, batch in enumerate(detector.batches(data) if through == "batches" else data):
                 if i == 7:
                     before = values(loop)
                 if through == "step":
@@ -370,6 +369,22 @@ def test_a_step_that_is_finite_here(tmp_path: Path) -> None:
     assert report.verdict == "clean"
     with pytest.raises(ZeroDivisionError):
         package.replay(capsule, step=lambda _: 1 // 0, model=loop.net, optimizer=loop.optimizer)
+
+
+def test_a_loop_that_is_left_in_the_middle_of_it(tmp_path: Path) -> None:
+    loop = Loop()
+    with (
+        pytest.raises(package.NonFiniteError) as caught,
+        package.NaNDetector(loop.net, loop.optimizer, capsule_dir=tmp_path) as detector,
+    ):
+        for i, batch in enumerate(detector.batches(loop.data)):
+            if i > 7:
+                break
+            loop.step(batch)
+    report = package.replay(caught.value.report.capsule, step=loop.step, model=loop.net, optimizer=loop.optimizer)
+    assert report.step == 7
+    assert report.origin is not None
+    assert report.origin.op == "sqrt"
 
 
 def test_an_update_that_is_bad_by_itself_is_taken_back_for_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.gate import Gate
 from firstnan.names import Models
 from firstnan.records import Batch, Noticed, Origin, Report, Trace
-from firstnan.replay import Replayer, batch_size
+from firstnan.replayer import Replayer, batch_size
 from firstnan.rules import explain
 from firstnan.site import Ownership, Spot, resolve
 from firstnan.tracer import Tracer

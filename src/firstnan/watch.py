@@ -24,7 +24,7 @@ from firstnan.guard import Alarm
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.program_hooks import ProgramHooks, Stop, end_program
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.replay import Replayer, ReplayError
+from firstnan.replayer import Replayer, ReplayError
 from firstnan.site import Ownership
 from firstnan.tracer import Tracer
 

@@ -10,7 +10,7 @@ from firstnan.capsule.packing import Packer
 from firstnan.finite import is_finite
 from firstnan.gate import Gate
 from firstnan.randomness import RandomState
-from firstnan.replay import Handout
+from firstnan.replayer import Handout
 
 
 class Capture:

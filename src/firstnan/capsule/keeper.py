@@ -17,7 +17,7 @@ from firstnan.conclude import environment
 from firstnan.gate import Gate
 from firstnan.randomness import RandomState
 from firstnan.records import Report
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 
 _LARGEST_SOURCE = 1 << 20
 _NONE = "no capsule was written"

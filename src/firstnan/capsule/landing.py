@@ -15,7 +15,7 @@ from firstnan.capsule.content import BatchState, Capsule
 from firstnan.capsule.living import Living
 from firstnan.capsule.putting import Putting
 from firstnan.gate import Gate
-from firstnan.replay import Handout
+from firstnan.replayer import Handout
 
 
 class Landing:

@@ -21,7 +21,7 @@ from firstnan.gate import largest_gradient, parameters_of
 from firstnan.guard import Alarm
 from firstnan.names import Models
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 from firstnan.turns import Steps
 
 _EVENTS_IN_REPORT = 32

@@ -7,7 +7,7 @@ from typing import Any
 from firstnan.detector.snapshot import Schedules, Snapshot, risky_update
 from firstnan.gate import drop_gradients, parameters_of
 from firstnan.names import Models
-from firstnan.replay import put_back
+from firstnan.replayer import put_back
 
 _ORDINARY = 100.0
 """No gradient of this norm does harm by its size, in any precision."""

@@ -32,7 +32,7 @@ from firstnan.hooks import TrainingHooks
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.names import Models
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.replay import NamelessSource, Replayer, ReplayError, put_back
+from firstnan.replayer import NamelessSource, Replayer, ReplayError, put_back
 from firstnan.site import Ownership
 
 _CLOSELY = 3
@@ -84,9 +84,7 @@ class Session:
         self.last_calls = LastCalls(roots.values(), self.replayer, self.internal_error)
         every = settings.snapshot_every if settings.policy == "rollback" else None
         self.recovery = Recovery(self.models, optimizers, every)
-        self.capsules = settings.capsules and Capsules(
-            settings.capsules, roots, self.gate, self.replayer, self.recovery, self.last_calls
-        )
+        self.capsules = Capsules(settings, roots, self.gate, self.replayer, self.recovery, self.last_calls)
         self._closer = Closer(self.microscope, self.last_calls, self.recovery, self.hooks)
         self._lock = threading.RLock()
         self._busy = False
@@ -145,7 +143,7 @@ class Session:
         else:
             report = self._looked_closer(report, noticed, before_update=True)
         self.microscope.stop()
-        self.report = self.journal.completed(report)
+        self.report = self._completed(report, before_update=True)
         return self.report
 
     # What the gate says.
@@ -359,9 +357,7 @@ class Session:
         self.microscope.stop()
         self.mode = Mode.WATCHING
         policy, counts = self.settings.policy, self.journal.counts
-        self.report = report = self.journal.completed(report)
-        if self.capsules:
-            self.report = report = self.capsules.kept(report, before_update, policy != "warn", self._buffers_before())
+        self.report = report = self._completed(report, before_update)
         self._streak += 1
         if policy == "warn":
             # Once the weights are lost every step is bad: said ever more rarely.
@@ -385,6 +381,10 @@ class Session:
         self.mode, self._suppressed = Mode.SKIPPING, not before_update
         if not self.through_us:
             self.last_calls.before_call = self._called
+
+    def _completed(self, report: Report, before_update: bool) -> Report:
+        """With all that is known of it, and its capsule written."""
+        return self.capsules.kept(self.journal.completed(report), before_update, self._buffers_before())
 
     def _called(self) -> None:
         """In a plain loop a bad step ends where the model is called for the next one."""
@@ -410,11 +410,8 @@ class Session:
 
     def _buffers_before(self) -> list[Any]:
         """As they were when the bad step began, which may have taken several batches."""
-        latest, first = self.replayer.latest, self.last_calls.first
-        if first is not None or latest is None:
-            return first.buffers if first is not None else []
-        handouts = (h for source in self.replayer.sources.values() for h in source.recent)
-        return next((h for h in handouts if h.updates == latest.updates), latest).buffers
+        first, step = self.last_calls.first, self.replayer.of_this_step()
+        return first.buffers if first is not None else step[0][0].buffers if step else []
 
     def _skip_ends(self) -> None:
         self.mode, self._told = Mode.WATCHING, False
