@@ -196,8 +196,6 @@ class Investigation:
         if self.report.verdict == "nonfinite":
             saved = self.options.json or self.options.output
             print_text(self.report, sys.stderr, saved=str(saved) if saved else "")
-            if self.report.capsule:
-                say(f"the failing step is in {self.report.capsule} (firstnan replay lands in it)")
         elif self.report.events:
             say(f"warning: no NaN or Inf was found; {self.report.notes[0]}")
 

@@ -54,17 +54,17 @@ class Keeper:
         """Without a batch from a loader a step begins where the last one ended."""
         if self._replayer.latest is None:
             self._between = (RandomState.now(), self._replayer.copied_buffers(), self._gate.steps.turn)
-        self._hold(RandomState.now())
+        self._hold(with_random=True)
 
     def backward_begins(self) -> None:
         """Without a loader this is where the very first step is noticed."""
         if self._replayer.latest is None and not self._held and not self._gate.trained:
-            self._hold(None)
+            self._hold()
 
     def handed_out(self) -> None:
         if self._holds and not self._held[-1].manifest["batches"]:
             self._held.pop()  # the program may have changed its weights since the last step ended
-        self._hold(None)
+        self._hold()
         latest = self._replayer.latest
         if latest is not None and self._holds:
             at = next(i for i, step in enumerate(self._replayer.of_this_step()) if step[-1] is latest)
@@ -75,14 +75,14 @@ class Keeper:
         """Whether the step under way was copied already."""
         return bool(self._held) and self._held[-1].turn == self._gate.steps.turn
 
-    def _hold(self, random: RandomState | None) -> None:
+    def _hold(self, *, with_random: bool = False) -> None:
         """Copies the state before a step that is known to fail, or the one before it: it may turn out to be that."""
         wanted, steps = self.wanted.step, self._gate.steps
         if wanted is None or steps.current < wanted - 1 or self._holds:
             return
         self._held.append(self._captured([], 0, copies=True))
-        if random is not None:
-            self._held[-1].set_random(random)
+        if with_random:
+            self._held[-1].set_random(RandomState.now())
 
     # When it fails.
 

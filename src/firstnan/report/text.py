@@ -286,6 +286,8 @@ class _Page:
         if replay := words.replay_line(self.report):
             yield "replay", self._text(replay)
         yield from self._notes()
+        if self.report.capsule:
+            yield "capsule", self._text(f"{self.report.capsule} (firstnan replay lands in it)")
         if saved:
             yield "json", self._text(saved)
 
