@@ -74,7 +74,10 @@ class Investigation:
             if watch.unresolved:
                 self._run_again(watch)
             if watch.keeper is not None:
-                self.report = watch.keeper.finish(self.report)
+                try:
+                    self.report = watch.keeper.finish(self.report)
+                except Exception as error:  # the report is worth more than its capsule
+                    watch.internal_error(error)
         if self.order is not None:
             write(self.report, self.order.report)
             return 0

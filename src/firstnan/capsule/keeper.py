@@ -108,7 +108,7 @@ class Keeper:
         except OSError as error:
             self._why = error.strerror or str(error)
         except Exception as error:  # ours, and no reason to stop a training run
-            self._why = str(error) if isinstance(error, OverflowError) else f"{type(error).__name__}: {error}"
+            self._why = str(error) if isinstance(error, file.CapsuleError) else f"{type(error).__name__}: {error}"
 
     def _now(self, written: bool, buffers: list[Any] | None, random: RandomState | None) -> Capture | None:
         total, latest = self._gate.steps.total, self._replayer.latest
@@ -157,7 +157,8 @@ class Keeper:
             self._keep(lambda: held, report)
         if report.capsule:  # written by the second run
             if self.path is not None:
-                self.path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
             self.path = Path(report.capsule)
         report = self.placed(report)
         if self.path is not None:
