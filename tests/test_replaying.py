@@ -301,7 +301,8 @@ class Loop:
 
     def __init__(self) -> None:
         torch.manual_seed(3)
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2))
+        self.net.append(torch.nn.Linear(4, 1))
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
         self.data = torch.rand(40, 3)
         self.data[29, 1] = -9.0
@@ -316,7 +317,8 @@ class Loop:
 
 def values(loop: Loop) -> list[torch.Tensor]:
     kept = [*loop.net.state_dict().values()]
-    return [t.clone() for t in (*kept, *(s["exp_avg"] for s in loop.optimizer.state.values()))]
+    states = [s["exp_avg"] for s in loop.optimizer.state.values()]
+    return [t.clone() for t in (*kept, *states, torch.get_rng_state())]
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "warn", "rollback"])

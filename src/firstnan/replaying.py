@@ -125,8 +125,6 @@ class _Play(Block):
             self.landing.label(self.replayer.latest)
             self.microscope.mark_batch(batch, sys._getframe(2))
             step(batch)
-        if not self.landing.capsule.batches:
-            step(None)
 
 
 def replay(

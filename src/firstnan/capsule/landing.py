@@ -99,9 +99,12 @@ class Landing:
                     leaf.grad.zero_()
 
     def batches(self) -> Iterator[Any]:
-        """Lands here and now, and hands out the captured batches, for a loop that takes them from us."""
+        """Lands here and now, and hands out the captured batches (None, if there is none), for a loop of one's own."""
         self._land()
         assert self.putting is not None
+        if not self.capsule.batches:
+            self.putting.random(self.capsule.random)
+            yield None
         for captured in self.capsule.batches:
             self._latest, batch = captured, self.putting.unpacker.value(captured.value)
             self.putting.random(captured.random)
