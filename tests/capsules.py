@@ -15,7 +15,7 @@ from firstnan.capsule.living import Living
 from firstnan.gate import Gate
 from firstnan.randomness import RandomState
 from firstnan.records import Report
-from firstnan.replay import Handout
+from firstnan.replayer import Handout
 
 PREFIX = 8 + len(file._PREFIX)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from firstnan.datasource import LineWatch, bad_rows, find_maker
 from firstnan.records import Origin
-from firstnan.replay import Handout, RandomState
+from firstnan.replayer import Handout, RandomState
 from firstnan.site import Ownership
 
 

@@ -16,7 +16,7 @@ from firstnan.detector.last_call import LastCalls
 from firstnan.gate import Gate
 from firstnan.microscope import Microscope
 from firstnan.names import Models
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 from firstnan.site import Ownership
 from loops import Rooted, differences, randomness, seeded, state_of
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from firstnan import replay
+from firstnan import replayer as replay
 from firstnan.names import Slot
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 
 
 class Source:

@@ -20,7 +20,7 @@ from firstnan.hooks import TrainingHooks
 from firstnan.names import Models
 from firstnan.randomness import RandomState
 from firstnan.records import Batch, Noticed
-from firstnan.replay import Replayer, put_back
+from firstnan.replayer import Replayer, put_back
 from firstnan.samples import search
 from firstnan.trained import drop_gradients, leaves_below
 

@@ -17,7 +17,7 @@ from firstnan.gate import Gate
 from firstnan.names import Models
 from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
 from firstnan.remedies import propose
-from firstnan.replay import Replayer, batch_size
+from firstnan.replayer import Replayer, batch_size
 from firstnan.rules import explain, transient
 from firstnan.site import Ownership, Spot, resolve
 from firstnan.tracer import Tracer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firstnan.finite import tensors_in, unravel
 from firstnan.records import Feature
-from firstnan.replay import copied
+from firstnan.replayer import copied
 
 _MOST_FEATURES = 3
 _FEW = 4

@@ -16,7 +16,7 @@ from firstnan.blame import blame
 from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.randomness import RandomState
 from firstnan.records import Origin, Trace
-from firstnan.replay import Handout
+from firstnan.replayer import Handout
 from firstnan.site import Ownership, Spot, resolve, whole_statement
 from firstnan.tracer import Tracer
 

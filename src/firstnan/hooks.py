@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from firstnan.errors import NonFiniteError
 from firstnan.gate import Gate
 from firstnan.patches import Patches
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 
 
 class Audience(Protocol):

@@ -95,7 +95,10 @@ class Investigation:
             if watch.unresolved:
                 self._run_again(watch)
             if watch.keeper is not None:
-                self.report = watch.keeper.finish(self.report)
+                try:
+                    self.report = watch.keeper.finish(self.report)
+                except Exception as error:  # the report is worth more than its capsule
+                    watch.internal_error(error)
         if self.order is not None:
             if self.order.what == "trial":
                 self._tell(self._trial.outcome(self._fate) if self._trial else self._fate)
@@ -256,8 +259,6 @@ class Investigation:
         if self.report.verdict == "nonfinite":
             saved = self.options.json or self.options.output
             print_text(self.report, sys.stderr, saved=str(saved) if saved else "")
-            if self.report.capsule:
-                say(f"the failing step is in {self.report.capsule} (firstnan replay lands in it)")
             if self.options.fix is not None:
                 self._write_fix(self.options.fix)
         elif self.report.events:

@@ -15,7 +15,7 @@ from firstnan.gate import Gate
 from firstnan.importing import when_imported
 from firstnan.names import Models
 from firstnan.records import Noticed, Report
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 from firstnan.site import Ownership, Spot
 from firstnan.tracer import Tracer
 

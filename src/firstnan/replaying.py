@@ -20,7 +20,7 @@ from firstnan.errors import NonFiniteError
 from firstnan.names import Models
 from firstnan.program_hooks import end_program
 from firstnan.records import Report
-from firstnan.replay import NamelessSource
+from firstnan.replayer import NamelessSource
 from firstnan.site import Ownership, directories
 from firstnan.tracing import Block
 from firstnan.watch import Mode, Watch
@@ -125,8 +125,6 @@ class _Play(Block):
             self.landing.label(self.replayer.latest)
             self.microscope.mark_batch(batch, sys._getframe(2))
             step(batch)
-        if not self.landing.capsule.batches:
-            step(None)
 
 
 def replay(

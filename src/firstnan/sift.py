@@ -10,7 +10,7 @@ from firstnan.compare import Difference
 from firstnan.conclude import not_repeated
 from firstnan.cut import Cut, cut
 from firstnan.records import Batch, Report
-from firstnan.replay import Handout, Replayer, copied, is_alone
+from firstnan.replayer import Handout, Replayer, copied, is_alone
 from firstnan.samples import ENDED, Finding, Search, search
 
 _SECONDS = 30.0
@@ -28,7 +28,7 @@ class _Subject:
 
 def begin_search(report: Report, replayer: Replayer) -> Sift | None:
     """The search for the bad samples of this step; None where its origin is no matter of samples."""
-    handouts, origin = replayer.of_this_step(), report.origin
+    handouts, origin = replayer.latest_first(), report.origin
     if origin is None or not handouts or origin.phase not in ("forward", "backward", "input") or not is_alone():
         return None
     return Sift(handouts, report.batch.bad_samples or () if report.batch else ())

@@ -18,7 +18,7 @@ from firstnan.hooks import TrainingHooks
 from firstnan.microscope import Microscope
 from firstnan.names import Models
 from firstnan.records import Noticed, Report
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 from firstnan.site import Ownership, directories
 
 _HOW = "every operator was traced as it ran"

@@ -27,7 +27,7 @@ from firstnan.program_hooks import ProgramHooks, Stop, end_program
 from firstnan.quiet import Quiet
 from firstnan.recording import Raw
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.replay import Replayer, ReplayError, copied
+from firstnan.replayer import Replayer, ReplayError, copied
 from firstnan.sift import Sift, begin_search
 from firstnan.site import Ownership
 from firstnan.tracer import Tracer

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstnan.capsule.file import FORMAT, VERSION, Part, readable_size
+from firstnan.capsule.file import FORMAT, VERSION, CapsuleError, Part, readable_size
 from firstnan.capsule.living import Living
 from firstnan.capsule.packing import Packer
 from firstnan.finite import is_finite
 from firstnan.gate import Gate
 from firstnan.randomness import RandomState
-from firstnan.replay import Handout
+from firstnan.replayer import Handout
 
 
 class Capture:
@@ -94,7 +94,7 @@ class Capture:
             missing = f"the optimizers' state ({readable_size(size - core)})"
             manifest["optimizers"] = [_without_state(o) for o in manifest["optimizers"]]
         elif size > limit:
-            raise OverflowError(f"it would take {readable_size(size)}, and the limit is {readable_size(limit)}")
+            raise CapsuleError(f"it would take {readable_size(size)}, and the limit is {readable_size(limit)}")
         kept_out = sorted(self._state.left_out | self._optimizers.left_out)
         manifest["left_out"] = ([missing] if missing else []) + kept_out
         return manifest, parts, missing

@@ -17,7 +17,7 @@ from firstnan.conclude import environment
 from firstnan.gate import Gate
 from firstnan.randomness import RandomState
 from firstnan.records import Report
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 
 _LARGEST_SOURCE = 1 << 20
 _NONE = "no capsule was written"
@@ -54,17 +54,17 @@ class Keeper:
         """Without a batch from a loader a step begins where the last one ended."""
         if self._replayer.latest is None:
             self._between = (RandomState.now(), self._replayer.copied_buffers(), self._gate.steps.turn)
-        self._hold(RandomState.now())
+        self._hold(with_random=True)
 
     def backward_begins(self) -> None:
         """Without a loader this is where the very first step is noticed."""
         if self._replayer.latest is None and not self._held and not self._gate.trained:
-            self._hold(None)
+            self._hold()
 
     def handed_out(self) -> None:
         if self._holds and not self._held[-1].manifest["batches"]:
             self._held.pop()  # the program may have changed its weights since the last step ended
-        self._hold(None)
+        self._hold()
         latest = self._replayer.latest
         if latest is not None and self._holds:
             at = next(i for i, step in enumerate(self._replayer.of_this_step()) if step[-1] is latest)
@@ -75,14 +75,14 @@ class Keeper:
         """Whether the step under way was copied already."""
         return bool(self._held) and self._held[-1].turn == self._gate.steps.turn
 
-    def _hold(self, random: RandomState | None) -> None:
+    def _hold(self, *, with_random: bool = False) -> None:
         """Copies the state before a step that is known to fail, or the one before it: it may turn out to be that."""
         wanted, steps = self.wanted.step, self._gate.steps
         if wanted is None or steps.current < wanted - 1 or self._holds:
             return
         self._held.append(self._captured([], 0, copies=True))
-        if random is not None:
-            self._held[-1].set_random(random)
+        if with_random:
+            self._held[-1].set_random(RandomState.now())
 
     # When it fails.
 
@@ -108,7 +108,7 @@ class Keeper:
         except OSError as error:
             self._why = error.strerror or str(error)
         except Exception as error:  # ours, and no reason to stop a training run
-            self._why = str(error) if isinstance(error, OverflowError) else f"{type(error).__name__}: {error}"
+            self._why = str(error) if isinstance(error, file.CapsuleError) else f"{type(error).__name__}: {error}"
 
     def _now(self, written: bool, buffers: list[Any] | None, random: RandomState | None) -> Capture | None:
         total, latest = self._gate.steps.total, self._replayer.latest
@@ -157,7 +157,8 @@ class Keeper:
             self._keep(lambda: held, report)
         if report.capsule:  # written by the second run
             if self.path is not None:
-                self.path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
             self.path = Path(report.capsule)
         report = self.placed(report)
         if self.path is not None:

@@ -15,7 +15,7 @@ from firstnan.capsule.content import BatchState, Capsule
 from firstnan.capsule.living import Living
 from firstnan.capsule.putting import Putting
 from firstnan.gate import Gate
-from firstnan.replay import Handout
+from firstnan.replayer import Handout
 
 
 class Landing:
@@ -37,7 +37,8 @@ class Landing:
         self.troubles: list[str] = []
         self._trains = False
         self._queues: list[deque[BatchState]] = []
-        self._sources: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._iterators: list[weakref.ref[Any]] = []
+        """Those that batches were taken from since the landing, in this order; some may be gone."""
         self._latest: BatchState | None = None
 
     @property
@@ -46,7 +47,9 @@ class Landing:
         found = [*self.troubles, *_versions(self.capsule)]
         if self.putting is not None:
             found += [*self.putting.notes, *sorted(self.putting.unpacker.notes)]
-        return [*found, *(f"not in the capsule: {what}" for what in self.capsule.left_out)]
+        found += [f"not in the capsule: {what}" for what in self.capsule.left_out]
+        # Some of the words are the file's own.
+        return ["".join(c if c.isprintable() else "?" for c in note[:300]) for note in found]
 
     # What the watcher tells.
 
@@ -58,7 +61,7 @@ class Landing:
         own = self._own(iterator, fetch)
         if not self._has_more(iterator):
             self._land()
-            self._sources = weakref.WeakKeyDictionary({iterator: 0})
+            self._iterators = [weakref.ref(iterator)]
         self._latest = latest = self._queue(iterator).popleft()
         assert self.putting is not None
         try:
@@ -96,9 +99,12 @@ class Landing:
                     leaf.grad.zero_()
 
     def batches(self) -> Iterator[Any]:
-        """Lands here and now, and hands out the captured batches, for a loop that takes them from us."""
+        """Lands here and now, and hands out the captured batches (None, if there is none), for a loop of one's own."""
         self._land()
         assert self.putting is not None
+        if not self.capsule.batches:
+            self.putting.random(self.capsule.random)
+            yield None
         for captured in self.capsule.batches:
             self._latest, batch = captured, self.putting.unpacker.value(captured.value)
             self.putting.random(captured.random)
@@ -138,20 +144,19 @@ class Landing:
     def _has_more(self, iterator: Any) -> bool:
         if self.putting is None:
             return False
-        if iterator not in self._sources and len(self._sources) < len(self._queues):
-            self._sources[iterator] = len(self._sources)
+        if all(ref() is not iterator for ref in self._iterators) and len(self._iterators) < len(self._queues):
+            self._iterators.append(weakref.ref(iterator))
         return bool(self._queue(iterator))
 
     def _queue(self, iterator: Any) -> deque[BatchState]:
-        at = self._sources.get(iterator)
-        return self._queues[at] if at is not None and at < len(self._queues) else deque()
+        return next((q for q, ref in zip(self._queues, self._iterators, strict=False) if ref() is iterator), deque())
 
     def _own(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """The batch that the program would have got: the captured one is made after it."""
         try:
             return fetch(iterator)
         except StopIteration:
-            return None
+            raise  # whoever only looks through the data comes to its end
         except Exception as error:
             self.troubles.append(f"the program's own data could not be read ({type(error).__name__}: {error})")
             return None

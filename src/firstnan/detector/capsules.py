@@ -6,14 +6,14 @@ from typing import Any
 
 from torch.nn import Module
 
-from firstnan.capsule import Wanted
 from firstnan.capsule.keeper import Keeper
 from firstnan.capsule.living import Living
 from firstnan.detector.last_call import LastCalls
+from firstnan.detector.policy import Settings
 from firstnan.detector.recovery import Recovery
 from firstnan.gate import Gate
 from firstnan.records import Report
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 
 _MOST = 3
 """Where training goes on, so many failures are worth a file."""
@@ -33,7 +33,7 @@ class Capsules:
 
     def __init__(
         self,
-        wanted: Wanted,
+        told: Settings,
         roots: dict[str, Module],
         gate: Gate,
         replayer: Replayer,
@@ -41,17 +41,20 @@ class Capsules:
         calls: LastCalls,
     ) -> None:
         self._gate, self._recovery, self._calls = gate, recovery, calls
-        self._keeper = Keeper(wanted, gate, replayer, lambda: Living.find(recovery.optimizers, roots), _arguments)
-        self._left = _MOST
+        self._left = _MOST if told.capsules is not None else 0
+        self._may_undo = told.policy != "warn"
+        if told.capsules is not None:
+            optimizers = recovery.optimizers
+            self._keeper = Keeper(told.capsules, gate, replayer, lambda: Living.find(optimizers, roots), _arguments)
 
-    def kept(self, report: Report, before_update: bool, undo: bool, buffers: list[Any]) -> Report:
-        """The report with the place of its capsule; `undo` where a bad update may be taken back for it."""
+    def kept(self, report: Report, before_update: bool, buffers: list[Any]) -> Report:
+        """The report with the place of its capsule, where one is wanted; a bad update is taken back for it."""
         if self._left <= 0:
             return report
         self._left -= 1
         inside, late = self._gate.in_step is not None, self._gate.reads.late
         updated = not before_update or inside
-        back = updated and undo and not late and self._recovery.undo_update()
+        back = updated and self._may_undo and not late and self._recovery.undo_update()
         optimizer = self._gate.steps.last() if self._gate.steps.last else None
         counted = back and not inside and optimizer is not None
         if counted:

@@ -24,7 +24,7 @@ from firstnan.detector.session import Session
 from firstnan.detector.stats import Statistics
 from firstnan.errors import NonFiniteError
 from firstnan.records import NaNEvent, Report
-from firstnan.replay import NamelessSource
+from firstnan.replayer import NamelessSource
 from firstnan.site import Ownership, directories
 
 log = logging.getLogger("firstnan")

@@ -20,7 +20,7 @@ from firstnan.finite import stat
 from firstnan.guard import Alarm
 from firstnan.names import Models
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
-from firstnan.replay import Replayer
+from firstnan.replayer import Replayer
 from firstnan.trained import largest_gradient, parameters_of
 from firstnan.turns import Steps
 

@@ -18,7 +18,7 @@ from firstnan.microscope import Microscope
 from firstnan.names import Slot
 from firstnan.patches import Hook
 from firstnan.randomness import RandomState
-from firstnan.replay import Replayer, copied, put_back, versions
+from firstnan.replayer import Replayer, copied, put_back, versions
 
 _MOST_CALLS = 8
 _DEVICES = ("cpu", "cuda")

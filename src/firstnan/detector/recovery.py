@@ -6,7 +6,7 @@ from typing import Any
 
 from firstnan.detector.snapshot import Schedules, Snapshot, risky_update
 from firstnan.names import Models
-from firstnan.replay import put_back
+from firstnan.replayer import put_back
 from firstnan.trained import drop_gradients, parameters_of
 
 _ORDINARY = 100.0

@@ -14,7 +14,7 @@ from firstnan.gate import Gate
 from firstnan.microscope import Microscope
 from firstnan.quiet import Quiet
 from firstnan.records import Report
-from firstnan.replay import Handout, Replayer, ReplayError, copied
+from firstnan.replayer import Handout, Replayer, ReplayError, copied
 from firstnan.sift import Sift, begin_search
 
 

@@ -33,7 +33,7 @@ from firstnan.microscope import AGAIN, Microscope
 from firstnan.names import Models
 from firstnan.reads import LATE
 from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.replay import NamelessSource, Replayer, ReplayError, put_back
+from firstnan.replayer import NamelessSource, Replayer, ReplayError, put_back
 from firstnan.site import Ownership
 from firstnan.trained import drop_gradients, reaches
 
@@ -77,9 +77,7 @@ class Session:
         self.last_calls = LastCalls(roots.values(), self.replayer, self.internal_error)
         every = settings.snapshot_every if settings.policy == "rollback" else None
         self.recovery = Recovery(self.models, optimizers, every)
-        self.capsules = settings.capsules and Capsules(
-            settings.capsules, roots, self.gate, self.replayer, self.recovery, self.last_calls
-        )
+        self.capsules = Capsules(settings, roots, self.gate, self.replayer, self.recovery, self.last_calls)
         self._closer = Closer(self.microscope, self.last_calls, self.recovery, self.hooks)
         self._lock = threading.RLock()
         self._busy = False
@@ -140,7 +138,7 @@ class Session:
         else:
             report = self._looked_closer(report, noticed, before_update=True)
         self.microscope.stop()
-        self.report = self.journal.completed(report)
+        self.report = self._completed(report, before_update=True)
         return self.report
 
     # What the gate says.
@@ -364,9 +362,7 @@ class Session:
         self.microscope.stop()
         self.mode = Mode.WATCHING
         policy, counts = self.settings.policy, self.journal.counts
-        self.report = report = self.journal.completed(report)
-        if self.capsules:
-            self.report = report = self.capsules.kept(report, before_update, policy != "warn", self._buffers_before())
+        self.report = report = self._completed(report, before_update)
         self._streak += 1
         if policy == "warn":
             # Once the weights are lost every step is bad: said ever more rarely.
@@ -390,6 +386,10 @@ class Session:
         self.mode, self._suppressed = Mode.SKIPPING, not before_update
         if not self.through_us:
             self.last_calls.before_call = self._called
+
+    def _completed(self, report: Report, before_update: bool) -> Report:
+        """With all that is known of it, and its capsule written."""
+        return self.capsules.kept(self.journal.completed(report), before_update, self._buffers_before())
 
     def _called(self) -> None:
         """In a plain loop a bad step ends where the model is called for the next one."""

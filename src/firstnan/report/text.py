@@ -313,6 +313,8 @@ class _Page:
         yield from self._notes()
         if self.report.cause and self.report.cause.slug in catalogue():
             yield "more", Text(f"firstnan causes {self.report.cause.slug}")
+        if self.report.capsule:
+            yield "capsule", self._text(f"{self.report.capsule} (firstnan replay lands in it)")
         if saved:
             yield "json", self._text(saved)
         if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:

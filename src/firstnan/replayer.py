@@ -212,20 +212,17 @@ class Replayer:
         self.replaying = True
         return updates - latest.updates
 
-    def of_this_step(self) -> list[Handout]:
+    def latest_first(self) -> list[Handout]:
         """The batches that the step under way was given, the latest first; that one alone where there are many."""
         if self.latest is None:
             return []
-        found = [h for s in self.sources.values() for h in s.recent if h.updates == self.latest.updates]
-        others = [h for h in found if h is not self.latest]
+        others = [h for step in self.of_this_step() for h in step if h is not self.latest]
         return [self.latest, *others] if len(others) < _MOST_SEARCHED else [self.latest]
 
     def first_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """As they were when the step under way began, which may have taken several batches."""
-        if self.latest is None:
-            return []
-        handouts = (h for source in self.sources.values() for h in source.recent)
-        return next((h for h in handouts if h.updates == self.latest.updates), self.latest).buffers
+        step = self.of_this_step()
+        return step[0][0].buffers if step else []
 
     def knows(self, iterator: Any) -> bool:
         return iterator in self.sources
