@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from firstnan.bad_batch import find_bad_batch
     from firstnan.checks import check, check_gradients, check_weights
     from firstnan.detector import NaNDetector
     from firstnan.errors import NonFiniteError
@@ -19,6 +20,7 @@ __all__ = [
     "check",
     "check_gradients",
     "check_weights",
+    "find_bad_batch",
     "load",
     "trace",
 ]
@@ -32,6 +34,7 @@ _ROOMS = {
     "check": "checks",
     "check_gradients": "checks",
     "check_weights": "checks",
+    "find_bad_batch": "bad_batch",
     "load": "report",
     "trace": "tracing",
 }

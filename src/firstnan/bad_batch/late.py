@@ -1,0 +1,276 @@
+"""A run that fails late: a binary search over its saved states, then the steps after the last good one, again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from firstnan.bad_batch.found import BadBatch, BatchSearch, Seen
+from firstnan.bad_batch.order import Fetched, Order
+from firstnan.bad_batch.state import Everything, SavedState, bad_state
+from firstnan.bad_batch.watched import Outcome, WatchedStep
+from firstnan.finite import norms, readable
+from firstnan.names import Models
+
+_PROBES = 4
+"""So many batches are tried to find one that is healthy in the first saved state."""
+_LOSS, _NORM = 10.0, 100.0
+"""A state is bad if the loss of the same batch has grown so many times since the good states before it, or a norm."""
+_SMALL_LOSS, _SMALL_NORM = 0.1, 1.0
+"""Less counts as this much: what is near zero leaves it by large factors all the time."""
+_FEWEST, _MOST = 4, 32
+"""A quarter of a replay shows what is usual, at least and at most so many steps."""
+_ABOVE, _SPREADS = 2.0, 4.5
+"""Above what is usual: twice the median, and 4.5 times the way (in logs) to the upper quartile, which is three
+standard deviations of a log-normal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step made again."""
+
+    step: int
+    fetched: Fetched
+    seen: tuple[Seen, ...]
+    sizes: dict[str, float | None]
+    """The gradient norm, the size of the update, the loss, the norm of the parameters after the update."""
+
+    @property
+    def failed(self) -> bool:
+        return any(one.noticed.what != "input" for one in self.seen)
+
+
+class Band:
+    """What the good states had: the same batch gave these losses and norms."""
+
+    def __init__(self) -> None:
+        self._tops: dict[str, float] = {}
+
+    def holds(self, sizes: dict[str, float | None]) -> bool:
+        """Whether these numbers are in the healthy band; if so they are part of it from now on."""
+        known = {name: value for name, value in sizes.items() if value is not None}
+        if any(not value <= self._limit(name) for name, value in known.items()):
+            return False
+        for name, value in known.items():
+            self._tops[name] = max(value, self._tops.get(name, value))
+        return True
+
+    def _limit(self, name: str) -> float:
+        if name not in self._tops:
+            return math.inf
+        top = self._tops[name]
+        # A loss may be negative.
+        return top + _LOSS * max(abs(top), _SMALL_LOSS) if name == "loss" else _NORM * max(top, _SMALL_NORM)
+
+
+class LateSearch:
+    """Finds the first step from which training goes wrong."""
+
+    def __init__(
+        self,
+        step: WatchedStep,
+        order: Order,
+        everything: Everything,
+        states: Sequence[SavedState],
+        place: tuple[Module, Models, Sequence[Any]],
+        advance: Callable[[str], None],
+    ) -> None:
+        self._step, self._order, self._everything = step, order, everything
+        self._states = sorted(states, key=lambda state: state.step)
+        self._model, self._models, self._optimizers = place
+        self._advance = advance
+        self._band = Band()
+        self._probe: Fetched | None = None
+        self._examined: list[int] = []
+        self._notes: dict[str, None] = {}
+
+    def search(self) -> BatchSearch:
+        self._load(0)
+        self._examined.append(self._states[0].step)
+        bad = bad_state(self._models, self._optimizers)
+        if bad is not None:
+            return self._result(weights=bad)
+        good, wrong = self._bisect() if self._find_probe() else (0, None)
+        known = {"good": self._states[good].step, "wrong": self._states[wrong].step if wrong is not None else None}
+        rows = self._replay(good, known["wrong"])
+        if not rows or not (rows[-1].failed or self._is_bad()):
+            self._tell_healthy(rows, known["wrong"])
+            return self._result(**known)
+        return self._result(**known, **self._first_wrong(good, rows))
+
+    # The saved states.
+
+    def _bisect(self) -> tuple[int, int | None]:
+        """The last good state and the first bad one: those before a good one are good, those after a bad one bad."""
+        good, wrong = 0, len(self._states)
+        while wrong - good > 1:
+            middle = (good + wrong) // 2
+            self._load(middle)
+            self._examined.append(self._states[middle].step)
+            good, wrong = (good, middle) if self._is_bad() else (middle, wrong)
+        return good, wrong if wrong < len(self._states) else None
+
+    def _load(self, at: int) -> None:
+        self._everything.put_back()
+        state = self._states[at]
+        self._advance(f"the state of step {state.step}")
+        missing = state.put(self._model, self._optimizers)
+        if missing:
+            self._notes[missing] = None
+
+    def _find_probe(self) -> bool:
+        """A batch that is healthy in the first state; all states are tried with it."""
+        for fetched in self._order.first(_PROBES):
+            outcome = self._try(fetched)
+            if not outcome.seen:
+                self._probe = fetched
+                return self._band.holds(self._sizes(outcome))
+        return False
+
+    def _is_bad(self) -> bool:
+        """Whether the state that the model is in now is out of the healthy band."""
+        if bad_state(self._models, self._optimizers) is not None:
+            return True
+        if self._probe is None:
+            return False
+        outcome = self._try(self._probe)
+        return bool(outcome.seen) or not self._band.holds(self._sizes(outcome))
+
+    def _try(self, fetched: Fetched) -> Outcome:
+        self._everything.put_back_random()
+        return self._call(fetched, "a saved state", updates=False)
+
+    def _sizes(self, outcome: Outcome) -> dict[str, float | None]:
+        return {"loss": outcome.loss, "gradient": outcome.grad_norm, "parameters": _norm(self._trained())}
+
+    # The steps between two of them.
+
+    def _replay(self, start: int, end: int | None) -> list[Row]:
+        """Steps from a saved state on, with updates: up to step `end`, one whole pass where there is none, or a NaN."""
+        self._load(start)
+        self._everything.put_back_random()
+        first = self._states[start].step
+        rows: list[Row] = []
+        for step, fetched in enumerate(self._order.from_step(first), first):
+            if step == end or (end is None and rows and fetched.index == rows[0].fetched.index):
+                break
+            rows.append(self._make(step, fetched))
+            if rows[-1].failed:
+                break
+        return rows
+
+    def _make(self, step: int, fetched: Fetched) -> Row:
+        before = [p.detach().clone() for p in self._trained()]
+        outcome = self._call(fetched, f"step {step}", updates=True)
+        with torch.no_grad():
+            moved = [p.detach() - b for p, b in zip(self._trained(), before, strict=True)]
+        sizes = {
+            "gradient norm": outcome.grad_norm,
+            "size of the update": _norm(moved),
+            "loss": outcome.loss,
+            "norm of the parameters": _norm(self._trained()),
+        }
+        return Row(step, Fetched(fetched.index, None, fetched.indices, fetched.size), outcome.seen, sizes)
+
+    def _call(self, fetched: Fetched, what: str, *, updates: bool) -> Outcome:
+        try:
+            return self._step(fetched.batch, updates=updates)
+        except Exception as error:
+            error.add_note(f"firstnan: in step(batch), with batch {fetched.index} of the loader, for {what}")
+            raise
+        finally:
+            self._advance(what)
+
+    def _trained(self) -> list[Tensor]:
+        return [p for p, _ in self._models.parameters.values() if p.requires_grad]
+
+    def _first_wrong(self, good: int, rows: list[Row]) -> dict[str, Any]:
+        """The step from which on the numbers stay out of what is usual; earlier states help where it begins at once."""
+        end, start, back = rows[-1].step + 1, good, 1
+        found = onset(rows)
+        while not found.settled and start > 0 and self._order.repeats and not _is_data(rows[found.at]):
+            start, back = max(0, start - back), back * 2
+            rows = self._replay(start, end)
+            found = onset(rows)
+        row, last = rows[found.at], rows[-1]
+        if last.failed and last is not row:
+            self._notes[f"The first value that is not finite comes in step {last.step}: {last.seen[0]}."] = None
+        batch = BadBatch(row.fetched.index, row.seen, row.fetched.size, row.fetched.indices)
+        return {"step": row.step, "why": found.why, "batches": (batch,)}
+
+    # What is said of it.
+
+    def _tell_healthy(self, rows: list[Row], wrong: int | None) -> None:
+        count = len(rows)
+        if wrong is None:
+            self._notes[f"The {count} steps after the last saved state were made again, and stayed healthy."] = None
+        else:
+            self._notes[
+                f"The {count} steps before it were made again and stayed healthy: in the run they had other batches, "
+                "other random numbers or other settings."
+            ] = None
+
+    def _result(self, **found: Any) -> BatchSearch:
+        length = self._order.length
+        modulo = f", modulo {length}" if length and self._order.repeats else ""
+        if self._step.calls:
+            self._notes[f"Assumed: batch i of the loader belongs to step i{modulo}."] = None
+        if self._order.shuffles:
+            self._notes["The loader shuffles: its order now need not be that of the run."] = None
+        return BatchSearch(
+            "checkpoints",
+            replays=self._step.calls,
+            of=len(self._states),
+            examined=tuple(self._examined),
+            notes=tuple(self._notes),
+            **found,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Onset:
+    at: int
+    """The row from which on one of the numbers stays above what is usual."""
+    why: str
+    settled: bool
+    """The rows before it suffice to know what is usual, and the number does not rise among them."""
+
+
+def onset(rows: Sequence[Row]) -> Onset:
+    """Where the numbers leave what the first rows had, for good: the earliest of them all."""
+    count = min(_MOST, max(_FEWEST, len(rows) // 4))
+    why = str(rows[-1].seen[0]) if rows[-1].seen else "what training keeps is out of the healthy band"
+    best, settled = len(rows) - 1, True
+    for name in rows[0].sizes:
+        values = [row.sizes[name] for row in rows]
+        first = [v for v in values[:count] if v is not None and 0 < v < math.inf]
+        rises = len(first) > 1 and median(first[len(first) // 2 :]) > _ABOVE * median(first[: len(first) // 2])
+        first = sorted(first[: len(first) // 2] if rises else first)
+        if not first:
+            continue
+        usual = median(first)
+        top = usual * max(_ABOVE, (first[len(first) * 3 // 4] / usual) ** _SPREADS)
+        inside = [i for i, v in enumerate(values) if v is None or v <= top]
+        at = inside[-1] + 1 if inside else 0
+        value = values[at] if at < len(rows) else None
+        if value is not None:
+            settled = settled and not rises
+            if at < best:
+                best, why = at, f"the {name} is {value:.3g}, usually {usual:.3g}"
+    return Onset(best, why, settled and best >= count)
+
+
+def _is_data(row: Row) -> bool:
+    return bool(row.seen) and row.seen[0].noticed.what == "input"
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    values = [r.double() for t in tensors if (r := readable(t)) is not None and r.numel()]
+    return math.hypot(*norms(values).tolist()) if values else 0.0
