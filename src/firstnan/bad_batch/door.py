@@ -16,7 +16,7 @@ from firstnan.bad_batch.found import BatchSearch
 from firstnan.bad_batch.late import LateSearch
 from firstnan.bad_batch.order import Order
 from firstnan.bad_batch.scan import scan
-from firstnan.bad_batch.state import Everything, SavedState, bad_state, optimizers_of
+from firstnan.bad_batch.state import Everything, SavedState, bad_state, helpers, optimizers_of
 from firstnan.bad_batch.watched import WatchedStep
 from firstnan.names import Models
 
@@ -55,14 +55,15 @@ def find_bad_batch(
     if states == []:
         raise ValueError("there are no checkpoints to search")
     models = Models({"": model})
-    optimizers = _given(optimizer) or optimizers_of(models)
+    alive = helpers()
+    optimizers = _given(optimizer) or optimizers_of(models, alive)
     if states is None and (bad := bad_state(models)) is not None:
         return BatchSearch("scan", weights=bad)
     watched = WatchedStep(step, models, optimizers)
     order = Order(loader, watched.replayer)
     length = order.length if states is None else None
     with (
-        Everything(model, models, optimizers, loader) as everything,
+        Everything(model, models, optimizers, alive, loader) as everything,
         watched.installed(),
         _bar(progress, length) as bar,
     ):

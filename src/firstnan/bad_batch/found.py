@@ -69,6 +69,8 @@ class BatchSearch:
     """The weights (of the first saved state) were bad before anything ran: every batch would fail."""
     replays: int = 0
     """How often `step` was called."""
+    again: int = 0
+    """Saved states: how many of these calls were steps made again with updates; the others tried a state."""
     of: int | None = None
     """How many batches the loader has, or how many saved states there are."""
     examined: tuple[int, ...] = ()
@@ -126,7 +128,10 @@ class BatchSearch:
         if self.good is not None:
             until = "all are good" if self.wrong is None else f"good up to {self.good}, wrong from {self.wrong} on"
             lines[0] += f"; {until}"
-        return [*lines, f"  step was called {self.replays} times"]
+        return [
+            *lines,
+            f"  step called {self.replays} times: {self.again} steps made again, the rest to try the states",
+        ]
 
 
 def _listed(numbers: Any, most: int = _SHOWN) -> str:

@@ -27,8 +27,8 @@ _SMALL_LOSS, _SMALL_NORM = 0.1, 1.0
 """Less counts as this much: what is near zero leaves it by large factors all the time."""
 _FEWEST, _MOST = 4, 32
 """A quarter of a replay shows what is usual, at least and at most so many steps."""
-_ABOVE, _SPREADS = 2.0, 4.5
-"""Above what is usual: twice the median, and 4.5 times the way (in logs) to the upper quartile, which is three
+_ABOVE, _SPREADS = 2.0, 3
+"""Above what is usual: twice the median, and three times the way (in logs) to the upper quartile, which is two
 standard deviations of a log-normal."""
 
 
@@ -89,6 +89,7 @@ class LateSearch:
         self._band = Band()
         self._probe: Fetched | None = None
         self._examined: list[int] = []
+        self._again = 0
         self._notes: dict[str, None] = {}
 
     def search(self) -> BatchSearch:
@@ -99,11 +100,13 @@ class LateSearch:
             return self._result(weights=bad)
         good, wrong = self._bisect() if self._find_probe() else (0, None)
         known = {"good": self._states[good].step, "wrong": self._states[wrong].step if wrong is not None else None}
-        rows = self._replay(good, known["wrong"])
+        # A generator cannot be asked again for batches before these: one state more shows what is usual.
+        start = good if self._order.repeats else max(0, good - 1)
+        rows = self._replay(start, known["wrong"])
         if not rows or not (rows[-1].failed or self._is_bad()):
             self._tell_healthy(rows, known["wrong"])
             return self._result(**known)
-        return self._result(**known, **self._first_wrong(good, rows))
+        return self._result(**known, **self._first_wrong(start, rows))
 
     # The saved states.
 
@@ -167,6 +170,7 @@ class LateSearch:
         return rows
 
     def _make(self, step: int, fetched: Fetched) -> Row:
+        self._again += 1
         before = [p.detach().clone() for p in self._trained()]
         outcome = self._call(fetched, f"step {step}", updates=True)
         with torch.no_grad():
@@ -191,9 +195,9 @@ class LateSearch:
     def _trained(self) -> list[Tensor]:
         return [p for p, _ in self._models.parameters.values() if p.requires_grad]
 
-    def _first_wrong(self, good: int, rows: list[Row]) -> dict[str, Any]:
+    def _first_wrong(self, start: int, rows: list[Row]) -> dict[str, Any]:
         """The step from which on the numbers stay out of what is usual; earlier states help where it begins at once."""
-        end, start, back = rows[-1].step + 1, good, 1
+        end, back = rows[-1].step + 1, 1
         found = onset(rows)
         while not found.settled and start > 0 and self._order.repeats and not _is_data(rows[found.at]):
             start, back = max(0, start - back), back * 2
@@ -227,6 +231,7 @@ class LateSearch:
         return BatchSearch(
             "checkpoints",
             replays=self._step.calls,
+            again=self._again,
             of=len(self._states),
             examined=tuple(self._examined),
             notes=tuple(self._notes),

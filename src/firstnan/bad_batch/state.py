@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from firstnan.bad_batch.found import Seen
 from firstnan.detector.snapshot import Kept, Schedules, Snapshot
@@ -26,26 +27,34 @@ _MODEL = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizers", "optimizer_states")
 
 
-def optimizers_of(models: Models) -> list[Any]:
-    """Every optimizer in the process that trains a parameter of these models."""
-    alive = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and "param_groups" in vars(o)]
-    return [o for o in alive if any(id(p) in models.parameters for p in parameters_of(o))]
+def helpers() -> list[Any]:
+    """Every optimizer, schedule and gradient scaler in the process (slow: it looks at all objects)."""
+    return [o for o in gc.get_objects() if issubclass(type(o), Optimizer | LRScheduler | torch.amp.GradScaler)]
+
+
+def optimizers_of(models: Models, alive: Sequence[Any]) -> list[Any]:
+    """Those that train a parameter of these models."""
+    found = [o for o in alive if isinstance(o, Optimizer) and "param_groups" in vars(o)]
+    return [o for o in found if any(id(p) in models.parameters for p in parameters_of(o))]
 
 
 class Everything:
     """The model, its optimizers with schedules and scalers, gradients and random generators, as they are now."""
 
-    def __init__(self, model: Module, models: Models, optimizers: Sequence[Any], loader: Any) -> None:
+    def __init__(
+        self, model: Module, models: Models, optimizers: Sequence[Any], alive: Sequence[Any], loader: Any
+    ) -> None:
         self._parameters = {id(p): p for p, _ in models.parameters.values()}
         self._parameters |= {id(p): p for o in optimizers for p in parameters_of(o)}
         self._state, self._gradients = Kept(), Kept()
-        scalers = [o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler)]
+        scalers = [o for o in alive if isinstance(o, torch.amp.GradScaler)]
+        schedulers = [o for o in alive if isinstance(o, LRScheduler) and vars(o).get("optimizer") in optimizers]
         for owner in (*model.modules(), *optimizers, *scalers):
             self._state.add(vars(owner))
         self._own = [(p, p.grad) for p in self._parameters.values()]
         for _, gradient in self._own:
             self._gradients.add(gradient)
-        self._schedules = Schedules.of(optimizers)
+        self._schedules = Schedules(schedulers, list(optimizers))
         self._state.copy()
         self._gradients.copy()
         self._random = RandomState.now()
