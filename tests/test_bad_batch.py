@@ -365,8 +365,9 @@ class Run:
 def test_first_step_that_goes_wrong_long_before_the_first_nan(breaks: int) -> None:
     run = Run(breaks)
     assert len(run.states) == 64
-    before = everything(run.model, run.optimizer)
+    before, kept = everything(run.model, run.optimizer), copy.deepcopy(run.states)
     found = run.search()
+    assert same(kept, run.states)
     assert abs(found.step - breaks) <= 2
     assert found.index == found.step
     assert len(found.examined) <= 7

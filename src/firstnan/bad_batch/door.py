@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 
 from firstnan.bad_batch.found import BatchSearch
 from firstnan.bad_batch.late import LateSearch
 from firstnan.bad_batch.order import Order
 from firstnan.bad_batch.scan import scan
-from firstnan.bad_batch.state import Everything, SavedState, bad_state, helpers, optimizers_of
+from firstnan.bad_batch.state import Everything, SavedState
+from firstnan.bad_batch.training import Training
 from firstnan.bad_batch.watched import WatchedStep
-from firstnan.names import Models
 
 
 def find_bad_batch(
@@ -47,37 +46,23 @@ def find_bad_batch(
 
     Model, optimizers, schedules, scalers, gradients and random generators are as before at the end, however it ends.
     """
-    if not isinstance(model, Module):
-        raise TypeError(f"model is no torch.nn.Module but {type(model).__name__}")
-    if any(is_lazy(p) for p in model.parameters()):
-        raise ValueError("the model has lazy parameters: call it once, so that they have values")
+    training = Training(model, optimizer)
     states = [SavedState(number, state) for number, state in checkpoints] if checkpoints is not None else None
     if states == []:
         raise ValueError("there are no checkpoints to search")
-    models = Models({"": model})
-    alive = helpers()
-    optimizers = _given(optimizer) or optimizers_of(models, alive)
-    if states is None and (bad := bad_state(models)) is not None:
+    if states is None and (bad := training.bad_state(optimizers=False)) is not None:
         return BatchSearch("scan", weights=bad)
-    watched = WatchedStep(step, models, optimizers)
+    watched = WatchedStep(step, training)
     order = Order(loader, watched.replayer)
     length = order.length if states is None else None
     with (
-        Everything(model, models, optimizers, alive, loader) as everything,
+        Everything(training, loader) as everything,
         watched.installed(),
         _bar(progress, length) as bar,
     ):
         if states is None:
             return scan(watched, order, everything, all, bar)
-        return LateSearch(watched, order, everything, states, (model, models, optimizers), bar).search()
-
-
-def _given(optimizer: Any) -> Sequence[Any]:
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
-    for one in given:
-        if not hasattr(one, "param_groups"):
-            raise TypeError(f"optimizer is no torch.optim.Optimizer but {type(one).__name__}")
-    return given
+        return LateSearch(watched, order, everything, states, training, bar).search()
 
 
 @contextmanager

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from firstnan.bad_batch.found import BadBatch, BatchSearch, Seen
 from firstnan.bad_batch.order import Fetched, Order
-from firstnan.bad_batch.state import Everything, SavedState, bad_state
+from firstnan.bad_batch.state import Everything, SavedState
+from firstnan.bad_batch.training import Training
 from firstnan.bad_batch.watched import Outcome, WatchedStep
 from firstnan.finite import norms, readable
-from firstnan.names import Models
 
 _PROBES = 4
 """So many batches are tried to find one that is healthy in the first saved state."""
@@ -79,13 +78,12 @@ class LateSearch:
         order: Order,
         everything: Everything,
         states: Sequence[SavedState],
-        place: tuple[Module, Models, Sequence[Any]],
+        training: Training,
         advance: Callable[[str], None],
     ) -> None:
         self._step, self._order, self._everything = step, order, everything
         self._states = sorted(states, key=lambda state: state.step)
-        self._model, self._models, self._optimizers = place
-        self._advance = advance
+        self._training, self._advance = training, advance
         self._band = Band()
         self._probe: Fetched | None = None
         self._examined: list[int] = []
@@ -95,7 +93,7 @@ class LateSearch:
     def search(self) -> BatchSearch:
         self._load(0)
         self._examined.append(self._states[0].step)
-        bad = bad_state(self._models, self._optimizers)
+        bad = self._training.bad_state(optimizers=True)
         if bad is not None:
             return self._result(weights=bad)
         good, wrong = self._bisect() if self._find_probe() else (0, None)
@@ -124,9 +122,7 @@ class LateSearch:
         self._everything.put_back()
         state = self._states[at]
         self._advance(f"the state of step {state.step}")
-        missing = state.put(self._model, self._optimizers)
-        if missing:
-            self._notes[missing] = None
+        self._notes |= dict.fromkeys(state.put(self._training))
 
     def _find_probe(self) -> bool:
         """A batch that is healthy in the first state; all states are tried with it."""
@@ -139,7 +135,7 @@ class LateSearch:
 
     def _is_bad(self) -> bool:
         """Whether the state that the model is in now is out of the healthy band."""
-        if bad_state(self._models, self._optimizers) is not None:
+        if self._training.bad_state(optimizers=True) is not None:
             return True
         if self._probe is None:
             return False
@@ -193,7 +189,7 @@ class LateSearch:
             self._advance(what)
 
     def _trained(self) -> list[Tensor]:
-        return [p for p, _ in self._models.parameters.values() if p.requires_grad]
+        return [p for p in self._training.parameters if p.requires_grad]
 
     def _first_wrong(self, start: int, rows: list[Row]) -> dict[str, Any]:
         """The step from which on the numbers stay out of what is usual; earlier states help where it begins at once."""

@@ -1,60 +1,41 @@
-"""What a search may change, put back bit for bit; and saved states, put into the model and its optimizers."""
+"""What a search may change, put back bit for bit; and saved states, put into the model and what trains it."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from firstnan.bad_batch.found import Seen
+from firstnan.bad_batch.training import Training
 from firstnan.detector.snapshot import Kept, Schedules, Snapshot
-from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.gate import parameters_of
-from firstnan.names import Models
 from firstnan.randomness import RandomState
-from firstnan.records import Noticed
 
 # Under which names people save them.
 _MODEL = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizers", "optimizer_states")
-
-
-def helpers() -> list[Any]:
-    """Every optimizer, schedule and gradient scaler in the process (slow: it looks at all objects)."""
-    return [o for o in gc.get_objects() if issubclass(type(o), Optimizer | LRScheduler | torch.amp.GradScaler)]
-
-
-def optimizers_of(models: Models, alive: Sequence[Any]) -> list[Any]:
-    """Those that train a parameter of these models."""
-    found = [o for o in alive if isinstance(o, Optimizer) and "param_groups" in vars(o)]
-    return [o for o in found if any(id(p) in models.parameters for p in parameters_of(o))]
+_SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
+_SCALER = ("scaler", "grad_scaler", "scaler_state_dict")
 
 
 class Everything:
     """The model, its optimizers with schedules and scalers, gradients and random generators, as they are now."""
 
-    def __init__(
-        self, model: Module, models: Models, optimizers: Sequence[Any], alive: Sequence[Any], loader: Any
-    ) -> None:
-        self._parameters = {id(p): p for p, _ in models.parameters.values()}
+    def __init__(self, training: Training, loader: Any) -> None:
+        optimizers = training.all_optimizers
+        self._parameters = {id(p): p for p in training.parameters}
         self._parameters |= {id(p): p for o in optimizers for p in parameters_of(o)}
         self._state, self._gradients = Kept(), Kept()
-        scalers = [o for o in alive if isinstance(o, torch.amp.GradScaler)]
-        schedulers = [o for o in alive if isinstance(o, LRScheduler) and vars(o).get("optimizer") in optimizers]
-        for owner in (*model.modules(), *optimizers, *scalers):
+        for owner in (*training.model.modules(), *optimizers, *training.scalers):
             self._state.add(vars(owner))
         self._own = [(p, p.grad) for p in self._parameters.values()]
         for _, gradient in self._own:
             self._gradients.add(gradient)
-        self._schedules = Schedules(schedulers, list(optimizers))
+        self._schedules = Schedules(training.schedulers, optimizers)
         self._state.copy()
         self._gradients.copy()
         self._random = RandomState.now()
@@ -95,25 +76,6 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list({id(g): g for g in found}.values())
 
 
-def bad_state(models: Models, optimizers: Sequence[Any] = ()) -> Seen | None:
-    """The first weight, buffer or optimizer state that is not finite."""
-    for what, name, tensor, infinity_is_meant in _state_tensors(models, optimizers):
-        if not is_finite(tensor) and not (infinity_is_meant and not bool(torch.isnan(tensor).any())):
-            return Seen(Noticed(what, name), stat(name, tensor))
-    return None
-
-
-def _state_tensors(models: Models, optimizers: Sequence[Any]) -> Iterator[tuple[str, str, Tensor, bool]]:
-    for parameter, name in models.parameters.values():
-        yield "parameter", name, parameter, not parameter.requires_grad
-    for buffer, name in models.buffers.values():
-        yield "buffer", name, buffer, True
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for place, tensor in tensors_in(state):
-                yield "optimizer state", f"{models.name(parameter)}{place}", tensor, False
-
-
 class SavedState:
     """One saved state of a run: the one after `step` updates."""
 
@@ -129,25 +91,31 @@ class SavedState:
         elif not isinstance(state, dict | Snapshot):
             raise TypeError(f"{self._label} is a path or a dict of state dicts, not {type(state).__name__}")
 
-    def put(self, model: Module, optimizers: Sequence[Any]) -> str:
-        """Makes this the state of the model and its optimizers; returns what is missing in it, in words."""
+    def put(self, training: Training) -> list[str]:
+        """Makes this the state of the training; returns what it does not hold, in words."""
         if isinstance(self._state, Snapshot):
             self._state.put_back()
-            return ""
+            return []
         saved = self._state if isinstance(self._state, dict) else self._read()
-        weights = next((saved[k] for k in _MODEL if isinstance(saved.get(k), dict)), saved)
-        settings = next((saved[k] for k in _OPTIMIZER if saved.get(k)), None) if weights is not saved else None
+        weights = _first(saved, _MODEL)
+        if not isinstance(weights, dict):
+            saved, weights = {}, saved
+        missing = []
         try:
-            model.load_state_dict(weights)
-            for optimizer, one in zip(optimizers, _one_each(settings, optimizers), strict=True):
-                if one is None:
+            training.model.load_state_dict(weights)
+            if not _load(training.optimizers, _first(saved, _OPTIMIZER)):
+                missing.append("no optimizer state: replays began with a fresh one")
+                for optimizer in training.optimizers:
                     optimizer.state = defaultdict(dict)
-                else:
-                    optimizer.load_state_dict(one)
+            if not _load(training.outer_schedulers, _first(saved, _SCHEDULER)):
+                missing.append(
+                    "no state of the learning-rate schedule: if `step` moves it, it began where it stands now"
+                )
+            if not _load(training.scalers, _first(saved, _SCALER)):
+                missing.append("no state of the gradient scaler: replays began with its scale of now")
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self._label} does not fit: {error}") from error
-        missing = settings is None and optimizers
-        return "The saved states hold no optimizer state: replays began with a fresh one." if missing else ""
+        return [f"The saved states hold {what}." for what in missing]
 
     def _read(self) -> dict[str, Any]:
         """Tensors and plain values only: a file may come from anywhere, and reading it must not run code."""
@@ -161,11 +129,17 @@ class SavedState:
         return saved
 
 
-def _one_each(settings: Any, optimizers: Sequence[Any]) -> list[Any]:
-    """The state dict of each optimizer; None where there is none."""
-    if settings is None:
-        return [None] * len(optimizers)
-    several = settings if isinstance(settings, list | tuple) else [settings]
-    if len(several) != len(optimizers):
-        raise ValueError(f"it is of {len(several)} optimizers, here are {len(optimizers)}")
-    return list(several)
+def _first(saved: dict[str, Any], names: Sequence[str]) -> Any:
+    return next((saved[name] for name in names if saved.get(name)), None)
+
+
+def _load(owners: Sequence[Any], saved: Any) -> bool:
+    """Gives each owner its own of the saved state dicts; False where there is none for them."""
+    several = saved if isinstance(saved, list | tuple) else [saved] if saved else []
+    if not several:
+        return not owners
+    if len(several) != len(owners):
+        return False
+    for owner, state in zip(owners, several, strict=True):
+        owner.load_state_dict(deepcopy(state))  # an optimizer goes on with the very tensors it is given
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from firstnan.bad_batch.found import Seen
+from firstnan.bad_batch.training import Training
 from firstnan.conclude import bad_values
 from firstnan.errors import InternalErrors, NonFiniteError
 from firstnan.finite import is_finite, norms, readable, stat, tensors_in
 from firstnan.gate import Gate, drop_gradients, parameters_of
 from firstnan.guard import Alarm
 from firstnan.hooks import TrainingHooks
-from firstnan.names import Models
 from firstnan.patches import Patches
 from firstnan.records import Noticed
 from firstnan.replay import Replayer, copied
@@ -39,11 +39,11 @@ class WatchedStep:
 
     is_calm = False
 
-    def __init__(self, step: Callable[[Any], Any], models: Models, optimizers: Sequence[Any]) -> None:
+    def __init__(self, step: Callable[[Any], Any], training: Training) -> None:
         self.replayer = Replayer()
         self.internal_error = InternalErrors(logging.getLogger("firstnan").error)
         self.calls = 0
-        self._step, self._models, self._optimizers = step, models, optimizers
+        self._step, self._models, self._training = step, training.models, training
         self._updates = False
         self._went_back = False
         self._seen: dict[str, Seen] = {}
@@ -74,7 +74,7 @@ class WatchedStep:
         gate = self._gate = self._hooks.gate = Gate(self, thorough=True)
         gate.new_guard = None
         gate.watch_models(self._models)
-        for optimizer in self._optimizers:
+        for optimizer in self._training.all_optimizers:
             gate.optimizer_made(optimizer)
         bad_inputs = self._bad_inputs(batch)
         loss = None
@@ -88,7 +88,7 @@ class WatchedStep:
         gate.last_look()
         if not gate.steps.total:
             # A scaler that skips an update leaves the gradients that it did not like.
-            self._look_at_gradients([p for p, _ in self._models.parameters.values()])
+            self._look_at_gradients(self._training.parameters)
         # An infinity in a batch may be meant: a mask.
         bad_inputs = [s for s in bad_inputs if self._seen or s.tensor is None or s.tensor.nan]
         past = gate.past().steps
@@ -121,7 +121,7 @@ class WatchedStep:
             return None
         if loss.requires_grad:
             torch.autograd.backward(loss)
-            for optimizer in self._optimizers if self._updates else ():
+            for optimizer in self._training.optimizers if self._updates else ():
                 optimizer.step()
         return loss.item()
 
