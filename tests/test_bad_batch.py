@@ -294,6 +294,19 @@ def test_what_a_gradient_scaler_overflows_is_no_fault_of_the_batch() -> None:
     assert scaler._scale is None
 
 
+def test_bad_gradient_that_a_scaler_would_skip_is_told() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+
+    def step(x: Tensor) -> None:
+        scaler.scale(model(x).abs().sqrt().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    found = find_bad_batch(step, [torch.ones(3, 2), torch.zeros(3, 2), torch.ones(3, 2)], model=model, all=True)
+    assert [(b.index, whats(b)) for b in found.batches] == [(1, ["gradient"])]
+
+
 def test_error_of_the_loader_is_the_users_with_a_note(net: Net) -> None:
     def batches() -> Iterator[Tensor]:
         yield torch.ones(4, 4)

@@ -44,7 +44,8 @@ def find_bad_batch(
     search finds the first state that is not finite or out of the healthy band of those before it; then the steps
     from the last good one on are made again. Batch i of the loader is taken to belong to step i.
 
-    Model, optimizers, schedules, scalers, gradients and random generators are as before at the end, however it ends.
+    Model, optimizers, schedules, scalers, gradients and random generators are as before at the end, however it ends;
+    what else `step` changes is not known here.
     """
     training = Training(model, optimizer)
     states = [SavedState(number, state) for number, state in checkpoints] if checkpoints is not None else None

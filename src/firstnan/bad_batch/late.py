@@ -20,8 +20,9 @@ from firstnan.finite import norms, readable
 
 _PROBES = 4
 """So many batches are tried to find one that is healthy in the first saved state."""
-_LOSS, _NORM = 10.0, 100.0
-"""A state is bad if the loss of the same batch has grown so many times since the good states before it, or a norm."""
+_LOSS, _NORM, _NORM_ALONE = 10.0, 100.0, 1e6
+"""A state is bad if the loss of the same batch has grown so many times since the first state; or, beside a loss that
+is not better than then, the norm of the gradient or of the parameters."""
 _SMALL_LOSS, _SMALL_NORM = 0.1, 1.0
 """Less counts as this much: what is near zero leaves it by large factors all the time."""
 _FEWEST, _MOST = 4, 32
@@ -29,6 +30,10 @@ _FEWEST, _MOST = 4, 32
 _ABOVE, _SPREADS = 2.0, 3
 """Above what is usual: twice the median, and three times the way (in logs) to the upper quartile, which is two
 standard deviations of a log-normal."""
+_FAR, _NEAR = 100.0, 4
+"""So many times what is usual, at most so many steps before: the numbers may look better for a moment after a blow."""
+
+Sizes = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Row:
     step: int
     fetched: Fetched
     seen: tuple[Seen, ...]
-    sizes: dict[str, float | None]
+    sizes: Sizes
     """The gradient norm, the size of the update, the loss, the norm of the parameters after the update."""
 
     @property
@@ -46,27 +51,16 @@ class Row:
         return any(one.noticed.what != "input" for one in self.seen)
 
 
-class Band:
-    """What the good states had: the same batch gave these losses and norms."""
-
-    def __init__(self) -> None:
-        self._tops: dict[str, float] = {}
-
-    def holds(self, sizes: dict[str, float | None]) -> bool:
-        """Whether these numbers are in the healthy band; if so they are part of it from now on."""
-        known = {name: value for name, value in sizes.items() if value is not None}
-        if any(not value <= self._limit(name) for name, value in known.items()):
-            return False
-        for name, value in known.items():
-            self._tops[name] = max(value, self._tops.get(name, value))
-        return True
-
-    def _limit(self, name: str) -> float:
-        if name not in self._tops:
-            return math.inf
-        top = self._tops[name]
-        # A loss may be negative.
-        return top + _LOSS * max(abs(top), _SMALL_LOSS) if name == "loss" else _NORM * max(top, _SMALL_NORM)
+def is_healthy(now: Sizes, first: Sizes) -> bool:
+    """Whether the numbers of a state are in the band around those that the first state had with the same batch."""
+    loss, before = now["loss"], first["loss"]
+    grown = loss is None or before is None or loss > before
+    if loss is not None and before is not None and loss > before + _LOSS * max(abs(before), _SMALL_LOSS):
+        return False
+    # Norms may grow while training gets better: where a density narrows, where a head that was zero wakes up.
+    most = _NORM if grown else _NORM_ALONE
+    pairs = [(now[name], first[name]) for name in now if name != "loss"]
+    return all(a is None or b is None or a <= most * max(b, _SMALL_NORM) for a, b in pairs)
 
 
 class LateSearch:
@@ -84,7 +78,7 @@ class LateSearch:
         self._step, self._order, self._everything = step, order, everything
         self._states = sorted(states, key=lambda state: state.step)
         self._training, self._advance = training, advance
-        self._band = Band()
+        self._first: Sizes = {}
         self._probe: Fetched | None = None
         self._examined: list[int] = []
         self._again = 0
@@ -129,8 +123,8 @@ class LateSearch:
         for fetched in self._order.first(_PROBES):
             outcome = self._try(fetched)
             if not outcome.seen:
-                self._probe = fetched
-                return self._band.holds(self._sizes(outcome))
+                self._probe, self._first = fetched, self._sizes(outcome)
+                return True
         return False
 
     def _is_bad(self) -> bool:
@@ -140,13 +134,13 @@ class LateSearch:
         if self._probe is None:
             return False
         outcome = self._try(self._probe)
-        return bool(outcome.seen) or not self._band.holds(self._sizes(outcome))
+        return bool(outcome.seen) or not is_healthy(self._sizes(outcome), self._first)
 
     def _try(self, fetched: Fetched) -> Outcome:
         self._everything.put_back_random()
         return self._call(fetched, "a saved state", updates=False)
 
-    def _sizes(self, outcome: Outcome) -> dict[str, float | None]:
+    def _sizes(self, outcome: Outcome) -> Sizes:
         return {"loss": outcome.loss, "gradient": outcome.grad_norm, "parameters": _norm(self._trained())}
 
     # The steps between two of them.
@@ -171,7 +165,7 @@ class LateSearch:
         outcome = self._call(fetched, f"step {step}", updates=True)
         with torch.no_grad():
             moved = [p.detach() - b for p, b in zip(self._trained(), before, strict=True)]
-        sizes = {
+        sizes: Sizes = {
             "gradient norm": outcome.grad_norm,
             "size of the update": _norm(moved),
             "loss": outcome.loss,
@@ -245,27 +239,50 @@ class Onset:
 
 
 def onset(rows: Sequence[Row]) -> Onset:
-    """Where the numbers leave what the first rows had, for good: the earliest of them all."""
+    """Where the numbers leave what the first rows had, for good."""
     count = min(_MOST, max(_FEWEST, len(rows) // 4))
-    why = str(rows[-1].seen[0]) if rows[-1].seen else "what training keeps is out of the healthy band"
-    best, settled = len(rows) - 1, True
-    for name in rows[0].sizes:
-        values = [row.sizes[name] for row in rows]
-        first = [v for v in values[:count] if v is not None and 0 < v < math.inf]
-        rises = len(first) > 1 and median(first[len(first) // 2 :]) > _ABOVE * median(first[: len(first) // 2])
-        first = sorted(first[: len(first) // 2] if rises else first)
-        if not first:
-            continue
-        usual = median(first)
-        top = usual * max(_ABOVE, (first[len(first) * 3 // 4] / usual) ** _SPREADS)
-        inside = [i for i, v in enumerate(values) if v is None or v <= top]
-        at = inside[-1] + 1 if inside else 0
-        value = values[at] if at < len(rows) else None
-        if value is not None:
-            settled = settled and not rises
-            if at < best:
-                best, why = at, f"the {name} is {value:.3g}, usually {usual:.3g}"
-    return Onset(best, why, settled and best >= count)
+    usual = {name: found for name in rows[0].sizes if (found := Usual.of([r.sizes[name] for r in rows[:count]]))}
+    factors = [{n: u.factor(row.sizes[n]) for n, u in usual.items()} for row in rows]
+    """How far above its top each number is; up to 1 is usual."""
+    at = len(rows) - 1
+    while at > 0 and any(f > 1 for f in factors[at - 1].values()):
+        at -= 1
+    far = [i for i in range(max(0, at - _NEAR), at) if any(f > _FAR for f in factors[i].values())]
+    at = far[0] if far else at
+    settled = at >= count and not any(usual[n].rises for n, f in factors[-1].items() if f > 1)
+    name = max(factors[at], key=lambda n: factors[at][n], default=None)
+    value = rows[at].sizes[name] if name is not None and factors[at][name] > 1 else None
+    if name is not None and value is not None and math.isfinite(value):
+        why = f"the {name} is {value:.3g}, usually {usual[name].middle:.3g}"
+    else:
+        why = str(rows[at].seen[0]) if rows[at].seen else "the saved state after it is out of the healthy band"
+    return Onset(at, why, settled)
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What one of the numbers was in the first rows of a replay."""
+
+    middle: float
+    top: float
+    rises: bool
+    """Already there."""
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Usual | None:
+        known = [v for v in values if v is not None and 0 < v < math.inf]
+        half = len(known) // 2
+        rises = half > 0 and median(known[half:]) > _ABOVE * median(known[:half])
+        known = sorted(known[:half] if rises else known)
+        if not known:
+            return None
+        middle = median(known)
+        return cls(middle, middle * max(_ABOVE, (known[len(known) * 3 // 4] / middle) ** _SPREADS), rises)
+
+    def factor(self, value: float | None) -> float:
+        if value is None:
+            return 0.0
+        return value / self.top if math.isfinite(value) else math.inf
 
 
 def _is_data(row: Row) -> bool:

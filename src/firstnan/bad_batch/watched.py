@@ -86,8 +86,8 @@ class WatchedStep:
                 raise
             self._seen["exception"] = Seen(Noticed("exception", f"{type(error).__name__}: {error}".split("\n")[0]))
         gate.last_look()
-        if not gate.steps.total:
-            # A scaler that skips an update leaves the gradients that it did not like.
+        if not (updates and gate.steps.total):
+            # Where updates are made, a scaler that skips one leaves the gradients that it did not like.
             self._look_at_gradients(self._training.parameters)
         # An infinity in a batch may be meant: a mask.
         bad_inputs = [s for s in bad_inputs if self._seen or s.tensor is None or s.tensor.nan]
