@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import firstnan
 from firstnan import find_bad_batch
+from firstnan.detector.snapshot import Snapshot
+from firstnan.names import Models
 from firstnan.randomness import RandomState
 
 Pair = tuple[Tensor, Tensor]
@@ -480,6 +482,64 @@ def test_files_as_people_save_them(tmp_path: Path) -> None:
     found = run.search(only)
     assert abs(found.step - 55) <= 1
     assert "The saved states hold no optimizer state" in str(found)
+
+
+def test_states_of_a_model_that_was_wrapped_otherwise() -> None:
+    run = Run(55, steps=80)
+    states = [(step, {f"module._orig_mod.{k}": v for k, v in state["model"].items()}) for step, state in run.states]
+    assert abs(run.search(states).step - 55) <= 1
+
+
+def test_snapshots_in_memory() -> None:
+    run = Run(55, steps=80)
+    states, models = [], Models({"": run.model})
+    for step, state in run.states[:6]:
+        run.model.load_state_dict(state["model"])
+        run.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        states.append((step, Snapshot.take(run.model.parameters(), models.slots, [run.optimizer])))
+    found = run.search(states)
+    assert (found.good, found.wrong) == (50, None)
+    assert abs(found.step - 55) <= 1
+
+
+def test_schedule_and_scaler_go_on_from_the_saved_state() -> None:
+    """A schedule that raises the learning rate too far at step 33."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 if n < 33 else 50.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    batches = [torch.randn(8, 4) for _ in range(64)]
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale((model(x) - x[:, :1]).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+
+    states = []
+    for i, batch in enumerate(batches):
+        if i % 8 == 0:
+            parts = {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
+            states.append((i, {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}))
+        step(batch)
+    before = everything(model, optimizer, schedule, scaler)
+    found = find_bad_batch(step, batches, model=model, checkpoints=states)
+    assert found.step in (33, 34)
+    assert len(found.notes) == 1 + found.notes[0].startswith("The first value")
+    assert same(before, everything(model, optimizer, schedule, scaler))
+    bare = [(number, {"model": state["model"]}) for number, state in states]
+    said = str(find_bad_batch(step, batches, model=model, checkpoints=bare))
+    assert "no optimizer state" in said
+    assert "no state of the learning-rate schedule" in said
+    assert "no state of the gradient scaler" in said
+
+
+def test_generator_that_ends_too_early_is_told() -> None:
+    run = Run(55, steps=80)
+    found = run.search(loader=(batch for batch in run.batches[:20]))
+    assert found.step is None
+    assert "the loader has no batch for step" in str(found)
 
 
 def test_generator_and_states() -> None:

@@ -17,6 +17,7 @@ from firstnan.bad_batch.state import Everything, SavedState
 from firstnan.bad_batch.training import Training
 from firstnan.bad_batch.watched import Outcome, WatchedStep
 from firstnan.finite import norms, readable
+from firstnan.guard import Guard
 
 _PROBES = 4
 """So many batches are tried to find one that is healthy in the first saved state."""
@@ -82,6 +83,8 @@ class LateSearch:
         self._probe: Fetched | None = None
         self._examined: list[int] = []
         self._again = 0
+        self._alarmed = False
+        """Steps after the last saved state have left all bounds."""
         self._notes: dict[str, None] = {}
 
     def search(self) -> BatchSearch:
@@ -91,12 +94,12 @@ class LateSearch:
         if bad is not None:
             return self._result(weights=bad)
         good, wrong = self._bisect() if self._find_probe() else (0, None)
-        known = {"good": self._states[good].step, "wrong": self._states[wrong].step if wrong is not None else None}
+        known: Any = {"good": self._states[good].step, "wrong": None if wrong is None else self._states[wrong].step}
         # A generator cannot be asked again for batches before these: one state more shows what is usual.
         start = good if self._order.repeats else max(0, good - 1)
         rows = self._replay(start, known["wrong"])
-        if not rows or not (rows[-1].failed or self._is_bad()):
-            self._tell_healthy(rows, known["wrong"])
+        if not rows or not (rows[-1].failed or self._alarmed or self._is_bad()):
+            self._tell_healthy(rows, **known)
             return self._result(**known)
         return self._result(**known, **self._first_wrong(start, rows))
 
@@ -146,16 +149,21 @@ class LateSearch:
     # The steps between two of them.
 
     def _replay(self, start: int, end: int | None) -> list[Row]:
-        """Steps from a saved state on, with updates: up to step `end`, one whole pass where there is none, or a NaN."""
+        """Steps from a saved state on, with updates: up to a NaN, or step `end`; without one for a whole pass."""
         self._load(start)
         self._everything.put_back_random()
         first = self._states[start].step
         rows: list[Row] = []
+        guard = Guard()
         for step, fetched in enumerate(self._order.from_step(first), first):
             if step == end or (end is None and rows and fetched.index == rows[0].fetched.index):
                 break
             rows.append(self._make(step, fetched))
+            alarm = guard.observe(step, rows[-1].sizes["gradient norm"], rows[-1].sizes["loss"])
             if rows[-1].failed:
+                break
+            if end is None and alarm is not None and alarm.kind != "spike":
+                self._alarmed = True
                 break
         return rows
 
@@ -201,15 +209,17 @@ class LateSearch:
 
     # What is said of it.
 
-    def _tell_healthy(self, rows: list[Row], wrong: int | None) -> None:
-        count = len(rows)
-        if wrong is None:
-            self._notes[f"The {count} steps after the last saved state were made again, and stayed healthy."] = None
+    def _tell_healthy(self, rows: list[Row], good: int, wrong: int | None) -> None:
+        if not rows:
+            note = f"No step was made again: the loader has no batch for step {good}."
+        elif wrong is None:
+            note = f"The {len(rows)} steps after the last saved state were made again, and stayed healthy."
         else:
-            self._notes[
-                f"The {count} steps before it were made again and stayed healthy: in the run they had other batches, "
-                "other random numbers or other settings."
-            ] = None
+            note = (
+                f"The {len(rows)} steps before it were made again and stayed healthy: in the run they had other "
+                "batches, other random numbers or other settings."
+            )
+        self._notes[note] = None
 
     def _result(self, **found: Any) -> BatchSearch:
         length = self._order.length

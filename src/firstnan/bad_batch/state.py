@@ -9,10 +9,12 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from firstnan.bad_batch.training import Training
 from firstnan.detector.snapshot import Kept, Schedules, Snapshot
 from firstnan.gate import parameters_of
+from firstnan.modules import readable_path
 from firstnan.randomness import RandomState
 
 # Under which names people save them.
@@ -102,7 +104,7 @@ class SavedState:
             saved, weights = {}, saved
         missing = []
         try:
-            training.model.load_state_dict(weights)
+            training.model.load_state_dict(_named_as_in(training.model, weights))
             if not _load(training.optimizers, _first(saved, _OPTIMIZER)):
                 missing.append("no optimizer state: replays began with a fresh one")
                 for optimizer in training.optimizers:
@@ -127,6 +129,13 @@ class SavedState:
         if not isinstance(saved, dict):
             raise ValueError(f"{self._label} holds no dict of state dicts but {type(saved).__name__}")
         return saved
+
+
+def _named_as_in(model: Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """The weights under the names of this model, which may be wrapped otherwise now: compiled, parallel."""
+    names = {readable_path(name): name for name in model.state_dict()}
+    renamed = {names.get(readable_path(name), name): value for name, value in weights.items()}
+    return renamed if len(renamed) == len(weights) else weights
 
 
 def _first(saved: dict[str, Any], names: Sequence[str]) -> Any:
