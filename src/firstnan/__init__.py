@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from firstnan.bad_batch import find_bad_batch
     from firstnan.bad_samples import find_bad_samples
     from firstnan.checks import check, check_gradients, check_weights
     from firstnan.detector import NaNDetector
@@ -22,6 +23,7 @@ __all__ = [
     "check",
     "check_gradients",
     "check_weights",
+    "find_bad_batch",
     "find_bad_samples",
     "load",
     "replay",
@@ -38,6 +40,7 @@ _ROOMS = {
     "check": "checks",
     "check_gradients": "checks",
     "check_weights": "checks",
+    "find_bad_batch": "bad_batch",
     "find_bad_samples": "bad_samples",
     "load": "report",
     "replay": "replaying",
