@@ -33,7 +33,8 @@ def initialised(job: Job) -> Iterator[Remedy]:
         return
     source, call = place.source, place.node
     assert isinstance(call, ast.Call)
-    stat = job.scene.origin.produced
+    event = job.scene.origin.event
+    stat = job.scene.origin.produced or (event.outputs[0] if event is not None and event.outputs else None)
     learned = job.scene.origin.role == "parameter" or job.scene.origin.phase == "parameter"
     matrix = learned and stat is not None and len(stat.shape) >= 2
     why = "What the memory held before was never meant; now it holds numbers of an ordinary size from the start."
