@@ -17,9 +17,11 @@ SHORT = 48
 FAR = 12
 CARRIERS = words(
     "mul add sub neg rsub unsqueeze squeeze view expand clone slice select to _to_copy t transpose permute div chunk "
-    "split getitem unbind detach reshape"
+    "split split_with_sizes getitem unbind detach reshape"
 )
 """Operators whose result is bounded when what they read is."""
+SEVERAL = words("chunk split unbind split_with_sizes")
+"""Operators that return a tuple, on which no guard can be called."""
 MOST_ALIKE = 8
 KEEPS = "all others, and their gradients, stay as they are"
 
@@ -43,7 +45,8 @@ class Pen:
         """Nowhere below `low`; a clamp that is there already is moved instead of doubled."""
         expr = self.source.expr(node)
         given = expr.arg(1, CLAMPS[expr.op]) if expr.op in CLAMPS else None
-        if given is not None and number(given) is not None:
+        now, wanted = number(given), number(ast.parse(low, mode="eval").body)
+        if given is not None and now is not None and (wanted is None or now < wanted):
             return put(self.source, given, low)
         if self.scalar:
             return put(self.source, node, f"max({self.source.code(node)}, {low})")
@@ -136,6 +139,8 @@ def spot(job: Job, *ops: str) -> Spot | None:
         return None
     expr = place.expr
     if expr.op not in wanted:
+        if hasattr(place.node, "body"):  # a loop that takes bad data: what stands in it is not meant
+            return None
         # A call of torch's own that is another operation has what is wanted somewhere inside of torch.
         inside = [place.source.expr(n) for n in ast.walk(place.node) if isinstance(n, ast.expr | ast.AugAssign)]
         fitting = [e for e in inside if e.op in wanted and e.args]
@@ -194,7 +199,7 @@ def made_at(job: Job, operand: str) -> Place | None:
         place = job.place_of(event.site)
         if place is None or event.phase != "forward":
             return None
-        if _line(place) != here and isinstance(place.node, ast.Call | ast.BinOp):
+        if _line(place) != here and isinstance(place.node, ast.Call | ast.BinOp) and event.op not in SEVERAL:
             return place if _used_elsewhere(place, job.place) else None
         if event.op not in CARRIERS:
             return None

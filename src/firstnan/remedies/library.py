@@ -72,6 +72,18 @@ def temperature_of_zero(job: Job) -> Iterator[Remedy]:
             yield job.remedy(f"Keep the temperature at {low} or above", why, put(place.source, tau, text))
 
 
+@remedy("exp_overflow")
+def exponent_inside_of_a_loss(job: Job) -> Iterator[Remedy]:
+    """`F.poisson_nll_loss(x, y)` takes exp(x) by itself."""
+    place = job.place
+    if place is None or place.expr.library != "torch" or not place.expr.args or place.expr.op == "exp":
+        return
+    for high in ("10", "5") if job.dtype == "float16" else ("20", "80"):
+        why = f"exp({high}) is far inside the range of {job.dtype}; {KEEPS}."
+        edit = Pen(place.source).ceiling(place.expr.args[0], high)
+        yield job.remedy(f"Keep the first argument at {high} or below", why, edit)
+
+
 @remedy(*SLUGS)
 def value_outside_the_support(job: Job) -> Iterator[Remedy]:
     """`dist.log_prob(x)` with x at the edge of what the distribution can draw."""

@@ -33,7 +33,8 @@ def initialised(job: Job) -> Iterator[Remedy]:
         return
     source, call = place.source, place.node
     assert isinstance(call, ast.Call)
-    stat = job.scene.origin.produced
+    event = job.scene.origin.event
+    stat = job.scene.origin.produced or (event.outputs[0] if event is not None and event.outputs else None)
     learned = job.scene.origin.role == "parameter" or job.scene.origin.phase == "parameter"
     matrix = learned and stat is not None and len(stat.shape) >= 2
     why = "What the memory held before was never meant; now it holds numbers of an ordinary size from the start."
@@ -146,9 +147,11 @@ def _loading(job: Job) -> list[tuple[Source, ast.Call]]:
 # --- initialisers -----------------------------------------------------------------------------------------------
 
 
-@remedy("bad_init", "exploding_gradient")
+@remedy("bad_init", "exploding_gradient", "overflow")
 def smaller_weights(job: Job) -> Iterator[Remedy]:
     """The initialiser of the weights that fed the operator, made of an ordinary size."""
+    if job.cause.slug == "overflow" and job.scene.origin.step > 1:
+        return  # the weights have been trained since
     for source, node in _initialisers(job):
         yield from _tamed(job, source, node)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from firstnan.records import Remedy
 from firstnan.remedies.base import Job, Place, remedy
 from firstnan.remedies.edits import Edit, after, atom, put
-from firstnan.remedies.numbers import written
+from firstnan.remedies.numbers import Spelled, literal, written
 from firstnan.remedies.setup import Setup, clip
 from firstnan.remedies.source import Source, number
 from firstnan.rules.scene import words
@@ -18,6 +18,7 @@ CAST_BY_AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "
 BOUNDS = {"float16": 1e3, "float32": 1e15, "bfloat16": 1e15, "float64": 1e100}
 """What a result may reach: its square still fits, and no healthy number is touched."""
 LIMIT_OF_GRADIENT = 1e3
+LOSS_SCALE = 1024.0
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 
 
@@ -112,6 +113,23 @@ def in_bfloat16(job: Job) -> Iterator[Remedy]:
             *edits,
             kind="setting",
         )
+
+
+@remedy("low_precision_overflow", "exploding_gradient")
+def smaller_loss_scale(job: Job) -> Iterator[Remedy]:
+    """The factor by which a program scales its loss itself, where one name serves scaling and unscaling."""
+    place = job.place_of(job.scene.history.backward_at)
+    call = place.node if place is not None else None
+    if place is None or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return
+    product = place.source.value(call.func.value)
+    for side in (product.left, product.right) if isinstance(product, ast.BinOp) else ():
+        found = literal(job.desk, Spelled(place.source, side)) if isinstance(side, ast.Name | ast.Attribute) else None
+        value = number(found.node) if found is not None else None
+        if found is not None and value is not None and value >= LOSS_SCALE:
+            smaller = put(found.source, found.node, written(value / LOSS_SCALE))
+            why = "Scaled gradients reach beyond the type; a smaller factor keeps them inside, and unscaling undoes it."
+            yield job.remedy(f"Loss scale {written(value / LOSS_SCALE)}", why, smaller, kind="setting")
 
 
 @remedy("optimizer_overflow")
@@ -209,10 +227,9 @@ def _hooked(source: Source, statement: ast.stmt) -> list[Edit] | None:
         start, end = source.span(statement)[0], source.span(statement.value)[0]
         lines = _hook("result", bound)
         return [Edit(source, start, end, "result = "), after(source, statement, *lines, "return result")]
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        if isinstance(target, ast.Name | ast.Attribute):
-            return [after(source, statement, *_hook(source.code(target), bound))]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    if len(targets) == 1 and isinstance(targets[0], ast.Name | ast.Attribute) and not isinstance(statement, LOOPS):
+        return [after(source, statement, *_hook(source.code(targets[0]), bound))]
     return None
 
 

@@ -10,9 +10,12 @@ from typing import Any
 from firstnan.records import Remedy
 from firstnan.remedies.base import Job, remedy
 from firstnan.remedies.edits import put
-from firstnan.remedies.numbers import written
+from firstnan.remedies.numbers import Spelled, times, written
 from firstnan.remedies.setup import Setup
 from firstnan.remedies.source import Function, Source, number
+
+PEAKS = {"OneCycleLR": 1, "CyclicLR": 2}
+"""Schedules with a peak, and the position of that among their arguments."""
 
 
 @remedy("nan_lr")
@@ -89,6 +92,20 @@ def _guard(source: Source, node: ast.AST) -> tuple[ast.expr, str, str] | None:
     if expr.op == "div" and (below := expr.arg(1, "other")) is not None and number(below) is None:
         return below, f"max({source.code(below)}, 1)", "A schedule of no steps divided by zero."
     return None
+
+
+@remedy("divergence_lr")
+def lower_peak(job: Job) -> Iterator[Remedy]:
+    """The largest rate of a schedule that goes up and down."""
+    for source in Setup(job).files:
+        for call in (n for n in ast.walk(source.tree) if isinstance(n, ast.Call)):
+            at = PEAKS.get(source.called(call).rsplit(".", 1)[-1])
+            given = [k.value for k in call.keywords if k.arg == "max_lr"] or (call.args[at : at + 1] if at else [])
+            for peak, factor in ((p, f) for p in given[:1] for f in (0.1, 0.01) if at is not None):
+                edit, value = times(job.desk, Spelled(source, peak), factor)
+                to = written(value) if value is not None else f"{written(factor)} times what it was"
+                why = "The schedule raised the rate to where every step overshot; a lower peak stays below that."
+                yield job.remedy(f"Peak of the schedule: {to}", why, edit, kind="setting")
 
 
 @remedy("divergence_lr")
