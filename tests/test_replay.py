@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from firstnan import replayer as replay
+from firstnan import replayer as room
 from firstnan.names import Slot
 from firstnan.replayer import Replayer
 
@@ -26,14 +26,14 @@ def test_batches_of_one_step_are_kept_and_those_of_the_last_one_dropped() -> Non
 
 def test_a_step_without_end_does_not_keep_all_its_batches() -> None:
     replayer, source = Replayer(), Source()
-    for _ in range(3 * replay._MOST_BATCHES):
+    for _ in range(3 * room._MOST_BATCHES):
         replayer.fetched(source, torch.zeros(2), 0)
-    assert len(replayer.sources[source].recent) <= replay._MOST_BATCHES
+    assert len(replayer.sources[source].recent) <= room._MOST_BATCHES
 
 
 def test_large_batches_are_kept_up_to_a_size() -> None:
     replayer, source = Replayer(), Source()
-    large = torch.empty(replay._MOST_BYTES // 8)  # half of what may be kept, never written: no real memory
+    large = torch.empty(room._MOST_BYTES // 8)  # half of what may be kept, never written: no real memory
     for _ in range(10):
         replayer.fetched(source, large, 0)
     assert len(replayer.sources[source].recent) <= 3
@@ -86,7 +86,7 @@ def test_the_buffers_of_each_step_are_those_at_its_beginning() -> None:
 def test_random_state_is_taken_anew_once_steps_are_seen_to_draw() -> None:
     replayer, source = Replayer(), Source()
 
-    def step(i: int) -> replay.Handout:
+    def step(i: int) -> room.Handout:
         handout = replayer.fetched(source, torch.zeros(2), i)
         if i >= 20:
             torch.rand(1)
