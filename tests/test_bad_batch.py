@@ -640,3 +640,18 @@ def test_bad_files_are_told_clearly_and_run_no_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoints"):
         run.search([])
     assert same(before, everything(run.model, run.optimizer))
+
+
+def test_steps_after_the_last_state_end_where_they_leave_all_bounds() -> None:
+    """Later batches would bring this model back."""
+    run, healthy = Run(60, steps=75), Run(10_000, steps=400)
+    found = healthy.search(healthy.states[:1], run.batches + healthy.batches[75:])
+    assert 59 <= found.step <= 66  # the first steps of a training are larger than usual
+    assert found.again < 80
+
+
+def test_first_batches_of_a_generator_come_again() -> None:
+    run = Run(10_000, steps=20)
+    run.batches[1] = (run.batches[1][0] * math.nan, run.batches[1][1])
+    found = run.search(run.states[:1], (batch for batch in run.batches))
+    assert (found.step, found.index) == (1, 1)
