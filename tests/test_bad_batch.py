@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import firstnan
 from firstnan import find_bad_batch
+from firstnan.bad_batch.late import Row, onset
+from firstnan.bad_batch.order import Fetched
 from firstnan.detector.snapshot import Snapshot
 from firstnan.names import Models
 from firstnan.randomness import RandomState
@@ -221,6 +223,17 @@ def test_batches_of_a_list_are_not_written(net: Net) -> None:
     assert torch.equal(batches[0], torch.ones(4, 4))
 
 
+def test_updates_are_held_back_and_not_only_undone(net: Net) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    train, before = training(net, optimizer), [p.detach().clone() for p in net.parameters()]
+
+    def step(batch: Pair) -> None:
+        train(batch)
+        assert all(map(torch.equal, before, net.parameters()))
+
+    assert not find_bad_batch(step, DataLoader(data(), batch_size=8), model=net)
+
+
 @pytest.mark.parametrize("ending", ["found", "clean", ValueError, KeyboardInterrupt])
 def test_everything_is_put_back(net: Net, ending: Any) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), amsgrad=True)
@@ -413,6 +426,39 @@ def test_one_bad_batch_is_named_exactly() -> None:
     assert found.again == 8
 
 
+def test_the_blow_is_named_and_not_what_follows_it() -> None:
+    """After a huge gradient, of which Adam makes its usual step, the numbers look usual for a moment."""
+    sizes: list[Any] = [{"gradient norm": 1.0 + 0.1 * (i % 3), "loss": 2.0} for i in range(40)]
+    sizes[25]["gradient norm"] = 1e6
+    for later in sizes[28:]:
+        later["loss"] = 50.0
+    found = onset([Row(100 + i, Fetched(i, None), (), one) for i, one in enumerate(sizes)])
+    assert (found.at, found.settled) == (25, True)
+    assert found.why == "the gradient norm is 1e+06, usually 1.1"
+
+
+def test_norms_may_grow_while_training_gets_better() -> None:
+    """A density that narrows: its gradients grow a thousand times, its loss falls below zero."""
+    model = nn.ParameterDict({"mean": torch.zeros(4), "log_std": torch.zeros(4)})
+    optimizer = torch.optim.Adam(model.parameters(), 2e-2)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(32, 4, generator=generator) * 1e-3 for _ in range(20)]
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (model["log_std"] + 0.5 * ((x - model["mean"]) / model["log_std"].exp()) ** 2).sum(1).mean().backward()
+        optimizer.step()
+
+    states = []
+    for i in range(600):
+        if i % 20 == 0:
+            states.append((i, copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})))
+        step(batches[i % 20])
+    found = find_bad_batch(step, batches, model=model, optimizer=optimizer, checkpoints=states)
+    assert not found
+    assert "all are good" in str(found)
+
+
 def test_batches_are_counted_modulo_the_loader() -> None:
     run = Run(10_000, steps=40, every=10)
     run.batches[7] = (run.batches[7][0] * math.inf, run.batches[7][1])
@@ -506,7 +552,8 @@ def test_schedule_and_scaler_go_on_from_the_saved_state() -> None:
     """A schedule that raises the learning rate too far at step 33."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 if n < 33 else 50.0)
+    parts = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n, by=by: by) for by in (1.0, 50.0)]  # type: ignore[misc]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[33])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     batches = [torch.randn(8, 4) for _ in range(64)]
 
@@ -520,8 +567,8 @@ def test_schedule_and_scaler_go_on_from_the_saved_state() -> None:
     states = []
     for i, batch in enumerate(batches):
         if i % 8 == 0:
-            parts = {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
-            states.append((i, {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}))
+            owners = {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
+            states.append((i, {name: copy.deepcopy(owner.state_dict()) for name, owner in owners.items()}))
         step(batch)
     before = everything(model, optimizer, schedule, scaler)
     found = find_bad_batch(step, batches, model=model, checkpoints=states)
@@ -593,3 +640,18 @@ def test_bad_files_are_told_clearly_and_run_no_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoints"):
         run.search([])
     assert same(before, everything(run.model, run.optimizer))
+
+
+def test_steps_after_the_last_state_end_where_they_leave_all_bounds() -> None:
+    """Later batches would bring this model back."""
+    run, healthy = Run(60, steps=75), Run(10_000, steps=400)
+    found = healthy.search(healthy.states[:1], run.batches + healthy.batches[75:])
+    assert 59 <= found.step <= 66  # the first steps of a training are larger than usual
+    assert found.again < 80
+
+
+def test_first_batches_of_a_generator_come_again() -> None:
+    run = Run(10_000, steps=20)
+    run.batches[1] = (run.batches[1][0] * math.nan, run.batches[1][1])
+    found = run.search(run.states[:1], (batch for batch in run.batches))
+    assert (found.step, found.index) == (1, 1)

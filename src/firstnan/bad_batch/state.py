@@ -31,15 +31,13 @@ class Everything:
         optimizers = training.all_optimizers
         self._parameters = {id(p): p for p in training.parameters}
         self._parameters |= {id(p): p for o in optimizers for p in parameters_of(o)}
-        self._state, self._gradients = Kept(), Kept()
+        self._state = Kept()
         for owner in (*training.model.modules(), *optimizers, *training.scalers):
             self._state.add(vars(owner))
-        self._own = [(p, p.grad) for p in self._parameters.values()]
-        for _, gradient in self._own:
-            self._gradients.add(gradient)
+        # They are taken away before anything runs, so nothing is written to them.
+        self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._schedules = Schedules(training.schedulers, optimizers)
         self._state.copy()
-        self._gradients.copy()
         self._random = RandomState.now()
         self._generators = [(g, g.get_state()) for g in _generators(loader)]
 
@@ -61,8 +59,7 @@ class Everything:
     def __exit__(self, *error: object) -> None:
         """Everything is as it was, the gradients and random generators too."""
         self.put_back()
-        self._gradients.put_back()
-        for parameter, gradient in self._own:
+        for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self.put_back_random()
 
