@@ -17,7 +17,6 @@ PICKS = (
     "index",
     "index_select",
     "take",
-    "kl_div",
 )
 CARRIES = (
     "sum",
