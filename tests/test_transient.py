@@ -216,6 +216,8 @@ def test_a_counter_that_starts_again_with_the_program(firstnan: Zygote, tmp_path
     assert report.origin is not None
     assert report.origin.op == "div"
     assert report.reproduced == "deterministic"
+    assert report.cause is not None
+    assert "transient" not in [c.slug for c in (report.cause, *report.other_causes)]
     assert any("finite when it was played again" in note for note in report.notes)
 
 

@@ -142,7 +142,8 @@ class Evidence:
             return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
         size = _averaged(trace)
         rows = _bad_samples(origin, trace, None, size) if origin is not None and size is not None else None
-        return Batch(None, size, rows) if rows else None
+        # That they are samples is only likely: a few rows are worth telling, and 64 are as many as are kept.
+        return Batch(None, size, rows) if rows and len(rows) < min(size or 0, 16) else None
 
 
 def not_repeated(report: Report, difference: Difference | None) -> Report:

@@ -182,9 +182,13 @@ class Investigation:
         if second is not None and second.origin is not None:
             same = output or told or first.step is None or second.step is None or second.step <= first.step
             own_state = (_OWN_STATE,) if first.reproduced == "transient" else ()
+            # What came in two runs of the whole program comes again, whatever a replay of the step has shown.
+            causes = [c for c in (second.cause, *second.other_causes) if c is not None and c.slug != "transient"]
             self.report = replace(
                 second,
                 reproduced="deterministic" if same else "transient",
+                cause=causes[0] if causes else second.cause,
+                other_causes=tuple(causes[1:]),
                 notes=(*second.notes, *own_state),
                 replay=f"{trial.RUN_AGAIN}, traced in the failing step",
                 batch=first.batch if first.batch is not None and first.batch.confirmed else second.batch or first.batch,
