@@ -57,11 +57,17 @@ def torch_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "dispatch modes": [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()],
         "our import hooks": [type(f).__name__ for f in sys.meta_path if type(f).__module__.startswith("firstnan")],
+        "how compiled functions run": compiler._stance.stance if (compiler := _compiler()) else "default",
         "sys.settrace": sys.gettrace() if _is_ours(sys.gettrace()) else None,
         "sys.excepthook": sys.excepthook if _is_ours(sys.excepthook) else None,
     }
     state |= {f"{owner.__name__}.{name}": vars(owner).get(name) for owner, name in PATCHED}
     return state | {name: dict(getattr(owner, name)) for owner, name in HOOKS}
+
+
+def _compiler() -> Any:
+    """torch's compiler where it is loaded; asking for it would load it."""
+    return sys.modules.get("torch._dynamo.eval_frame")
 
 
 def _is_ours(function: Any) -> bool:

@@ -59,7 +59,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ((), "no command given: run, show, fix, causes, demo"),
+        ((), "no command given: run, show, fix, replay, causes, demo"),
         (("train",), "no command 'train'"),
         (("--nonsense",), "unknown option or argument: --nonsense"),
         (("run",), "no script given: firstnan run [options] script [arguments]"),

@@ -94,22 +94,26 @@ class Investigation:
             self.report = watch.report
             if watch.unresolved:
                 self._run_again(watch)
-            if watch.keeper is not None:
-                try:
-                    self.report = watch.keeper.finish(self.report)
-                except Exception as error:  # the report is worth more than its capsule
-                    watch.internal_error(error)
+        landing = self._tell_of_landing()
+        if self.order is None and self.options.landing is None:
+            self._try_remedies()
+        self._finish_capsule()
         if self.order is not None:
             if self.order.what == "trial":
                 self._tell(self._trial.outcome(self._fate) if self._trial else self._fate)
             else:
                 write(self.report, self.order.report)
             return 0
-        landing = self._tell_of_landing()
-        if self.options.landing is None:
-            self._try_remedies()
         self._deliver()
         return FOUND if self.report.verdict == "nonfinite" else landing
+
+    def _finish_capsule(self) -> None:
+        watch = self.watch
+        if watch is not None and watch.keeper is not None:
+            try:
+                self.report = watch.keeper.finish(self.report)
+            except Exception as error:  # the report is worth more than its capsule
+                watch.internal_error(error)
 
     def _tell_of_landing(self) -> int | None:
         """Says what became of the captured step, where one was to be played again; the exit code that follows."""

@@ -162,7 +162,11 @@ def told(landing: Landing, report: Report, program: str) -> Report:
         # It is in the capsule as it was; what made it is known from there.
         same = {name: getattr(before, name) for name in ("origin", "cause", "other_causes", "path", "remedies")}
         report = replace(report, **same)
-    notes += _differences(before, report)
+    differences = _differences(before, report)
+    if not differences and before.batch is not None and report.batch is not None:
+        # The same value of the same batch: which samples it takes was found out when it was captured.
+        report = replace(report, batch=before.batch if before.batch.size == report.batch.size else report.batch)
+    notes += differences
     return replace(report, notes=tuple(notes), replay=HOW)
 
 
