@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from firstnan import remedies
-from firstnan.fix import choose
 from firstnan.records import Report
 from firstnan.remedies.patch import new_contents
+from firstnan.trial.fix import choose
 from test_cases import CASES, FAILING
 from zygote import Zygote
 

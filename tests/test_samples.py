@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from firstnan import NaNDetector, NonFiniteError, find_bad_samples
-from firstnan.cut import CutError, cut
 from firstnan.records import Batch, Report
-from firstnan.samples import MOST, NO_SINGLE, TOGETHER, WHOEVER, Finding, Replaced, most_for_one, search
+from firstnan.samples.cut import CutError, cut
+from firstnan.samples.search import MOST, NO_SINGLE, TOGETHER, WHOEVER, Finding, Replaced, most_for_one, search
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

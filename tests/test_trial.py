@@ -20,13 +20,13 @@ import numpy
 import pytest
 import torch
 
-from firstnan import trial
 from firstnan.child import Start
 from firstnan.investigate import Options, reason_not_to_try
 from firstnan.records import History, Noticed, Origin, Remedy, Report, StepRecord, TensorStat
 from firstnan.report import load
 from firstnan.runner import Program
-from firstnan.trial import Limits, Outcome, Trials, judged, keeps_numbers, last_bad_step, loss_change, ranked
+from firstnan.trial import trials as trial
+from firstnan.trial.trials import Limits, Outcome, Trials, judged, keeps_numbers, last_bad_step, loss_change, ranked
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

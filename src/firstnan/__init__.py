@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from firstnan.bad_batch import find_bad_batch
-    from firstnan.bad_samples import find_bad_samples
     from firstnan.checks import check, check_gradients, check_weights
     from firstnan.detector import NaNDetector
     from firstnan.errors import NonFiniteError
@@ -12,6 +11,7 @@ if TYPE_CHECKING:
     from firstnan.replaying import replay
     from firstnan.report import load
     from firstnan.rules import rule
+    from firstnan.samples.door import find_bad_samples
     from firstnan.tracing import trace
 
 __all__ = [
@@ -41,7 +41,7 @@ _ROOMS = {
     "check_gradients": "checks",
     "check_weights": "checks",
     "find_bad_batch": "bad_batch",
-    "find_bad_samples": "bad_samples",
+    "find_bad_samples": "samples.door",
     "load": "report",
     "replay": "replaying",
     "rule": "rules",

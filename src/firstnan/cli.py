@@ -130,8 +130,8 @@ def _show(parsed: argparse.Namespace) -> int:
 
 
 def _fix(parsed: argparse.Namespace) -> int:
-    from firstnan.fix import FixError, apply, choose, show
     from firstnan.report import ReportError, load
+    from firstnan.trial.fix import FixError, apply, choose, show
 
     try:
         report = load(parsed.report)

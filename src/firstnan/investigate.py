@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from firstnan import fix, overlay, trial
 from firstnan.capsule import Wanted
 from firstnan.child import Order, Start
 from firstnan.importing import when_imported
@@ -19,11 +18,12 @@ from firstnan.report import ReportError, print_text, write, write_whole
 from firstnan.rules import transient
 from firstnan.runner import Program
 from firstnan.site import Ownership
+from firstnan.trial import fix, overlay, trials
 
 if TYPE_CHECKING:
     from firstnan.capsule.content import Capsule
     from firstnan.replaying import Rerun
-    from firstnan.trial_watch import TrialWatch
+    from firstnan.trial.watch import TrialWatch
     from firstnan.watch import Watch
 
 FOUND = 3
@@ -66,7 +66,7 @@ class Investigation:
         self.watch: Watch | None = None
         self._trial: TrialWatch | None = None
         self.report = Report("clean")
-        self._fate = trial.Outcome()
+        self._fate = trials.Outcome()
         """How the program ended; the exception itself would keep its tensors alive."""
 
     # What the runner calls.
@@ -78,7 +78,7 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
-        self._fate = trial.ended_by(error)
+        self._fate = trials.ended_by(error)
         if self.watch is not None:
             self.watch.program_failed(error)
 
@@ -135,7 +135,7 @@ class Investigation:
         if self.order is not None:
             self.start.follow_imported(self.order)
         if self.order is not None and self.order.what == "trial":
-            from firstnan.trial_watch import TrialWatch
+            from firstnan.trial.watch import TrialWatch
 
             step, last = self.order.step or 0, self.order.last or 0
             self.watch = self._trial = TrialWatch(ownership=ownership, step=step, last=last, tell=self._tell)
@@ -171,7 +171,7 @@ class Investigation:
                 self.report = Report("clean")
             return
         told = first.origin is not None
-        if told and self.seconds > trial.PATIENCE:
+        if told and self.seconds > trials.PATIENCE:
             return
         # An infinity that a program returns is mostly meant: nothing is said until that is known.
         if not output or (watch.bad_output is not None and watch.bad_output.name):
@@ -194,7 +194,7 @@ class Investigation:
                 cause=causes[0] if causes else second.cause,
                 other_causes=tuple(causes[1:]),
                 notes=(*second.notes, *own_state),
-                replay=f"{trial.RUN_AGAIN}, traced in the failing step",
+                replay=f"{trials.RUN_AGAIN}, traced in the failing step",
                 batch=first.batch if first.batch is not None and first.batch.confirmed else second.batch or first.batch,
             )
         elif output:
@@ -224,7 +224,7 @@ class Investigation:
     def _try_remedies(self) -> None:
         """Runs the program with each change in place, until one is known to help."""
         options, report = self.options, self.report
-        count = min(sum(1 for remedy in report.remedies if remedy.diff), trial.MOST)
+        count = min(sum(1 for remedy in report.remedies if remedy.diff), trials.MOST)
         if not count:
             return
         why = reason_not_to_try(report, options, self.seconds)
@@ -234,10 +234,10 @@ class Investigation:
         self._save(report)
         changes = "1 change in a copy" if count == 1 else f"{count} changes in copies"
         say(f"trying {changes} of the program (its output is hidden; Ctrl-C skips this)")
-        steps = trial.STEPS if options.verify is None else options.verify
-        trials = trial.Trials(self.start, options.program, steps, trial.Limits.after(self.seconds))
+        steps = trials.STEPS if options.verify is None else options.verify
+        attempts = trials.Trials(self.start, options.program, steps, trials.Limits.after(self.seconds))
         try:
-            trials.run(report, self._keep)
+            attempts.run(report, self._keep)
         except KeyboardInterrupt:
             pass  # what was tried until now is in the report
         except Exception as error:
@@ -247,7 +247,7 @@ class Investigation:
         self.report = report
         self._save(report)
 
-    def _tell(self, outcome: trial.Outcome) -> None:
+    def _tell(self, outcome: trials.Outcome) -> None:
         assert self.order is not None
         write_whole(self.order.report, json.dumps(asdict(outcome)))
 
@@ -299,8 +299,8 @@ def reason_not_to_try(report: Report, options: Options, seconds: float) -> str:
         return "--replay never"
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         return "one of several processes cannot be run alone"
-    if options.verify is None and seconds > trial.PATIENCE:
-        return f"the program ran {seconds / 60:.0f} minutes; with --verify {trial.STEPS} it is tried all the same"
+    if options.verify is None and seconds > trials.PATIENCE:
+        return f"the program ran {seconds / 60:.0f} minutes; with --verify {trials.STEPS} it is tried all the same"
     return ""
 
 

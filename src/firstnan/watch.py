@@ -28,7 +28,7 @@ from firstnan.quiet import Quiet
 from firstnan.recording import Raw
 from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.replayer import Replayer, ReplayError, copied
-from firstnan.sift import Sift, begin_search
+from firstnan.samples.sift import Sift, begin_search
 from firstnan.site import Ownership
 from firstnan.tracer import Tracer
 from firstnan.trained import drop_gradients

@@ -116,9 +116,15 @@ class NaNDetector:
         return self
 
     def _layer_watch(self, sink: Sink) -> LayerWatch:
-        statistics = self.stats is not None
+        before = self._last.layers if self._last is not None else None
         return LayerWatch(
-            self._roots, sink, trackable=self._trackable, skip=self._skip, statistics=statistics, in_turn=self._on_cpu()
+            self._roots,
+            sink,
+            trackable=self._trackable,
+            skip=self._skip,
+            statistics=self.stats is not None,
+            in_turn=self._on_cpu(),
+            steps=before.steps if before is not None else 0,
         )
 
     def _on_cpu(self) -> bool:

@@ -15,7 +15,7 @@ from firstnan.microscope import Microscope
 from firstnan.quiet import Quiet
 from firstnan.records import Report
 from firstnan.replayer import Handout, Replayer, ReplayError, copied
-from firstnan.sift import Sift, begin_search
+from firstnan.samples.sift import Sift, begin_search
 
 
 class Replays:

@@ -33,7 +33,8 @@ class LayerWatch:
 
     `trackable` replaces the choice of layers, `skip` takes types, names or globs out of it, `statistics` tells the
     sink the magnitudes of every output and of its gradient too. With `in_turn` most steps only take notes, until the
-    loss is known: `look_back` where it is bad, `pass_over` where it is not. Every eighth step is looked at in full.
+    loss is known: `look_back` where it is bad, `pass_over` where it is not. Every eighth step is looked at in full, and
+    so are the first ones, counted from `steps`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class LayerWatch:
         skip: Iterable[type | str] = (),
         statistics: bool = False,
         in_turn: bool = False,
+        steps: int = 0,
     ) -> None:
         self.training_thread: int | None = None
         """The thread whose forward passes are the training step; None: every thread that records gradients."""
@@ -57,7 +59,8 @@ class LayerWatch:
         self._closely_until = _CLOSELY
         self._lock = threading.Lock()
         self._on = False
-        self._step = 0
+        self.steps = steps
+        """How many were watched, by those before this one too."""
         self._handles: list[Any] = []
         self._here = Here()
         self._waiting = Waiting()
@@ -93,12 +96,12 @@ class LayerWatch:
 
     def new_step(self) -> None:
         """From here on calls are counted from 0 again."""
-        self._step += 1
+        self.steps += 1
         self._backward.new_step()
 
     def wake(self) -> None:
         """Something is wrong or about to be: from the next step on everything is looked at for a while."""
-        self._closely_until = self._step + 1 + _CLOSELY
+        self._closely_until = self.steps + 1 + _CLOSELY
 
     def look_back(self) -> None:
         """The loss of this thread's forward pass is bad: what its layers did is looked at now."""
@@ -137,11 +140,11 @@ class LayerWatch:
 
     def _enter(self, module: Module, args: Any) -> None:
         here = self._here
-        if here.depth == 0 or here.entered != self._step:  # else an interrupted call would never end
+        if here.depth == 0 or here.entered != self.steps:  # else an interrupted call would never end
             # Asked once for a whole model: so much of a hook's time goes into asking torch.
             here.recording, here.again, here.blind = torch.is_grad_enabled(), _again(), self._blind()
             plain = not (here.again or here.blind or self._statistics or torch.is_inference_mode_enabled())
-            here.depth, here.entered, here.passed = 0, self._step, [] if plain else None
+            here.depth, here.entered, here.passed = 0, self.steps, [] if plain else None
             here.light = plain and module.training and self._rests_now(here)
         here.depth += 1
 
@@ -179,7 +182,7 @@ class LayerWatch:
         """Whether the call of a model that begins only takes notes."""
         if not (self._in_turn and here.recording) or self.training_thread not in (None, here.thread):
             return False
-        return self._step >= self._closely_until and self._step % _EVERY != 0
+        return self.steps >= self._closely_until and self.steps % _EVERY != 0
 
     def _look_at_put_off(self) -> None:
         here = self._here
@@ -243,7 +246,7 @@ class LayerWatch:
 
     def _call(self, here: Here, layer: Layer, trains: bool, again: bool) -> Call:
         in_step = again or (trains and self.training_thread in (None, here.thread))
-        return Call(layer, here.number(layer, self._step, again), in_step, here.name)
+        return Call(layer, here.number(layer, self.steps, again), in_step, here.name)
 
 
 def _again() -> bool:

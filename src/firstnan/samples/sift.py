@@ -8,10 +8,10 @@ from typing import Any
 
 from firstnan.compare import Difference
 from firstnan.conclude import not_repeated
-from firstnan.cut import Cut, cut
 from firstnan.records import Batch, Report
 from firstnan.replayer import Handout, Replayer, copied, is_alone
-from firstnan.samples import ENDED, Finding, Search, search
+from firstnan.samples.cut import Cut, cut
+from firstnan.samples.search import ENDED, Finding, Search, search
 
 _SECONDS = 30.0
 

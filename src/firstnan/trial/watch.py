@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from firstnan.program_hooks import end_program
 from firstnan.site import Ownership
-from firstnan.trial import Outcome, described
+from firstnan.trial.trials import Outcome, described
 from firstnan.watch import Mode, Watch
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.cut import CutError, cut
 from firstnan.datasource import bad_rows
 from firstnan.errors import InternalErrors
 from firstnan.finite import is_finite, tensors_in
@@ -21,7 +20,8 @@ from firstnan.names import Models
 from firstnan.randomness import RandomState
 from firstnan.records import Batch, Noticed
 from firstnan.replayer import Replayer, put_back
-from firstnan.samples import search
+from firstnan.samples.cut import CutError, cut
+from firstnan.samples.search import search
 from firstnan.trained import drop_gradients, leaves_below
 
 _NUMERIC = (ArithmeticError, AssertionError, ValueError, RuntimeError)

@@ -1,0 +1,1 @@
+"""Which samples of a batch are to blame."""

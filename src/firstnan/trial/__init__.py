@@ -1,0 +1,1 @@
+"""Remedies, tried in copies of the program, and made in its files when asked."""
