@@ -51,8 +51,16 @@ def add_to_the_diagonal(job: Job) -> Iterator[Remedy]:
         return
     source, matrix = found.place.source, found.expr.args[0]
     torch, (code, plain, named) = source.spell("torch", matrix), _named(source, matrix)
+    eye = f"{torch}.eye({plain}.shape[-1], dtype={plain}.dtype, device={plain}.device)"
     for size in ("1e-6", "1e-4", "1e-2", "0.1"):
-        eye = f"{torch}.eye({plain}.shape[-1], dtype={plain}.dtype, device={plain}.device)"
+        if size == "1e-4" and "cholesky" in found.expr.op:
+            smallest = f"{torch}.linalg.eigvalsh({plain}.detach())[..., :1, None]"
+            yield job.remedy(
+                "Add to the diagonal what the smallest eigenvalue lacks",
+                "A matrix that is positive definite stays as it is; another one becomes so.",
+                *named,
+                put(source, matrix, f"{code} + (1e-6 - {smallest}).clamp_min(0) * {eye}"),
+            )
         yield job.remedy(
             f"Add {size} to the diagonal",
             f"Every eigenvalue rises by {size}, so that none is 0 or below it by rounding.",

@@ -10,6 +10,7 @@ from typing import Any
 from firstnan.records import Remedy
 from firstnan.remedies.base import Job, remedy
 from firstnan.remedies.edits import put
+from firstnan.remedies.masks import literals
 from firstnan.remedies.numbers import Spelled, times, written
 from firstnan.remedies.setup import Setup
 from firstnan.remedies.source import Function, Source, number
@@ -29,6 +30,22 @@ def guarded_schedule(job: Job) -> Iterator[Remedy]:
                     inner, text, why = found
                     title = f"`{' '.join(source.code(inner).split())}` kept in range"
                     yield job.remedy(title, why, put(source, inner, text), kind="setting")
+
+
+@remedy("nan_lr")
+def rate_filled_in(job: Job) -> Iterator[Remedy]:
+    """A NaN that is written out among the rates becomes the rate of the step before."""
+    rates = [s.lr for s in job.scene.history.steps if s.lr is not None and math.isfinite(s.lr)]
+    for source in Setup(job).files if rates else ():
+        for node, value in literals(source, source.tree):
+            if math.isnan(value):
+                why = "The rate was never filled in; the step before was made with this one."
+                yield job.remedy(
+                    f"A rate of {written(rates[-1])} in place of the NaN",
+                    why,
+                    put(source, node, written(rates[-1])),
+                    kind="setting",
+                )
 
 
 def _schedules(source: Source) -> Iterator[ast.expr]:
