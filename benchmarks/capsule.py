@@ -39,7 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first, again = folder / "first.json", folder / "again.json"
-        run = measured("run", "--capsule", name, "--json", str(first), str(PROGRAM))
+        run = measured("run", "--verify", "0", "--capsule", name, "--json", str(first), str(PROGRAM))
         (capsule,) = folder.glob("*.capsule")
         replay = measured("replay", "--json", str(again), str(capsule), str(PROGRAM))
         size = capsule.stat().st_size / 2**20

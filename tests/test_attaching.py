@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 from conftest import torch_state
 from firstnan import NaNDetector, NonFiniteError
+from firstnan.gate import Gate
+from firstnan.microscope import Microscope
+from firstnan.replayer import Replayer
+from firstnan.site import Ownership
 from loops import Net, batches, birthplace, differences, seeded, state_of, with_bad_target
 
 
@@ -461,3 +465,19 @@ def test_one_detector_may_be_attached_from_many_threads() -> None:
         assert len(model._forward_pre_hooks) == 1
         list(pool.map(lambda _: detector.detach(), range(32)))
     assert not left_behind(before, everything(model, optimizer))
+
+
+def test_compiled_functions_run_compiled_again_when_the_last_one_is_done() -> None:
+    """Two failures may be looked at in two threads, and end in any order."""
+    from torch._dynamo import eval_frame
+
+    # Nothing is gated here.
+    first, second = (Microscope(Ownership(()), Gate(None), Replayer()) for _ in range(2))  # type: ignore[arg-type]
+    first.start(in_step=False)
+    second.start(in_step=False)
+    second.tracer.stop()  # type: ignore[union-attr]
+    first.stop()
+    assert eval_frame._stance.stance == "force_eager"
+    second.stop()
+    second.stop()
+    assert eval_frame._stance.stance == "default"

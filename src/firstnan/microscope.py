@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,29 @@ AGAIN = "the failing batch was handed out again"
 _NOTHING = contextlib.nullcontext()
 
 
+class _Eager:
+    """Compiled functions run as they are written, in the whole process, while anyone asks for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._stance: Any = None
+
+    def ask(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._stance.__exit__(None, None, None)
+
+
+_eager = _Eager()
+
+
 class Microscope:
     """The tracer with all that gives its record a meaning: names of tensors, batches, the gate's history."""
 
@@ -34,7 +58,7 @@ class Microscope:
         self.models: Models | None = None
         self.tracer: Tracer | None = None
         self._entry: Spot | None = None
-        self._stance: Any = None
+        self._is_eager = False
         self._call_off: Callable[[], None] = lambda: None
 
     @property
@@ -64,13 +88,14 @@ class Microscope:
         if self.tracer is not None:
             self.tracer.stop()
         self._call_off()
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        if self._is_eager:
+            self._is_eager = False
+            _eager.release()
 
     def _force_eager(self) -> None:
-        if self._stance is None:
-            self._stance = torch.compiler.set_stance("force_eager")
+        if not self._is_eager:
+            self._is_eager = True
+            _eager.ask()
 
     def name_tensors(self) -> None:
         """Tells the tracer which tensors are weights and buffers."""
