@@ -1,9 +1,10 @@
 """Measures what watching a training costs inside one process, as ratios to the bare loop beside it.
 
-    python benchmarks/overhead.py [--steps N] [--only NAME...] [--ways WAY...] [--json FILE] [--markdown]
+    python benchmarks/overhead.py [--rounds N] [--only NAME...] [--ways WAY...] [--json FILE] [--markdown]
 
-Every model has a process of its own, in which one training goes on from turn to turn. A turn is a few steps of the bare
-loop and a few steps of one way of watching, in alternating order; the ways take their turns in a new order every round.
+Every model has a process of its own, and in it two trainings that are the same. In a turn one of them is watched and
+the other one is bare, and they make their steps alternately, so that what else happens on the machine meets both. From
+round to round they change places, and the ways of watching take their turns in a new order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from side_by_side import STEADY, WARM_UP, Row, compare, load_training, show
+from side_by_side import STEADY, Row, compare, load_training, show
 
 if TYPE_CHECKING:
     from training import Training
@@ -37,21 +38,24 @@ Watch = Callable[[], AbstractContextManager[Step]]
 @dataclass(frozen=True)
 class Model:
     title: str
-    block: int
-    """Steps of one turn: enough for the timer. Eight where there are buffers, which are read every eighth step."""
-    steps: int
-    """Measured steps of every way."""
+    rounds: int
+    turn: int = 8
+    """Steps of a turn, of each of the two: a multiple of eight, since some things are looked at in every eighth."""
+    row: int = 1
+    """So many are made in a row, where a single one is too short for the clock and the caches."""
     first: int = 1
     """Steps of a turn that are not timed: those that set up, and learn, what is set up once in a run."""
 
 
 MODELS = {
-    "mlp": Model("tiny MLP", 40, 600, first=70),
-    "digits": Model("MLP of 10 k", 160, 2400, first=70),
-    "cnn": Model("CNN", 8, 192),
-    "gpt": Model("GPT 4 M", 4, 96),
-    "gpt30m": Model("GPT 30 M", 2, 28),
+    "gpt30m": Model("GPT 30 M", 24),
+    "gpt": Model("GPT 4 M", 48),
+    "cnn": Model("CNN", 48),
+    "mlp": Model("tiny MLP", 48, turn=64, row=8, first=70),
+    "digits": Model("MLP of 10 k", 48, turn=160, row=32, first=70),
 }
+# Whoever watches from the first step of a run looks more closely at the beginning.
+_BEGINNING = 20
 
 
 def bare(training: Training) -> Watch:
@@ -146,17 +150,19 @@ def transformers(training: Training) -> Watch:
 class Way:
     title: str
     make: Callable[[Training], Watch]
+    every: int = 1
+    """Takes part in every so manieth round: what costs ten per cent and more is known soon."""
 
 
 WAYS = {
     "bare": Way("bare loop", bare),  # measured beside itself: how far from 1 it is says what the numbers are worth
     "gate": Way("`NaNDetector`: gate", detector()),
     "layers": Way("`NaNDetector`: gate + layer watch", detector(layers=True)),
-    "stats": Way("`NaNDetector`: gate + layer watch + stats", detector(layers=True, stats=64)),
-    "trace": Way("`firstnan.trace()`", trace),
-    "detect_anomaly": Way("`torch.autograd.detect_anomaly`", detect_anomaly),
-    "isnan_hooks": Way("forward hooks, `isnan().any()` and `isinf().any()`", isnan_hooks),
-    "transformers": Way("Transformers' `DebugUnderflowOverflow`", transformers),
+    "stats": Way("`NaNDetector`: gate + layer watch + stats", detector(layers=True, stats=64), every=4),
+    "trace": Way("`firstnan.trace()`", trace, every=4),
+    "detect_anomaly": Way("`torch.autograd.detect_anomaly`", detect_anomaly, every=4),
+    "isnan_hooks": Way("forward hooks, `isnan().any()` and `isinf().any()`", isnan_hooks, every=4),
+    "transformers": Way("Transformers' `DebugUnderflowOverflow`", transformers, every=4),
 }
 
 
@@ -166,55 +172,87 @@ class Result:
 
     title: str
     parameters: int
-    steps: int
+    rounds: int
     rows: dict[str, Row]
     skipped: dict[str, str]
     """Way -> why it was not measured."""
     versions: dict[str, str]
 
 
-def measure(name: str, ways: list[str], steps: int | None) -> Result:
-    """One training under all ways in turn, in this process."""
-    model, training = MODELS[name], load_training(name)
-    block = min(model.block, steps or model.steps)
-    rounds = (steps or model.steps) // block
-    watches: dict[str, Watch] = {}
+def measure(name: str, ways: list[str], rounds: int | None) -> Result:
+    """Two trainings under all ways in turn, in this process."""
+    model, trainings = MODELS[name], [load_training(name) for _ in range(2)]
+    rounds = rounds or model.rounds
+    watches: dict[str, list[Watch]] = {}
     skipped: dict[str, str] = {}
     for way in dict.fromkeys(["bare", *ways]):
         try:
-            watches[way] = WAYS[way].make(training)
+            watches[way] = [WAYS[way].make(training) for training in trainings]
         except ImportError as missing:
             skipped[way] = str(missing)
-    for _ in range(WARM_UP):
-        training.next_step()
+    for watch in (watch for pair in watches.values() for watch in pair):
+        with watch() as step:
+            for _ in range(_BEGINNING):
+                step()
     seconds: dict[str, tuple[list[float], list[float]]] = {way: ([], []) for way in watches}
     shuffle = random.Random(0)
     for number in range(rounds):
         for way in shuffle.sample(list(watches), len(watches)):
-            own, neighbour = seconds[way]
-            pair = [(watches[way], own), (watches["bare"], neighbour)]
-            for watch, times in pair if number % 2 else reversed(pair):
-                times.append(time_turn(watch, block, model.first))
+            if number % WAYS[way].every == 0:
+                watched = number // WAYS[way].every % 2
+                time_turn(watches[way][watched], trainings[1 - watched], model, *seconds[way])
     return Result(
         model.title,
-        parameters=sum(p.numel() for p in training.model.parameters()),
-        steps=rounds * block,
+        parameters=sum(p.numel() for p in trainings[0].model.parameters()),
+        rounds=rounds,
         rows={way: compare(*pair) for way, pair in seconds.items()},
         skipped=skipped,
         versions=versions(),
     )
 
 
-def time_turn(watch: Watch, steps: int, first: int) -> float:
-    """Seconds a step, the first ones of the turn left out."""
+def time_turn(watch: Watch, other: Training, model: Model, own: list[float], neighbour: list[float]) -> None:
+    """Adds the seconds of every row of steps, watched and bare."""
+    bare_step = untouched(other)
     with watch() as step:
-        for _ in range(first):
+        for _ in range(model.first):
             step()
+        bare_step()
         gc.collect()  # what one way leaves behind is not for another one to clear away
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return (time.perf_counter() - start) / steps
+        for number in range(model.turn // model.row):
+            both = [(step, own), (bare_step, neighbour)]
+            for one, times in both if number % 2 else reversed(both):
+                times.append(timed(one, model.row))
+
+
+def timed(step: Step, times: int) -> float:
+    """Seconds a step."""
+    start = time.perf_counter()
+    for _ in range(times):
+        step()
+    return (time.perf_counter() - start) / times
+
+
+def untouched(training: Training) -> Step:
+    """A step with torch's own backward, while a detector beside it has put its own around that."""
+    import torch
+
+    own = torch.autograd.backward
+
+    def step() -> None:
+        there, torch.autograd.backward = torch.autograd.backward, own
+        try:
+            training.next_step()
+        finally:
+            torch.autograd.backward = there
+
+    return step
+
+
+def stay_on_one_processor() -> None:
+    """What moves from one to another, whose neighbours are busy with other things, halts and hurries."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def versions() -> dict[str, str]:
@@ -242,7 +280,7 @@ def cell(way: str, row: Row | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, metavar="N", help="measured steps of every way (default: by model)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of every way (default: by model)")
     parser.add_argument(
         "--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help=", ".join(MODELS)
     )
@@ -251,11 +289,12 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="end with the table of the README on standard output")
     options = parser.parse_args()
     os.environ.update(STEADY)  # read by the C library of the processes that start now
+    stay_on_one_processor()
     results: dict[str, Result] = {}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in options.only:
-            result = results[name] = processes.submit(measure, name, options.ways, options.steps).result()
-            title = f"{result.title}: {result.parameters:,} parameters, {result.steps} steps each"
+            result = results[name] = processes.submit(measure, name, options.ways, options.rounds).result()
+            title = f"{result.title}: {result.parameters:,} parameters, {result.rounds} rounds"
             show(title, result.rows, sys.stderr if options.markdown else sys.stdout)
             for way, why in result.skipped.items():
                 print(f"  {way:<16} skipped: {why}", file=sys.stderr)

@@ -11,7 +11,6 @@ from torch import nn
 
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.glance import Glance
-from firstnan.hot import HotGradients
 
 
 def tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -28,7 +27,7 @@ def gradients(model: nn.Module, size: float) -> list[torch.Tensor]:
 
 def experienced(model: nn.Module, optimizer: Any) -> Glance:
     """One that has seen 64 healthy steps, and whose next is not the sixteenth of a row."""
-    glance = Glance(HotGradients())
+    glance = Glance()
     for _ in range(64):
         assert not glance.suffices(optimizer, 1.0)
         glance.learn(optimizer, gradients(model, 1.0), 1.0)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.hot import HotGradients
@@ -14,8 +14,17 @@ from firstnan.hot import HotGradients
 
 def large() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 4))
+    model = nn.Sequential(nn.Linear(600, 1000), nn.Tanh(), nn.Linear(1000, 600, bias=False), nn.Linear(600, 4))
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def measured(shape: tuple[int, ...] = (1024, 1024)) -> tuple[nn.Parameter, HotGradients]:
+    """A parameter whose gradient, all ones, was measured when backward made it."""
+    parameter = nn.Parameter(torch.zeros(shape))
+    hot = HotGradients()
+    hot.watch(torch.optim.SGD([parameter]))
+    parameter.sum().backward()
+    return parameter, hot
 
 
 def test_the_norm_is_that_of_all_gradients() -> None:
@@ -31,26 +40,49 @@ def test_the_norm_is_that_of_all_gradients() -> None:
             assert detector._session.gate.norm == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.parametrize("write", ["in place", "replaced", "accumulated", "through a view"])
-def test_what_is_written_after_backward_is_seen(write: str) -> None:
+def write(how: str, weight: Tensor) -> None:
+    gradient = weight.grad
+    assert gradient is not None
+    if how == "in place":
+        gradient[3, 3] = math.inf
+    elif how == "replaced":
+        weight.grad = gradient / 0
+    elif how == "accumulated":
+        (weight * torch.full_like(weight, math.nan)).sum().backward()
+    elif how == "through a view":
+        gradient.view(-1)[7:8].log_().sub_(math.inf)
+    elif how == "data replaced":
+        gradient.data = gradient.data * math.inf
+    else:
+        gradient.data.mul_(math.nan)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "accumulated", "through a view", "data replaced", "data"])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_what_is_written_after_backward_is_seen(how: str, layer: int) -> None:
     model, optimizer = large()
-    weight = model[0].weight
-    before = weight.detach().clone()
+    before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(NonFiniteError), NaNDetector(model, optimizer) as detector:
         for x in detector.batches([torch.randn(8, 600)] * 2):
             optimizer.zero_grad()
             model(x).square().mean().backward()
-            assert weight.grad is not None
-            if write == "in place":
-                weight.grad[3, 3] = math.inf
-            elif write == "replaced":
-                weight.grad = weight.grad / 0
-            elif write == "accumulated":
-                (weight * torch.full_like(weight, math.nan)).sum().backward()
-            else:
-                weight.grad.view(-1)[7:8].log_().sub_(math.inf)
+            # Code that writes through `.data` does so with all of them.
+            for weight in model.parameters() if how == "data" else [model[layer].weight]:
+                write(how, weight)
             optimizer.step()
-    assert torch.equal(weight, before)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_gradient_that_was_clipped_has_the_norm_that_it_has_now() -> None:
+    model, optimizer = large()
+    detector = NaNDetector(model, optimizer)
+    with detector:
+        for x in detector.batches([torch.randn(8, 600)]):
+            (100 * model(x)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            assert detector._session is not None
+            assert detector._session.gate.norm == pytest.approx(0.5, rel=1e-3)
 
 
 def test_nothing_is_left_on_the_parameters() -> None:
@@ -71,15 +103,48 @@ def test_hooks_of_the_program_stay() -> None:
     assert seen == [1, 1]
 
 
+def test_what_is_known_is_not_read_again() -> None:
+    parameter, hot = measured()
+    cold, squares = hot.sorted([parameter])
+    assert cold == []
+    assert [square.item() for square in squares] == [2.0**20]
+
+
+def test_small_models_are_read_when_all_gradients_are_there() -> None:
+    parameter, hot = measured((512, 512))
+    assert parameter._post_accumulate_grad_hooks is None
+    assert hot.sorted([parameter]) == ([parameter.grad], [])
+
+
 def test_gradients_are_not_kept_alive() -> None:
-    hot = HotGradients()
-    parameter = nn.Parameter(torch.ones(600, 600))
-    parameter.grad = torch.ones(600, 600)
-    hot.measure(parameter)
-    gradient = parameter.grad
-    assert hot.sorted([parameter]) == ([gradient], [], [600.0])
-    del gradient
+    parameter, hot = measured()
+    one = hot._measured[id(parameter)]
+    assert one._gradient is not None
+    assert one._gradient() is parameter.grad
     parameter.grad = None
-    assert hot._squares[id(parameter)][0]() is None
-    parameter.grad = torch.ones(600, 600)
-    assert hot.sorted([parameter])[1:] == ([parameter.grad], [])
+    assert one._gradient() is None
+    parameter.grad = torch.ones(1024, 1024)
+    assert hot.sorted([parameter])[1] == []
+
+
+@pytest.mark.parametrize("kind", ["sparse", "of a second derivative"])
+def test_unusual_gradients_are_read_later(kind: str) -> None:
+    parameter = nn.Parameter(torch.ones(4096, 512))
+    hot = HotGradients()
+    hot.watch(torch.optim.SGD([parameter]))
+    if kind == "sparse":
+        nn.functional.embedding(torch.tensor([1, 5]), parameter, sparse=True).sum().backward()
+    else:
+        parameter.square().sum().backward(create_graph=True)
+    cold, squares = hot.sorted([parameter])
+    assert len(cold) == 1
+    assert cold[0] is parameter.grad
+    assert squares == []
+    parameter.grad = None  # a gradient with a graph holds on to its own parameter
+
+
+def test_hooks_of_models_that_are_gone_are_forgotten() -> None:
+    hot = HotGradients()
+    for _ in range(5):
+        hot.watch(torch.optim.SGD([nn.Parameter(torch.zeros(1024, 1024))]))
+    assert len(hot._measured) == 1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import firstnan.finite
 import firstnan.gate
 import firstnan.glance
 import firstnan.reads
@@ -48,6 +49,7 @@ def read_all(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(firstnan.reads, "read_all", counted)
     for room in (firstnan.gate, firstnan.glance):
         monkeypatch.setattr(room, "reads_are_free", lambda t: False)
+    for room in (firstnan.finite, firstnan.glance):
         monkeypatch.setattr(room, "is_plain", lambda t: False)
     return taken
 

@@ -18,6 +18,7 @@ _TABLES = {"pandas", "polars", "pyarrow", "xarray", "h5py", "zarr", "dask", "she
 _USUAL = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8", "float4")))
 
+_SHORT = 1 << 13
 
 # Inside vmap and the like a tensor has no values of its own that could be asked for.
 _in_transform = torch._C._functorch.is_functorch_wrapped_tensor
@@ -212,6 +213,24 @@ def norms(tensors: list[Tensor]) -> Tensor:
         wide = torch.float64 if any(dtype is torch.float64 for _, dtype in groups) else torch.float32
         parts = [p.to(home, wide) for p in parts]
     return torch.stack(parts)
+
+
+def plain_norms(tensors: list[Tensor]) -> Tensor | None:
+    """The 2-norms of many tensors if they all are as `is_plain` says, quickly.
+
+    Those of one dimension, of which a model has dozens, are taken together.
+    """
+    vectors: list[Tensor] = []
+    others: list[Tensor] = []
+    for t in tensors:
+        if not is_plain(t):
+            return None
+        (vectors if t.dim() == 1 and t.numel() <= _SHORT else others).append(t)
+    if len(vectors) > 2:
+        others.append(torch.cat(vectors))
+    else:
+        others += vectors
+    return torch.stack(torch._foreach_norm(others))
 
 
 def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str, Tensor]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from firstnan.finite import is_finite, is_plain, norms, readable, reads_are_free
+from firstnan.finite import is_finite, norms, plain_norms, readable, reads_are_free
 from firstnan.glance import Glance
 from firstnan.guard import Alarm, Guard
 from firstnan.hot import HotGradients
@@ -116,6 +116,11 @@ class Gate:
             if not is_finite(plain):
                 self.listener.trip(Noticed("loss"), [root], before_update=True)
         self.on_good_loss()
+
+    @property
+    def uses_gradients_at_once(self) -> bool:
+        """Nothing comes between backward and the update that these gradients are for."""
+        return self.in_step is not None or self.optimizers == 0
 
     def backward_ended(self, roots: list[Tensor]) -> None:
         if self.in_step is not None:
@@ -231,16 +236,17 @@ class Gate:
         self._loss = None
         self.listener.step_ended()
 
-    def _check_gradients(self, optimizer: Any, parameters: Iterable[Tensor], *, before_update: bool) -> None:
-        gradients, cold, known = self.hot.sorted(parameters)
+    def _check_gradients(self, optimizer: Any, parameters: list[Tensor], *, before_update: bool) -> None:
+        cold, squares = self.hot.sorted(parameters)
         self.norm = self._size(cold, _GRADIENT)
-        if known:
-            self.norm = math.hypot(self.norm or 0.0, *known)
+        if squares:
+            self.norm = math.hypot(self.norm or 0.0, *(math.sqrt(square.item()) for square in squares))
         if self.norm is None or math.isfinite(self.norm):
-            if self.frugal and optimizer is not None:
-                self._glances.setdefault(id(optimizer), Glance(self.hot)).learn(optimizer, gradients, self._loss)
+            if self.frugal and optimizer is not None and not squares:
+                self._glances.setdefault(id(optimizer), Glance()).learn(optimizer, cold, self._loss)
         else:
             # A norm overflows on large finite numbers: only the elements decide.
+            gradients = [p.grad for p in parameters if p.grad is not None]
             bad = [g for g in gradients if not is_finite(g)]
             if bad:
                 self.listener.trip(_GRADIENT, bad, before_update=before_update)
@@ -255,9 +261,8 @@ class Gate:
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # The context manager for it costs more than the rest of this function.
         try:
-            if all(map(is_plain, tensors)):
-                sizes = torch.stack(torch._foreach_norm(tensors))
-            else:
+            sizes = plain_norms(tensors)
+            if sizes is None:
                 values = [r for t in tensors if (r := readable(t)) is not None and r.numel()]
                 if not values:
                     return None

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from firstnan.finite import is_plain, reads_are_free
-from firstnan.hot import HotGradients
 
 _FEW = 32
 _SMALL = 1 << 18
@@ -20,12 +19,11 @@ _RISE = 1.5
 class Glance:
     """Adds the gradients up: a sum is finite only if every element is, and it jumps when they do.
 
-    That costs half of a norm; a norm that is known already is taken instead. All the rest is done in every sixteenth
+    That costs half of a norm. All the rest is done in every sixteenth
     step, in the first ones, and when the sum, the loss or the learning rate is not what it was.
     """
 
-    def __init__(self, hot: HotGradients) -> None:
-        self._hot = hot
+    def __init__(self) -> None:
         self._steps = 0
         self._sum = 0.0
         """The largest sum, by magnitude, of the steps that were looked at closely."""
@@ -59,8 +57,7 @@ class Glance:
             for parameter in group["params"]:
                 gradient = parameter.grad
                 if gradient is not None:
-                    norm = self._hot.norm(parameter, gradient)
-                    total += gradient.sum().item() if norm is None else norm
+                    total += gradient.sum().item()
         return total
 
 

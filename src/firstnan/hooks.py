@@ -120,7 +120,7 @@ class TrainingHooks:
 
     def _watch_gradients(self, optimizer: Any) -> None:
         if not self.gate.thorough:
-            self.gate.hot.watch(optimizer, lambda parameter: self.guard(self.gate.hot.measure, parameter))
+            self.gate.hot.watch(optimizer)
 
     # Backward.
 
@@ -135,7 +135,8 @@ class TrainingHooks:
                 self.guard(self.gate.places.called_backward, sys._getframe(1))
             self.guard(self._begin_backward, roots)
             result = original(tensors, *args, **kwargs)
-            self.guard(self.gate.backward_ended, roots)
+            if self.gate.uses_gradients_at_once:
+                self.guard(self.gate.backward_ended, roots)
             return result
 
         return backward

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import ctypes
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,62 +11,96 @@ from torch import Tensor
 
 from firstnan.finite import is_plain
 
+_LARGE_MODEL = 1 << 20
+"""Elements: the gradients of a smaller one are still in the cache when the update begins."""
 _LARGE = 1 << 16
 
 
 class HotGradients:
     """Knows the squared norms of large gradients, as long as nobody has written to them since.
 
-    Reading them later, before the update, takes more than twice as long: by then they are in main memory only.
+    Reading them later, before the update, takes about twice as long: by then they are in main memory only.
     """
 
     def __init__(self) -> None:
-        self._squares: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        """By parameter: its gradient, the version that was measured, and the sum of the squares."""
-        self._parameters: list[tuple[weakref.ref[Tensor], Any]] = []
+        self._measured: dict[int, _Measured] = {}
+        """By parameter."""
 
-    def watch(self, optimizer: Any, accumulated: Callable[[Tensor], None]) -> None:
-        """Has `accumulated` called for every large parameter of the optimizer whenever its gradient is complete."""
+    def watch(self, optimizer: Any) -> None:
+        """Measures the large gradients of the optimizer's parameters from now on, if there are many numbers in all."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return  # other processes add to a gradient that is complete here
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.numel() >= _LARGE and is_plain(parameter) and parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(accumulated)
-                self._parameters.append((weakref.ref(parameter), handle))
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and is_plain(p)]
+        if sum(map(Tensor.numel, parameters)) < _LARGE_MODEL:
+            return
+        self._measured = {key: one for key, one in self._measured.items() if one.parameter() is not None}
+        new = [p for p in parameters if p.numel() >= _LARGE and id(p) not in self._measured]
+        self._measured |= {id(p): _Measured(p, p is new[0]) for p in new}
 
-    def measure(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and is_plain(gradient) and gradient.is_contiguous():
-            flat = gradient.detach().view(-1)
-            self._squares[id(parameter)] = (weakref.ref(gradient), gradient._version, torch.dot(flat, flat))
-
-    def sorted(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor], list[float]]:
-        """The gradients of these parameters, those of them that are still to be measured, the norms of the others."""
-        gradients, cold, norms = [], [], []
+    def sorted(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients of these parameters that are still to be measured, and the squared norms of the others."""
+        cold, squares = [], []
+        measured = self._measured
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            gradients.append(gradient)
-            norm = self.norm(parameter, gradient)
-            if norm is None:
-                cold.append(gradient)
+            one = measured.get(id(parameter)) if measured else None
+            if one is not None and one.is_of(gradient):
+                squares.append(one.square)
             else:
-                norms.append(norm)
-        return gradients, cold, norms
-
-    def norm(self, parameter: Tensor, gradient: Tensor) -> float | None:
-        """That of this gradient of this parameter, if it is known."""
-        known = self._squares.get(id(parameter))
-        if known is None or known[0]() is not gradient or known[1] != gradient._version:
-            return None
-        return math.sqrt(known[2].item())
+                cold.append(gradient)
+        return cold, squares
 
     def remove(self) -> None:
-        """Takes the hooks off; torch leaves an empty dict of them behind, which goes too."""
-        for ref, handle in self._parameters:
-            handle.remove()
-            parameter = ref()
-            if parameter is not None and not parameter._post_accumulate_grad_hooks:
-                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        self._parameters, self._squares = [], {}
+        for one in self._measured.values():
+            one.remove()
+        self._measured = {}
+
+
+class _Measured:
+    """The gradient of one parameter, measured whenever it is complete. It is not kept alive."""
+
+    __slots__ = ("_address", "_gradient", "_handle", "_number", "_probes", "_version", "parameter", "square")
+
+    def __init__(self, parameter: Tensor, probes: bool) -> None:
+        self.parameter = weakref.ref(parameter)
+        self._gradient: weakref.ref[Tensor] | None = None
+        self._probes, self._number = probes, 0.0
+        self._handle: Any = parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._gradient = None
+        gradient = parameter.grad
+        # Under a dispatch mode, which may be ours, this would look like part of the program.
+        if gradient is None or not gradient.is_cpu or torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled():
+            return
+        try:
+            flat = gradient.view(-1)
+            self.square = torch.dot(flat, flat)
+            self._version, self._address = gradient._version, gradient.data_ptr()
+            if self._probes:
+                self._number = _first_number(self._address)
+            self._gradient = weakref.ref(gradient)
+        except RuntimeError:
+            pass  # sparse, or in another way unusual: it is read later
+
+    def is_of(self, gradient: Tensor) -> bool:
+        """Whether this is the gradient that was measured, as it was then."""
+        if self._gradient is None or self._gradient() is not gradient or self._version != gradient._version:
+            return False
+        # Who writes through `.data` changes no version, but puts other numbers there, or changes them all.
+        if self._address != gradient.data_ptr():
+            return False
+        return not self._probes or self._number == _first_number(self._address)
+
+    def remove(self) -> None:
+        """Takes the hook off; torch leaves an empty dict of them behind, which goes too."""
+        self._handle.remove()
+        parameter = self.parameter()
+        if parameter is not None and not parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def _first_number(address: int) -> float:
+    return ctypes.c_float.from_address(address).value

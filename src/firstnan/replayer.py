@@ -82,6 +82,8 @@ class Replayer:
         self._testing: RandomState | None = None
         self._buffers: list[tuple[Slot, int]] = []
         self._kept: list[tuple[Slot, Tensor, Tensor]] = []
+        self._kept_lists: tuple[list[Tensor], list[Tensor]] = [], []
+        """The copies, and the buffers that they are copies of."""
         self._kept_at: int | None = None
 
     # While the program is healthy.
@@ -151,14 +153,14 @@ class Replayer:
 
     def _step_buffers(self, updates: int) -> list[tuple[Slot, Tensor, Tensor]]:
         """The buffers as they are when a step begins, copied into the same memory in every step."""
-        kept, self._kept_at, before = self._kept, updates, self._kept_at
-        if before == updates and kept:
-            return kept
-        if not kept or updates % _TESTED == 0 or any(slot.tensor() is not buffer for slot, buffer, _ in kept):
+        if updates == self._kept_at and self._kept:
+            return self._kept
+        self._kept_at = updates
+        if not self._kept or updates % _TESTED == 0 or any(slot.tensor() is not b for slot, b, _ in self._kept):
             self._kept = self.copied_buffers()
+            self._kept_lists = [copy for *_, copy in self._kept], [buffer.detach() for _, buffer, _ in self._kept]
         else:
-            with torch.no_grad():
-                torch._foreach_copy_([copy for *_, copy in kept], [buffer for _, buffer, _ in kept])
+            torch._foreach_copy_(*self._kept_lists)
         return self._kept
 
     def copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:

@@ -296,7 +296,7 @@ class Session:
         """Only those that were given are followed."""
 
     def unseen(self) -> contextlib.AbstractContextManager[Any]:
-        return self._unseen() if self.microscope.running else self._lock
+        return self._lock if self.microscope.tracer is None else self._unseen()
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
