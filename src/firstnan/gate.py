@@ -183,8 +183,7 @@ class Gate:
         if self.in_step is not optimizer:
             return
         self.in_step = self.skipping_since = None
-        step = self.steps.of(optimizer)
-        self.steps.add(optimizer)
+        step = self.steps.add(optimizer)
         if self._glanced:
             self._steps.append((step, self._loss, None, rate_of(optimizer)))
             self._loss = None

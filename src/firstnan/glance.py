@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from firstnan.finite import is_plain, reads_are_free
@@ -53,11 +54,18 @@ class Glance:
 
     def _total(self, optimizer: Any) -> float:
         total = 0.0
+        vectors: list[Tensor] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
-                if gradient is not None:
+                if gradient is None:
+                    continue
+                if gradient.dim() == 1:
+                    vectors.append(gradient)
+                else:
                     total += gradient.sum().item()
+        for vector in [torch.cat(vectors)] if len(vectors) > 3 else vectors:
+            total += vector.sum().item()
         return total
 
 

@@ -128,7 +128,7 @@ class TrainingHooks:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self.idle or torch._C._current_autograd_node() is not None:
                 return original(tensors, *args, **kwargs)
-            roots = [t for t in ([tensors] if isinstance(tensors, Tensor) else list(tensors)) if isinstance(t, Tensor)]
+            roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
             if not self.audience.concerns(roots):
                 return original(tensors, *args, **kwargs)
             if not self.gate.places.backward:

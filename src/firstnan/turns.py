@@ -26,16 +26,19 @@ class Steps:
         self._alone = False
         """The last two steps were of one and the same optimizer."""
 
-    def add(self, optimizer: Any) -> None:
-        self.done[optimizer] = self.done.get(optimizer, 0) + 1
+    def add(self, optimizer: Any) -> int:
+        """One more of this optimizer: its number."""
+        step = self.done.get(optimizer, 0)
+        self.done[optimizer] = step + 1
         self.total += 1
         before = self.last() if self.last else None
         if before is optimizer and self._alone:
-            return  # the usual case, a hundred thousand times
+            return step  # the usual case, a hundred thousand times
         self._alone = before is optimizer
         if before is not None:
             self.follows[before] = weakref.ref(optimizer)
         self.last = weakref.ref(optimizer)
+        return step
 
     def take_back(self, optimizer: Any) -> None:
         """The last step is undone."""
