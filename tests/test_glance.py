@@ -95,3 +95,15 @@ def test_one_bad_element_trips_in_a_step_that_would_have_passed(value: float) ->
             optimizer.step()
     assert caught.value.report.step == 70
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("layers", [1, 6])
+def test_a_bias_is_not_overlooked(layers: int) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    glance = experienced(model, optimizer)
+    assert glance.suffices(optimizer, 1.0)
+    bias = model[-1].bias
+    assert bias.grad is not None
+    bias.grad[1] = math.nan
+    assert not glance.suffices(optimizer, 1.0)

@@ -148,3 +148,11 @@ def test_hooks_of_models_that_are_gone_are_forgotten() -> None:
     for _ in range(5):
         hot.watch(torch.optim.SGD([nn.Parameter(torch.zeros(1024, 1024))]))
     assert len(hot._measured) == 1
+
+
+@pytest.mark.parametrize("factor", [0.5, math.nan])
+def test_a_write_through_data_makes_the_measure_void(factor: float) -> None:
+    parameter, hot = measured()
+    assert parameter.grad is not None
+    parameter.grad.data.mul_(factor)
+    assert hot.sorted([parameter])[1] == []

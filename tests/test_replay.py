@@ -81,6 +81,19 @@ def test_the_buffers_of_each_step_are_those_at_its_beginning() -> None:
     norm.running_mean = torch.full((3,), 7.0)  # the program may put another tensor in its place
     third = replayer.fetched(source, torch.zeros(2), 41)
     assert next(copy for slot, _, copy in third.buffers if slot.label == "running_mean").tolist() == [7.0] * 3
+    norm.running_mean.data = torch.full((3,), 8.0)  # or other numbers into the same one
+    fourth = replayer.fetched(source, torch.zeros(2), 42)
+    assert next(copy for slot, _, copy in fourth.buffers if slot.label == "running_mean").tolist() == [8.0] * 3
+
+
+def test_a_batch_that_was_written_to_is_not_handed_out_again() -> None:
+    replayer, source = Replayer(), Source()
+    for updates in range(30):
+        batch = torch.zeros(2)
+        replayer.fetched(source, batch, updates)
+    assert replayer.possible(30)
+    batch.add_(1)  # never before, and so not expected
+    assert not replayer.possible(30)
 
 
 def test_random_state_is_taken_anew_once_steps_are_seen_to_draw() -> None:

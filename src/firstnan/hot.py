@@ -82,7 +82,7 @@ class _Measured:
             if self._probes:
                 self._number = _first_number(self._address)
             self._gradient = weakref.ref(gradient)
-        except RuntimeError:
+        except Exception:
             pass  # sparse, or in another way unusual: it is read later
 
     def is_of(self, gradient: Tensor) -> bool:

@@ -159,9 +159,10 @@ class Replayer:
         self._kept_at = updates
         if not self._kept or updates % _TESTED == 0 or any(slot.tensor() is not b for slot, b, _ in self._kept):
             self._kept = self.copied_buffers()
-            self._kept_lists = [copy for *_, copy in self._kept], [buffer.detach() for _, buffer, _ in self._kept]
+            self._kept_lists = [copy for *_, copy in self._kept], [buffer for _, buffer, _ in self._kept]
         else:
-            torch._foreach_copy_(*self._kept_lists)
+            with torch.no_grad():
+                torch._foreach_copy_(*self._kept_lists)
         return self._kept
 
     def copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
