@@ -48,11 +48,11 @@ class Model:
 
 
 MODELS = {
-    "gpt30m": Model("GPT 30 M", 16),
-    "gpt": Model("GPT 4 M", 48),
-    "cnn": Model("CNN", 48),
-    "mlp": Model("tiny MLP", 48, turn=128, row=32, first=70),
-    "digits": Model("MLP of 10 k", 48, turn=160, row=32, first=70),
+    "gpt30m": Model("GPT 30 M", 10),
+    "gpt": Model("GPT 4 M", 16, turn=32, first=16),
+    "cnn": Model("CNN", 12, turn=64, first=70),
+    "mlp": Model("tiny MLP", 48, turn=256, row=8, first=70),
+    "digits": Model("MLP of 10 k", 48, turn=320, row=16, first=70),
 }
 # The first steps of every training; a detector looks more closely at the first ones of a run.
 _BEGINNING = 20

@@ -12,6 +12,11 @@ from firstnan import NaNDetector, NonFiniteError
 from firstnan.hot import HotGradients
 
 
+@pytest.fixture(autouse=True)
+def _smaller_models_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firstnan.hot._LARGE_MODEL", 1 << 20)
+
+
 def large() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(600, 1000), nn.Tanh(), nn.Linear(1000, 600, bias=False), nn.Linear(600, 4))
@@ -107,7 +112,7 @@ def test_what_is_known_is_not_read_again() -> None:
     parameter, hot = measured()
     cold, squares = hot.sorted([parameter])
     assert cold == []
-    assert [square.item() for square in squares] == [2.0**20]
+    assert squares == [2.0**20]
 
 
 def test_small_models_are_read_when_all_gradients_are_there() -> None:
@@ -119,10 +124,10 @@ def test_small_models_are_read_when_all_gradients_are_there() -> None:
 def test_gradients_are_not_kept_alive() -> None:
     parameter, hot = measured()
     one = hot._measured[id(parameter)]
-    assert one._gradient is not None
-    assert one._gradient() is parameter.grad
+    assert one.unwritten is not None
+    assert one.unwritten._tensor() is parameter.grad
     parameter.grad = None
-    assert one._gradient() is None
+    assert one.unwritten._tensor() is None
     parameter.grad = torch.ones(1024, 1024)
     assert hot.sorted([parameter])[1] == []
 
@@ -156,3 +161,41 @@ def test_a_write_through_data_makes_the_measure_void(factor: float) -> None:
     assert parameter.grad is not None
     parameter.grad.data.mul_(factor)
     assert hot.sorted([parameter])[1] == []
+
+
+def written_again(steps: int, clips: bool, micro: int) -> HotGradients:
+    """Trains with `micro` backwards a step, and with writing to the gradients after them or not."""
+    model, optimizer = large()
+    with NaNDetector(model, optimizer) as detector:
+        for x in detector.batches([torch.randn(8, 600)] * steps):
+            optimizer.zero_grad()
+            for _ in range(micro):
+                model(x).square().mean().backward()
+            if clips:
+                torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+            optimizer.step()
+        assert detector._session is not None
+        found = detector._session.gate.hot
+        hooked = any(p._post_accumulate_grad_hooks for p in model.parameters())
+        assert hooked == bool(found._measured)
+    return found
+
+
+@pytest.mark.parametrize(("clips", "micro", "useless"), [(False, 1, False), (True, 1, True), (False, 4, True)])
+def test_measuring_ends_where_it_is_of_no_use(
+    monkeypatch: pytest.MonkeyPatch, clips: bool, micro: int, useless: bool
+) -> None:
+    monkeypatch.setattr("firstnan.hot._TRIAL", 8)
+    assert written_again(12, clips, micro)._useless == useless
+
+
+def test_gradients_that_come_after_their_group_are_read_later() -> None:
+    first, second = nn.Parameter(torch.ones(600, 600)), nn.Parameter(torch.ones(1000, 1000))
+    hot = HotGradients()
+    hot.watch(torch.optim.SGD([second, first]))  # the group of the first ends with the second
+    (second.sum() * 2).backward()
+    first.sum().backward()
+    cold, squares = hot.sorted([first, second])
+    assert len(cold) == 1
+    assert cold[0] is first.grad
+    assert squares == [4e6]

@@ -99,16 +99,45 @@ def test_a_batch_that_was_written_to_is_not_handed_out_again() -> None:
 def test_random_state_is_taken_anew_once_steps_are_seen_to_draw() -> None:
     replayer, source = Replayer(), Source()
 
-    def step(i: int) -> room.Handout:
-        handout = replayer.fetched(source, torch.zeros(2), i)
+    def step(i: int) -> room.RandomState:
+        random = replayer.fetched(source, torch.zeros(2), i).random
         if i >= 20:
             torch.rand(1)
         replayer.body_ended()
-        return handout
+        return random
 
-    handouts = [step(i) for i in range(64)]
-    assert handouts[1].random == handouts[19].random  # nobody drew
-    for i in range(48, 64):
-        handouts[i].random.put_back()
-        drawn = torch.rand(1)
-        assert torch.get_rng_state().equal(handouts[i + 1].random.cpu) if i < 63 else drawn is not None
+    states = [step(i) for i in range(64)]
+    assert states[1] == states[19]  # nobody drew
+    for i in range(48, 63):
+        states[i].put_back()
+        torch.rand(1)
+        assert torch.get_rng_state().equal(states[i + 1].cpu)
+
+
+def test_what_is_handed_out_step_by_step_is_what_a_replay_gives_out() -> None:
+    replayer, source = Replayer(), Source()
+    for updates in range(70):
+        batch = (torch.full((2,), float(updates)), torch.zeros(1))
+        replayer.sampled(source, [updates, -updates])
+        replayer.fetched(source, batch, updates)
+        replayer.body_ended()
+        assert replayer.possible(updates + 1)
+        [[handout]] = replayer.of_this_step()
+        assert handout.batch is batch
+        assert (handout.index, handout.updates, handout.indices) == (updates, updates, [updates, -updates])
+        if updates % 9 == 0:  # a replay leaves nothing behind for the next batch
+            replayer.begin(source, updates)
+            assert replayer.again(source).pristine[0].tolist() == [updates] * 2
+            replayer.replaying = False
+        else:
+            assert handout.pristine is None
+
+
+def test_several_batches_of_a_step_are_all_kept() -> None:
+    replayer, source = Replayer(), Source()
+    for updates in range(40):
+        replayer.fetched(source, torch.zeros(1), updates)
+    for i in range(3):
+        replayer.fetched(source, torch.ones(1) * i, 40)
+    [step] = replayer.of_this_step()
+    assert [h.batch.item() for h in step] == [0, 1, 2]

@@ -215,22 +215,26 @@ def norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(parts)
 
 
-def plain_norms(tensors: list[Tensor]) -> Tensor | None:
-    """The 2-norms of many tensors if they all are as `is_plain` says, quickly.
+def plain_norm(tensors: list[Tensor]) -> float | None:
+    """The 2-norm of all these tensors if they are as `is_plain` says, quickly.
 
     Those of one dimension, of which a model has dozens, are taken together.
     """
     vectors: list[Tensor] = []
-    others: list[Tensor] = []
+    squares = 0.0
     for t in tensors:
         if not is_plain(t):
             return None
-        (vectors if t.dim() == 1 and t.numel() <= _SHORT else others).append(t)
-    if len(vectors) > 2:
-        others.append(torch.cat(vectors))
-    else:
-        others += vectors
-    return torch.stack(torch._foreach_norm(others))
+        if t.dim() == 1 and t.numel() <= _SHORT:
+            vectors.append(t)
+        elif t.is_contiguous():
+            flat = t.view(-1)
+            squares += torch.dot(flat, flat).item()
+        else:
+            squares += torch.linalg.vector_norm(t).item() ** 2
+    for vector in [torch.cat(vectors)] if len(vectors) > 2 else vectors:
+        squares += torch.dot(vector, vector).item()
+    return math.sqrt(squares)
 
 
 def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from firstnan.finite import is_finite, norms, plain_norms, readable, reads_are_free
+from firstnan.clipping import Clipping
+from firstnan.finite import is_finite, norms, plain_norm, readable, reads_are_free
 from firstnan.glance import Glance
 from firstnan.guard import Alarm, Guard
 from firstnan.hot import HotGradients
@@ -59,6 +60,7 @@ class Gate:
         """Called when backward begins from a loss that did not trip."""
         self.new_guard: Callable[[], Guard] | None = Guard
         self.hot = HotGradients()
+        self.clipping = Clipping()
         self._glances: dict[int, Glance] = {}
         self._glanced = False
         """The update under way was let through at a glance."""
@@ -101,7 +103,7 @@ class Gate:
             self.steps.manual -= 1  # The step that the last backward seemed to end goes on.
         elif self.optimizers == 0:
             self._check_leaves()
-        for root in self._unscaled(roots):
+        for root in roots if self._scaled is None else self._unscaled(self._scaled, roots):
             if reads_are_free(root) and root.numel() == 1 and type(root) is Tensor and root.is_floating_point():
                 self._loss = root.item()
                 if not math.isfinite(self._loss):
@@ -150,20 +152,22 @@ class Gate:
         if isinstance(given, Tensor) and isinstance(result, Tensor):
             self._scaled = (weakref.ref(result), given.detach())
 
-    def _unscaled(self, roots: list[Tensor]) -> list[Tensor]:
-        if self._scaled is None:
-            return roots
-        scaled, given = self._scaled
+    def _unscaled(self, known: tuple[weakref.ref[Tensor], Any], roots: list[Tensor]) -> list[Tensor]:
+        scaled, given = known
         self._scaled = None
         return [given if scaled() is r else r for r in roots]
 
     # The optimizer's step.
 
-    def before_update(self, optimizer: Any, closure: bool) -> None:
+    def passes_at_a_glance(self, optimizer: Any) -> bool:
+        """Whether this update needs nothing more before it."""
         glance = self._glances.get(id(optimizer))
-        if glance is not None and self.listener.is_calm and not closure and glance.suffices(optimizer, self._loss):
-            self.in_step, self.norm, self._glanced = optimizer, None, True
-            return
+        if glance is None or not self.listener.is_calm or not glance.suffices(optimizer, self._loss):
+            return False
+        self.in_step, self.norm, self._glanced = optimizer, None, True
+        return True
+
+    def before_update(self, optimizer: Any, closure: bool) -> None:
         self._glanced = False
         if self.listener.suppresses(optimizer):
             drop_gradients(optimizer)
@@ -179,16 +183,21 @@ class Gate:
         if self.in_step is optimizer:
             self._watch_growth(self.steps.of(optimizer), optimizer)
 
+    def passed_at_a_glance(self, optimizer: Any) -> bool:
+        """Whether this update needs nothing more after it."""
+        if not self._glanced or self.in_step is not optimizer:
+            return False
+        self.in_step = self.skipping_since = None
+        self._steps.append((self.steps.add(optimizer), self._loss, None, rate_of(optimizer)))
+        self._loss = None
+        self.listener.step_ended()
+        return True
+
     def after_update(self, optimizer: Any) -> None:
         if self.in_step is not optimizer:
             return
         self.in_step = self.skipping_since = None
         step = self.steps.add(optimizer)
-        if self._glanced:
-            self._steps.append((step, self._loss, None, rate_of(optimizer)))
-            self._loss = None
-            self.listener.step_ended()
-            return
         rounds, size, whole = self._rounds.get(optimizer), None, False
         if rounds is None:
             rounds = self._rounds[optimizer] = Rounds(self.thorough)
@@ -236,10 +245,14 @@ class Gate:
         self.listener.step_ended()
 
     def _check_gradients(self, optimizer: Any, parameters: list[Tensor], *, before_update: bool) -> None:
+        self.norm = self.clipping.norm_of(parameters)
+        if self.norm is not None:
+            self.hot.judge()
+            return
         cold, squares = self.hot.sorted(parameters)
         self.norm = self._size(cold, _GRADIENT)
         if squares:
-            self.norm = math.hypot(self.norm or 0.0, *(math.sqrt(square.item()) for square in squares))
+            self.norm = math.hypot(self.norm or 0.0, *map(math.sqrt, squares))
         if self.norm is None or math.isfinite(self.norm):
             if self.frugal and optimizer is not None and not squares:
                 self._glances.setdefault(id(optimizer), Glance()).learn(optimizer, cold, self._loss)
@@ -260,12 +273,13 @@ class Gate:
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # The context manager for it costs more than the rest of this function.
         try:
-            sizes = plain_norms(tensors)
-            if sizes is None:
-                values = [r for t in tensors if (r := readable(t)) is not None and r.numel()]
-                if not values:
-                    return None
-                sizes = norms(values)
+            size = plain_norm(tensors)
+            if size is not None:
+                return size
+            values = [r for t in tensors if (r := readable(t)) is not None and r.numel()]
+            if not values:
+                return None
+            sizes = norms(values)
             if reads_are_free(sizes):
                 return math.hypot(*sizes.tolist())
             self.reads.add(noticed, tensors, torch.linalg.vector_norm(sizes))

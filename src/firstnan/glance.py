@@ -11,7 +11,7 @@ from firstnan.finite import is_plain, reads_are_free
 
 _FEW = 32
 _SMALL = 1 << 18
-_EVERY = 16
+_EVERY = 32
 _LEARNING = 64
 _JUMP = 4.0
 _RISE = 1.5
@@ -20,8 +20,8 @@ _RISE = 1.5
 class Glance:
     """Adds the gradients up: a sum is finite only if every element is, and it jumps when they do.
 
-    That costs half of a norm. All the rest is done in every sixteenth
-    step, in the first ones, and when the sum, the loss or the learning rate is not what it was.
+    That costs half of a norm. All the rest is done in every 32nd step,
+    in the first ones, and when the sum, the loss or the learning rate is not what it was.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,9 @@ class Glance:
         self._steps += 1
         if not self.applies or self._steps % _EVERY == 0 or loss is None or not abs(loss) <= _RISE * self._loss:
             return False
-        if any(group.get("lr") is not self._rate for group in optimizer.param_groups):
-            return False
+        for group in optimizer.param_groups:
+            if group.get("lr") is not self._rate:
+                return False
         return abs(self._total(optimizer)) <= _JUMP * self._sum  # never so of a NaN
 
     def learn(self, optimizer: Any, gradients: list[Tensor], loss: float | None) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -57,6 +58,9 @@ class TrainingHooks:
             self.guard(self._watch_gradients, optimizer)
         self._patches.put(torch.autograd, "backward", self._backward)
         self._patches.put(torch.autograd, "grad", self._grad)
+        # `clip_grad_norm_` finds these two by their names in its module, wherever the program has it from.
+        self._patches.put(clip_grad, "_get_total_norm", self._total_norm)
+        self._patches.put(clip_grad, "_clip_grads_with_norm_", self._clip)
         self._patches.put(torch.amp.GradScaler, "scale", self._scale)
         self._patches.put(torch.amp.GradScaler, "step", self._scaler_step)
         self._patches.put(_BaseDataLoaderIter, "_next_index", self._next_index)
@@ -101,12 +105,25 @@ class TrainingHooks:
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
+        if not closure and self._at_a_glance(self.gate.passes_at_a_glance, optimizer):
+            return
         if not self.gate.places.knows_step_of(optimizer):
             self.guard(self.gate.places.stepped, optimizer, sys._getframe(1))
         self.guard(self.gate.before_update, optimizer, closure)
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.guard(self.gate.after_update, optimizer)
+        if not self._at_a_glance(self.gate.passed_at_a_glance, optimizer):
+            self.guard(self.gate.after_update, optimizer)
+
+    def _at_a_glance(self, suffices: Callable[[Any], bool], optimizer: Any) -> bool:
+        """Without a lock, which would take a tenth of the time; another thread has no part in a step that passes."""
+        try:
+            return self.installed and suffices(optimizer)
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            self.audience.internal_error(error)
+            return False
 
     def _optimizer_init(self, original: Any) -> Any:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,6 +182,26 @@ class TrainingHooks:
 
     def _gradients_returned(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
         self.gate.gradients_returned(losses, gradients)
+
+    # Clipping.
+
+    def _total_norm(self, original: Any) -> Any:
+        def _get_total_norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
+            norm = original(tensors, norm_type, *args, **kwargs)
+            if isinstance(tensors, list) and norm_type == 2 and not torch.compiler.is_compiling() and not self.idle:
+                self.guard(self.gate.clipping.normed, tensors, norm)
+            return norm
+
+        return _get_total_norm
+
+    def _clip(self, original: Any) -> Any:
+        def _clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(parameters, max_norm, total_norm, *args, **kwargs)
+            if isinstance(parameters, list) and not torch.compiler.is_compiling() and not self.idle:
+                self.guard(self.gate.clipping.clipped, parameters, float(max_norm), total_norm)
+            return result
+
+        return _clip_grads_with_norm_
 
     # Gradient scalers.
 

@@ -1,43 +1,61 @@
-"""Large gradients, measured the moment they are complete, while they are still in the processor's cache."""
+"""Large gradients, measured soon after they are complete, while they are still in the processor's cache."""
 
 from __future__ import annotations
 
-import ctypes
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstnan.finite import is_plain
+from firstnan.unwritten import Unwritten
 
-_LARGE_MODEL = 1 << 20
-"""Elements: the gradients of a smaller one are still in the cache when the update begins."""
-_LARGE = 1 << 16
+_LARGE_MODEL = 1 << 23
+"""Elements: with the gradients of a smaller one it makes no difference when they are read."""
+_LARGE = 1 << 14
+_GROUP = 1 << 19
+"""Elements: two megabytes, about what the cache next to a processor holds."""
+_TRIAL = 1 << 9
+"""Measurements after which they are judged by how many were of use."""
 
 
 class HotGradients:
     """Knows the squared norms of large gradients, as long as nobody has written to them since.
 
-    Reading them later, before the update, takes about twice as long: by then they are in main memory only.
+    Reading them later, before the update, takes longer: by then they are in main memory only. They are measured in
+    groups, since every call out of backward costs as much as reading a small gradient.
     """
 
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}
         """By parameter."""
+        self._groups: list[_Group] = []
+        self._taken = self._used = 0
+        self._useless = False
 
     def watch(self, optimizer: Any) -> None:
         """Measures the large gradients of the optimizer's parameters from now on, if there are many numbers in all."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self._useless or (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return  # other processes add to a gradient that is complete here
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and is_plain(p)]
         if sum(map(Tensor.numel, parameters)) < _LARGE_MODEL:
             return
-        self._measured = {key: one for key, one in self._measured.items() if one.parameter() is not None}
-        new = [p for p in parameters if p.numel() >= _LARGE and id(p) not in self._measured]
-        self._measured |= {id(p): _Measured(p, p is new[0]) for p in new}
+        self._forget_the_dead()
+        # Backward completes them from the last to the first, more or less; who comes after its group is read later.
+        waiting: list[_Measured] = []
+        size = 0
+        large = [p for p in reversed(parameters) if p.numel() >= _LARGE and id(p) not in self._measured]
+        for parameter in large:
+            one = self._measured[id(parameter)] = _Measured(parameter)
+            waiting.append(one)
+            size += parameter.numel()
+            if size >= _GROUP or parameter is large[-1]:
+                self._groups.append(_Group(waiting, parameter, self))
+                waiting, size = [], 0
 
-    def sorted(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def sorted(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[float]]:
         """The gradients of these parameters that are still to be measured, and the squared norms of the others."""
         cold, squares = [], []
         measured = self._measured
@@ -46,53 +64,74 @@ class HotGradients:
             if gradient is None:
                 continue
             one = measured.get(id(parameter)) if measured else None
-            if one is not None and one.is_of(gradient):
+            if one is not None and one.unwritten is not None and one.unwritten.is_still(gradient):
                 squares.append(one.square)
             else:
                 cold.append(gradient)
+        self._used += len(squares)
+        self.judge()
         return cold, squares
 
+    def taken(self, count: int) -> None:
+        """So many gradients were measured."""
+        self._taken += count
+
+    def judge(self) -> None:
+        """Where each is written to again, or added to by several backwards, reading them once at the end is cheaper."""
+        if self._taken < _TRIAL:
+            return
+        self._useless = self._used < 0.6 * self._taken
+        self._taken = self._used = 0
+        if self._useless:
+            self.remove()
+
+    def _forget_the_dead(self) -> None:
+        self._measured = {key: one for key, one in self._measured.items() if one.parameter() is not None}
+        self._groups = [group for group in self._groups if group.parameter() is not None]
+
     def remove(self) -> None:
-        for one in self._measured.values():
-            one.remove()
-        self._measured = {}
+        for group in self._groups:
+            group.remove()
+        self._measured, self._groups = {}, []
 
 
 class _Measured:
-    """The gradient of one parameter, measured whenever it is complete. It is not kept alive."""
+    """The gradient of one parameter as it was measured last."""
 
-    __slots__ = ("_address", "_gradient", "_handle", "_number", "_probes", "_version", "parameter", "square")
+    __slots__ = ("parameter", "square", "unwritten")
 
-    def __init__(self, parameter: Tensor, probes: bool) -> None:
+    def __init__(self, parameter: Tensor) -> None:
         self.parameter = weakref.ref(parameter)
-        self._gradient: weakref.ref[Tensor] | None = None
-        self._probes, self._number = probes, 0.0
-        self._handle: Any = parameter.register_post_accumulate_grad_hook(self)
+        self.unwritten: Unwritten | None = None
+
+    def measure(self) -> None:
+        self.unwritten = None
+        parameter = self.parameter()
+        gradient = parameter.grad if parameter is not None else None
+        if gradient is not None and is_plain(gradient) and gradient.is_contiguous():
+            flat = gradient.view(-1)
+            self.square = torch.dot(flat, flat).item()
+            self.unwritten = Unwritten(gradient)
+
+
+class _Group:
+    """Gradients that are measured together, when backward has completed the last of them."""
+
+    __slots__ = ("_all", "_handle", "_members", "parameter")
+
+    def __init__(self, members: list[_Measured], last: Tensor, all_of_them: HotGradients) -> None:
+        self._members, self._all = members, all_of_them
+        self.parameter = weakref.ref(last)
+        self._handle: Any = last.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
-        self._gradient = None
-        gradient = parameter.grad
         # Under a dispatch mode, which may be ours, this would look like part of the program.
-        if gradient is None or not gradient.is_cpu or torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled():
+        if torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled():
             return
-        try:
-            flat = gradient.view(-1)
-            self.square = torch.dot(flat, flat)
-            self._version, self._address = gradient._version, gradient.data_ptr()
-            if self._probes:
-                self._number = _first_number(self._address)
-            self._gradient = weakref.ref(gradient)
-        except Exception:
-            pass  # sparse, or in another way unusual: it is read later
-
-    def is_of(self, gradient: Tensor) -> bool:
-        """Whether this is the gradient that was measured, as it was then."""
-        if self._gradient is None or self._gradient() is not gradient or self._version != gradient._version:
-            return False
-        # Who writes through `.data` changes no version, but puts other numbers there, or changes them all.
-        if self._address != gradient.data_ptr():
-            return False
-        return not self._probes or self._number == _first_number(self._address)
+        with suppress(Exception):  # what cannot be measured is read later
+            for one in self._members:
+                one.measure()
+        self._all.taken(len(self._members))
 
     def remove(self) -> None:
         """Takes the hook off; torch leaves an empty dict of them behind, which goes too."""
@@ -100,7 +139,3 @@ class _Measured:
         parameter = self.parameter()
         if parameter is not None and not parameter._post_accumulate_grad_hooks:
             parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-
-
-def _first_number(address: int) -> float:
-    return ctypes.c_float.from_address(address).value

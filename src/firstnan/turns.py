@@ -18,22 +18,35 @@ class Steps:
     """Counts training steps: those of the optimizer whose turn it is, or backward calls where there is none."""
 
     def __init__(self) -> None:
-        self.done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.follows: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self.last: weakref.ref[Any] | None = None
         self.total = 0
         self.manual = 0
         self._alone = False
         """The last two steps were of one and the same optimizer."""
+        self._number = self._more = 0
+        """Of the last step; and how many of that optimizer are still to be written down."""
+
+    @property
+    def done(self) -> weakref.WeakKeyDictionary[Any, int]:
+        """The steps of each optimizer."""
+        last = self.last() if self.last else None
+        if self._more and last is not None:
+            self._done[last] = self._done.get(last, 0) + self._more
+        self._more = 0
+        return self._done
 
     def add(self, optimizer: Any) -> int:
         """One more of this optimizer: its number."""
-        step = self.done.get(optimizer, 0)
-        self.done[optimizer] = step + 1
         self.total += 1
         before = self.last() if self.last else None
-        if before is optimizer and self._alone:
-            return step  # the usual case, a hundred thousand times
+        if before is optimizer and self._alone:  # the usual case, a hundred thousand times
+            self._more += 1
+            self._number += 1
+            return self._number
+        step = self._number = self.done.get(optimizer, 0)
+        self._done[optimizer] = step + 1
         self._alone = before is optimizer
         if before is not None:
             self.follows[before] = weakref.ref(optimizer)
@@ -44,6 +57,7 @@ class Steps:
         """The last step is undone."""
         self.done[optimizer] -= 1
         self.total -= 1
+        self._alone = False
 
     @property
     def turn(self) -> int:
@@ -52,7 +66,7 @@ class Steps:
 
     def resume(self, total: int, manual: int, done: dict[Any, int], last: Any, follows: list[tuple[Any, Any]]) -> None:
         """Goes on counting where another run stood: how far each optimizer was, who was last, who takes turns."""
-        self.total, self.manual = total, manual
+        self.total, self.manual, self._alone = total, manual, False
         self.done.update(done)
         self.last = weakref.ref(last) if last is not None else None
         self.follows.update({one: weakref.ref(other) for one, other in follows})

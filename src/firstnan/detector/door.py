@@ -18,7 +18,7 @@ from firstnan.capsule import LIMIT, Wanted
 from firstnan.detector.capsules import Function
 from firstnan.detector.events import EventLog
 from firstnan.detector.layers import LayerWatch, Sink
-from firstnan.detector.mode import Mode
+from firstnan.detector.mode import SEARCHING, WAITING
 from firstnan.detector.policy import Policy, Settings
 from firstnan.detector.session import Session
 from firstnan.detector.stats import Statistics
@@ -147,7 +147,7 @@ class NaNDetector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         session = self._session
-        report, searching = None, session is not None and session.mode is Mode.SEARCHING
+        report, searching = None, session is not None and session.mode is SEARCHING
         try:
             report = session.left(error) if session is not None else None
         finally:
@@ -174,7 +174,7 @@ class NaNDetector:
         session.body_ended()
         session.handed_out(session.own_source, [Function(function), args, kwargs])
         result = function(*args, **kwargs)
-        if session.mode is Mode.WAITING:
+        if session.mode is WAITING:
             for again, given, named in session.again(session.own_source):
                 with session.replays.excused():
                     result = again.call(*given, **named)
@@ -215,7 +215,7 @@ class Batches:
         for batch in iterator:
             session.handed_out(source, batch)
             yield batch
-            if session.mode is Mode.WAITING:
+            if session.mode is WAITING:
                 yield from session.again(source)
             session.body_ended()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Final
 
 
 class Mode(Enum):
@@ -14,3 +15,11 @@ class Mode(Enum):
     """Explained; played again with samples replaced, to see which of them are bad."""
     SKIPPING = auto()
     """Nothing of this step is written."""
+
+
+# To get at a member of a class takes ten times as long as a name of a module, and a step asks often.
+WATCHING: Final = Mode.WATCHING
+WAITING: Final = Mode.WAITING
+REPLAYING: Final = Mode.REPLAYING
+SEARCHING: Final = Mode.SEARCHING
+SKIPPING: Final = Mode.SKIPPING

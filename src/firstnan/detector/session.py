@@ -20,7 +20,7 @@ from firstnan.detector.events import EventLog
 from firstnan.detector.journal import Journal, one_line, rank
 from firstnan.detector.last_call import LastCalls
 from firstnan.detector.layers import LayerWatch
-from firstnan.detector.mode import Mode
+from firstnan.detector.mode import REPLAYING, SEARCHING, SKIPPING, WAITING, WATCHING, Mode
 from firstnan.detector.policy import Settings
 from firstnan.detector.recovery import Recovery
 from firstnan.detector.replays import Replays
@@ -61,7 +61,7 @@ class Session:
     ) -> None:
         self.roots, self.optimizers, self.settings = roots, optimizers, settings
         self.internal_error = InternalErrors(log.error)
-        self.mode = Mode.WATCHING
+        self.mode: Mode = WATCHING
         self.report: Report | None = None
         self.training_thread: int | None = None
         self.own_source = NamelessSource()
@@ -100,14 +100,14 @@ class Session:
         self.last_calls.attach()
         if self.layers is not None:
             # What is played again is seen whole.
-            self.layers.rests = lambda: self.microscope.running or self.mode is Mode.REPLAYING
+            self.layers.rests = lambda: self.microscope.running or self.mode is REPLAYING
             self.gate.reads.passenger = self.layers
             self.gate.on_good_loss = self.layers.pass_over
             self.layers.attach()
         _sessions.add(self)
 
     def end(self) -> None:
-        if self.mode is Mode.SKIPPING:
+        if self.mode is SKIPPING:
             with contextlib.suppress(NonFiniteError):  # told already
                 self._skip_ends()
         _sessions.discard(self)
@@ -122,7 +122,7 @@ class Session:
 
     def left(self, error: BaseException | None) -> Report | None:
         """The loop was left, perhaps because of a bad value: what is known of it."""
-        if self.mode is Mode.SEARCHING:
+        if self.mode is SEARCHING:
             self.report = self.journal.completed(self.searched())
             return self.report
         if self._first is None and isinstance(error, Exception) and not isinstance(error, NonFiniteError):
@@ -133,7 +133,7 @@ class Session:
         if first is None:
             return None
         noticed, report = first
-        if self.mode is Mode.REPLAYING:
+        if self.mode is REPLAYING:
             report = self.microscope.conclude(noticed, [], self.microscope.raised(), AGAIN) or report
         else:
             report = self._looked_closer(report, noticed, before_update=True)
@@ -145,23 +145,23 @@ class Session:
 
     @property
     def is_calm(self) -> bool:
-        return self.mode is Mode.WATCHING and not self._told and len(_sessions) == 1
+        return self.mode is WATCHING and not self._told and len(_sessions) == 1
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
         if noticed.what == "loss" and not self._trains_ours(tensors):
             return
-        if self.mode is Mode.REPLAYING:
+        if self.mode is REPLAYING:
             report = self.microscope.conclude(noticed, tensors, [], AGAIN) or self._known(noticed, tensors)
             self._first = None
             # Where training is to go on, one replay is enough.
             searches = before_update and self.settings.policy == "raise" and self.gate.in_step is None
             if searches and self.replays.searches(report):
-                self.mode, self.report = Mode.SEARCHING, report
+                self.mode, self.report = SEARCHING, report
             else:
                 self._settle(report, before_update)
         elif self.replays.sift is not None:
             self.replays.sift.failed()
-        elif self.mode is Mode.WATCHING and not self._told and not self._held():
+        elif self.mode is WATCHING and not self._told and not self._held():
             self._told = True
             self._tripped(noticed, tensors, before_update)
 
@@ -177,7 +177,7 @@ class Session:
             self.recovery.remember_schedules()
         if closely and before_update and self._can_play_again():
             self._first = (noticed, report)
-            self.mode = Mode.WAITING
+            self.mode = WAITING
             return
         if closely:
             report = self._looked_closer(report, noticed, before_update)
@@ -214,11 +214,11 @@ class Session:
 
     def suppresses(self, optimizer: Any) -> bool:
         """No update may be written between a trip and its replay, nor twice by the replay, nor of a bad step."""
-        if self.mode is Mode.SKIPPING:
+        if self.mode is SKIPPING:
             self._drop_update(optimizer)
-        elif self.mode in (Mode.REPLAYING, Mode.SEARCHING):
+        elif self.mode in (REPLAYING, SEARCHING):
             return self.replays.suppresses()
-        return self.mode in (Mode.WAITING, Mode.SKIPPING) or self._held()
+        return self.mode in (WAITING, SKIPPING) or self._held()
 
     def _drop_update(self, optimizer: Any) -> None:
         self._suppressed = True
@@ -228,38 +228,38 @@ class Session:
         """Another detector is having this very step played again, or skipped."""
         return len(_sessions) > 1 and any(
             other is not self
-            and other.mode is not Mode.WATCHING
+            and other.mode is not WATCHING
             and any(mine is theirs for mine in self.optimizers for theirs in other.optimizers)
             for other in list(_sessions)
         )
 
     def step_begins(self, optimizer: Any, closure: bool) -> None:
         self._trains_here()
-        if self.mode in (Mode.WAITING, Mode.SEARCHING, Mode.SKIPPING):
+        if self.mode in (WAITING, SEARCHING, SKIPPING):
             # The gate tripped on these very gradients and goes on: nothing of them may be written.
             drop_gradients(optimizer)
             self.gate.in_step = None
-            if self.mode is Mode.SKIPPING:
+            if self.mode is SKIPPING:
                 self._drop_update(optimizer)
             elif self.replays.sift is not None:
                 self.replays.sift.passed()
             return
-        if self.mode is Mode.REPLAYING and not closure:
+        if self.mode is REPLAYING and not closure:
             self._not_again()
         self.recovery.before_update(optimizer, closure, self.gate.norm)
         self.gate.look_closely = self.recovery.backup is not None
 
     def step_ended(self, by_hand: bool = False) -> None:
-        if self.mode is Mode.WAITING:
+        if self.mode is WAITING:
             # Bad numbers appeared inside the update: it is undone, and will be made again.
             self.recovery.undo_update()
             optimizer = self.gate.steps.last() if self.gate.steps.last else None
             self.gate.steps.take_back(optimizer)
             return
-        if self.mode is Mode.SEARCHING:
+        if self.mode is SEARCHING:
             return
         self._told, told = False, self._told
-        if self.mode is Mode.SKIPPING:
+        if self.mode is SKIPPING:
             self._undo()
             self._suppressed = True
             return
@@ -328,9 +328,9 @@ class Session:
     def body_ended(self) -> None:
         """The loop asks for the next batch, the function of a step has returned, or another backward begins."""
         self.replayer.body_ended()
-        if self.mode is Mode.REPLAYING:
+        if self.mode is REPLAYING:
             self._not_again()
-        if self.mode is Mode.SKIPPING and self._suppressed:
+        if self.mode is SKIPPING and self._suppressed:
             self._skip_ends()
 
     def again(self, source: Any) -> Iterator[Any]:
@@ -340,9 +340,9 @@ class Session:
         except ReplayError:
             self._cannot_again()
             return
-        self.mode = Mode.REPLAYING
+        self.mode = REPLAYING
         yield from self.replays.traced(handouts)
-        if self.mode is Mode.SEARCHING:
+        if self.mode is SEARCHING:
             yield from self.replays.sifted(source)
             self._settle(self.searched(), before_update=True)
         self.body_ended()
@@ -352,7 +352,7 @@ class Session:
         sift, self.replays.sift = self.replays.sift, None
         assert sift is not None
         assert self.report is not None
-        self.mode = Mode.WATCHING
+        self.mode = WATCHING
         return sift.told_in(self.report, self.replays.difference)
 
     # What is done about it.
@@ -360,7 +360,7 @@ class Session:
     def _settle(self, report: Report, before_update: bool) -> None:
         """A failure is known as well as it will be: now the policy decides."""
         self.microscope.stop()
-        self.mode = Mode.WATCHING
+        self.mode = WATCHING
         policy, counts = self.settings.policy, self.journal.counts
         self.report = report = self._completed(report, before_update)
         self._streak += 1
@@ -383,7 +383,7 @@ class Session:
             text = f"step {report.step}: rolled back to the state {to}: {one_line(report)}"
             self.journal.add(NaNEvent("rolled_back", text, report.step))
         # What remains of this step must not be written either. A backward still to come needs the weights as they are.
-        self.mode, self._suppressed = Mode.SKIPPING, not before_update
+        self.mode, self._suppressed = SKIPPING, not before_update
         if not self.through_us:
             self.last_calls.before_call = self._called
 
@@ -419,7 +419,7 @@ class Session:
         return first.buffers if first is not None else self.replayer.first_buffers()
 
     def _skip_ends(self) -> None:
-        self.mode, self._told = Mode.WATCHING, False
+        self.mode, self._told = WATCHING, False
         self.last_calls.before_call = None
         self.gate.reads.forget()
         if self.settings.policy == "rollback":
@@ -435,7 +435,7 @@ class Session:
         (noticed, report), self._first = self._first, None
         report = replace(report, notes=("the loop's part in this step could not be played again",))
         self._settle(self._looked_closer(report, noticed, before_update=True), before_update=True)
-        if self.mode is Mode.SKIPPING:
+        if self.mode is SKIPPING:
             self._skip_ends()
 
     def _not_again(self) -> None:
@@ -443,7 +443,7 @@ class Session:
         assert self._first is not None
         (_, report), self._first = self._first, None
         self.microscope.stop()
-        self.mode = Mode.WATCHING
+        self.mode = WATCHING
         self.report = report = not_repeated(self.journal.completed(report), None)
         if self.settings.policy == "raise":
             raise NonFiniteError(report)
