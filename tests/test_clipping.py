@@ -55,6 +55,22 @@ def test_the_norm_is_that_of_the_clipped_gradients(limit: float) -> None:
     assert max(off) < 1e-3
 
 
+def test_clipped_gradients_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = training()
+    read: list[list[Tensor]] = []
+    monkeypatch.setattr("firstnan.gate.plain_norm", lambda tensors: read.append(tensors) or 1.0)
+    with NaNDetector(model, optimizer) as detector:
+        for number, x in enumerate(detector.batches([torch.randn(8, 1200)] * 2)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if number == 1:
+                clip_grad_norm_(model.parameters(), 1.0)
+            gradients = {id(p.grad) for p in model.parameters()}
+            read.clear()
+            optimizer.step()
+            assert any(id(t) in gradients for tensors in read for t in tensors) == (number == 0)
+
+
 @pytest.mark.parametrize(
     ("what", "clip"),
     [

@@ -29,6 +29,21 @@ def test_one_optimizer_counts_from_zero() -> None:
     assert seen == [0, 1, 2]
 
 
+def test_long_runs_of_one_are_counted_when_another_comes_or_a_step_is_undone() -> None:
+    one, other = Optimizer(), Optimizer()
+    steps = made(one, other)
+    assert [steps.add(one) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert steps.of(one) == 5
+    steps.take_back(one)
+    assert [steps.add(one) for _ in range(3)] == [4, 5, 6]
+    assert [steps.add(other), steps.add(one), steps.add(other)] == [0, 7, 1]
+    assert dict(steps.done) == {one: 8, other: 2}
+    assert steps.total == 10
+    steps.resume(20, 0, {one: 15, other: 5}, one, [])
+    assert [steps.add(one) for _ in range(3)] == [15, 16, 17]
+    assert dict(steps.done) == {one: 18, other: 5}
+
+
 def test_two_that_take_turns_count_each_for_itself() -> None:
     one, other = Optimizer(), Optimizer()
     steps = made(one, other)

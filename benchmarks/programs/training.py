@@ -22,12 +22,16 @@ class Training:
     batches: Iterator[Batch]
     """Not a generator: whoever stops reading in the middle cannot close it for the others."""
     loss: Callable[..., Tensor]
+    clip: float | None = None
+    """The largest norm of the gradients, where they are clipped."""
 
     def step(self, batch: Batch) -> None:
         """Trains on one batch."""
         loss = self.loss(*batch)
         self.optimizer.zero_grad()
         loss.backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
 
     def next_step(self) -> None:

@@ -32,7 +32,8 @@ class HotGradients:
         self._measured: dict[int, _Measured] = {}
         """By parameter."""
         self._groups: list[_Group] = []
-        self._taken = self._used = 0
+        self.taken = self._used = 0
+        """How many were measured, and how many of these measurements were of use."""
         self._useless = False
 
     def watch(self, optimizer: Any) -> None:
@@ -72,16 +73,12 @@ class HotGradients:
         self.judge()
         return cold, squares
 
-    def taken(self, count: int) -> None:
-        """So many gradients were measured."""
-        self._taken += count
-
     def judge(self) -> None:
         """Where each is written to again, or added to by several backwards, reading them once at the end is cheaper."""
-        if self._taken < _TRIAL:
+        if self.taken < _TRIAL:
             return
-        self._useless = self._used < 0.6 * self._taken
-        self._taken = self._used = 0
+        self._useless = self._used < 0.6 * self.taken
+        self.taken = self._used = 0
         if self._useless:
             self.remove()
 
@@ -104,14 +101,17 @@ class _Measured:
         self.parameter = weakref.ref(parameter)
         self.unwritten: Unwritten | None = None
 
-    def measure(self) -> None:
+    def measure(self) -> bool:
+        """Whether there was something to measure."""
         self.unwritten = None
         parameter = self.parameter()
         gradient = parameter.grad if parameter is not None else None
-        if gradient is not None and is_plain(gradient) and gradient.is_contiguous():
-            flat = gradient.view(-1)
-            self.square = torch.dot(flat, flat).item()
-            self.unwritten = Unwritten(gradient)
+        if gradient is None or not is_plain(gradient) or not gradient.is_contiguous():
+            return False
+        flat = gradient.view(-1)
+        self.square = torch.dot(flat, flat).item()
+        self.unwritten = Unwritten(gradient)
+        return True
 
 
 class _Group:
@@ -129,9 +129,7 @@ class _Group:
         if torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled():
             return
         with suppress(Exception):  # what cannot be measured is read later
-            for one in self._members:
-                one.measure()
-        self._all.taken(len(self._members))
+            self._all.taken += sum(one.measure() for one in self._members)
 
     def remove(self) -> None:
         """Takes the hook off; torch leaves an empty dict of them behind, which goes too."""
