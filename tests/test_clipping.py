@@ -145,6 +145,22 @@ def test_a_norm_that_was_changed_is_not_believed() -> None:
     assert clipping.norm_of([parameter]) is None
 
 
+def test_a_norm_of_other_gradients_is_not_believed() -> None:
+    clipping = Clipping()
+    one, other = (nn.Parameter(torch.zeros(1024, 1024)) for _ in range(2))
+    for parameter in (one, other):
+        parameter.grad = torch.ones(1024, 1024)
+    assert one.grad is not None
+    norm = get_total_norm([one.grad])
+    clipping.normed([one.grad], norm)
+    clipping.clipped([one, other], 1.0, norm)
+    clipping.clipped([other], 1.0, norm)
+    assert clipping.norm_of([one, other]) is None
+    assert clipping.norm_of([other]) is None
+    clipping.clipped([one], 1.0, norm)
+    assert clipping.norm_of([one]) == pytest.approx(1.0)
+
+
 def test_two_optimizers_that_clip_before_both_updates() -> None:
     one, first = training()
     other, second = training()

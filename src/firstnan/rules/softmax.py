@@ -54,7 +54,9 @@ def fully_masked_softmax(scene: Scene) -> Finding | None:
     width = _width(scene, masked[0])
     if width is not None and 0 < masked[0].neginf < width:
         return None
-    rows = f"{scene.nan // width} row(s) of {width}" if width and scene.nan % width == 0 else f"{scene.nan} element(s)"
+    rows = f"{scene.nan} element(s)"
+    if width and scene.nan % width == 0:
+        rows = f"{scene.nan // width} row(s) of {width} entries"
     why = (
         f"`{scene.code}` normalises a row in which every entry is -inf, so it computes exp(-inf - -inf) and "
         f"0/0. {rows} became NaN: probably a sample that is all padding, or two masks that together cover "
