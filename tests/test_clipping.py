@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.clipping import Clipping
 from firstnan.gate import Gate
+from firstnan.unwritten import Unwritten
 
 
 def training(width: int = 1200) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -100,7 +101,8 @@ def spoil(how: str, weight: Tensor) -> None:
     elif how == "accumulated":
         (weight * torch.full_like(weight, math.nan)).sum().backward()
     elif how == "data replaced":
-        gradient.data = gradient.data * math.inf
+        gradient.data = gradient.data.clone()
+        gradient.data[-1, -1] = math.inf
     else:
         gradient.data.mul_(math.nan)
 
@@ -161,6 +163,30 @@ def test_a_norm_of_other_gradients_is_not_believed() -> None:
     assert clipping.norm_of([one]) == pytest.approx(1.0)
 
 
+def test_the_norm_of_more_than_an_optimizer_trains_is_not_its_own() -> None:
+    clipping = Clipping()
+    parameters = [nn.Parameter(torch.zeros(512, 512)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(512, 512)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = get_total_norm(gradients)
+    clipping.normed(gradients, norm)
+    clipping.clipped(parameters, 1e9, norm)
+    assert clipping.norm_of(parameters) == pytest.approx(2**9.5)
+    assert clipping.norm_of(parameters[:1]) is None
+
+
+@pytest.mark.parametrize(("value", "limit"), [(math.inf, 1.0), (1e30, 1.0), (1.0, -1.0), (1.0, math.nan)])
+def test_norms_that_say_nothing(value: float, limit: float) -> None:
+    clipping, parameter = Clipping(), nn.Parameter(torch.zeros(1024, 1024))
+    parameter.grad = torch.ones(1024, 1024)
+    parameter.grad[-1, -1] = value
+    norm = get_total_norm([parameter.grad])
+    clipping.normed([parameter.grad], norm)
+    clipping.clipped([parameter], limit, norm)
+    assert clipping.norm_of([parameter]) is None
+
+
 def test_two_optimizers_that_clip_before_both_updates() -> None:
     one, first = training()
     other, second = training()
@@ -219,3 +245,12 @@ def test_clipping_gives_the_same_numbers_and_the_same_warning() -> None:
         detector.detach()
         results.append([*norms, *model.parameters()])
     assert all(map(torch.equal, *results))
+
+
+def test_an_alias_is_not_the_tensor_that_was_looked_at() -> None:
+    t = torch.ones(3)
+    seen = Unwritten(t)
+    assert seen.is_still(t)
+    assert not seen.is_still(t.detach())
+    assert not seen.is_still(torch.ones(3))
+    assert Unwritten(empty := torch.ones(0)).is_still(empty)

@@ -351,3 +351,4 @@ def test_norms_of_plain_tensors_count_every_one(vectors: int) -> None:
         assert math.isnan(found)
         t.view(-1)[-1] = 1.0
     assert plain_norm([*tensors, torch.ones(3, dtype=torch.float64)]) is None
+    assert plain_norm([torch.full((3, 5), 2.0).t()]) == pytest.approx(60**0.5)

@@ -163,16 +163,18 @@ def test_a_write_through_data_makes_the_measure_void(factor: float) -> None:
     assert hot.sorted([parameter])[1] == []
 
 
-def written_again(steps: int, clips: bool, micro: int) -> HotGradients:
-    """Trains with `micro` backwards a step, and with writing to the gradients after them or not."""
+def written_again(steps: int, clips: str, micro: int) -> HotGradients:
+    """Trains with `micro` backwards a step, and with clipping after them or not."""
     model, optimizer = large()
     with NaNDetector(model, optimizer) as detector:
         for x in detector.batches([torch.randn(8, 600)] * steps):
             optimizer.zero_grad()
             for _ in range(micro):
                 model(x).square().mean().backward()
-            if clips:
+            if clips == "by hand":
                 torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+            elif clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         assert detector._session is not None
         found = detector._session.gate.hot
@@ -181,9 +183,11 @@ def written_again(steps: int, clips: bool, micro: int) -> HotGradients:
     return found
 
 
-@pytest.mark.parametrize(("clips", "micro", "useless"), [(False, 1, False), (True, 1, True), (False, 4, True)])
+@pytest.mark.parametrize(
+    ("clips", "micro", "useless"), [("", 1, False), ("by hand", 1, True), ("by norm", 1, True), ("", 4, True)]
+)
 def test_measuring_ends_where_it_is_of_no_use(
-    monkeypatch: pytest.MonkeyPatch, clips: bool, micro: int, useless: bool
+    monkeypatch: pytest.MonkeyPatch, clips: str, micro: int, useless: bool
 ) -> None:
     monkeypatch.setattr("firstnan.hot._TRIAL", 8)
     assert written_again(12, clips, micro)._useless == useless

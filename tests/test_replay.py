@@ -118,6 +118,8 @@ def test_what_is_handed_out_step_by_step_is_what_a_replay_gives_out() -> None:
     replayer, source = Replayer(), Source()
     for updates in range(70):
         batch = (torch.full((2,), float(updates)), torch.zeros(1))
+        for _ in range(updates % 3):
+            batch[1].add_(1)  # the dataset's own business
         replayer.sampled(source, [updates, -updates])
         replayer.fetched(source, batch, updates)
         replayer.body_ended()
