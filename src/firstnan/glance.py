@@ -11,7 +11,7 @@ from firstnan.finite import is_plain, reads_are_free
 
 _FEW = 32
 _SMALL = 1 << 18
-_EVERY = 32
+_EVERY = 64
 _LEARNING = 64
 _JUMP = 4.0
 _RISE = 1.5
@@ -20,7 +20,7 @@ _RISE = 1.5
 class Glance:
     """Adds the gradients up: a sum is finite only if every element is, and it jumps when they do.
 
-    That costs half of a norm. All the rest is done in every 32nd step,
+    That costs half of a norm. All the rest is done in every 64th step,
     in the first ones, and when the sum, the loss or the learning rate is not what it was.
     """
 

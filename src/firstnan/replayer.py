@@ -20,7 +20,7 @@ _MOST_BATCHES = 64
 _MOST_BYTES = 256 << 20
 _MOST_UPDATES = 16
 _MOST_SEARCHED = 8
-_TESTED = 16  # So many steps are looked at from both ends, and then every so many.
+_TESTED, _EVERY = 16, 64  # So many steps are looked at from both ends, and then every so manieth.
 _BUFFER_BYTES = 256 << 20
 SMALL_BUFFER = 1 << 16
 
@@ -90,21 +90,12 @@ class Replayer:
 
     def fetched(self, iterator: Any, batch: Any, updates: int) -> Handout:
         """A batch is handed out for training, after so many updates."""
-        latest, source = self.latest, self._source(iterator)
-        if latest is not None and latest.updates != updates and self._is_usual() and source.recent == [latest]:
-            # One batch a step, as before: a hundred thousand times, so the same object serves for all of them.
-            self._handouts += 1
-            latest.batch, latest.index, latest.updates = batch, source.count, updates
-            latest.versions, latest.pristine = versions(batch), None
-            latest.indices = source.pending_indices.popleft() if source.pending_indices else None
-            if self._draws:
-                latest.random = RandomState.now()
-            if self._buffers:
-                latest.buffers = self._step_buffers(updates)
-            source.count += 1
-            return latest
+        if self._next_as_usual(iterator, batch, updates):
+            assert self.latest is not None
+            return self.latest
+        source = self._source(iterator)
         if source.recent and (source.recent[-1].updates != updates or source.is_full()):
-            if self._handouts <= _TESTED or self._handouts % _TESTED == 0:
+            if self._handouts <= _TESTED or self._handouts % _EVERY == 0:
                 self._look_for_changes(source.recent[-1])
             source.recent = []
         indices = source.pending_indices.popleft() if source.pending_indices else None
@@ -119,9 +110,28 @@ class Replayer:
             self.latest_iterator, self._latest_source = weakref.ref(iterator), source
         return handout
 
-    def _is_usual(self) -> bool:
-        """Nothing is tested in this step, and batches are not copied."""
-        return self._handouts > _TESTED and 0 < self._handouts % _TESTED < _TESTED - 1 and not self.modified
+    def _next_as_usual(self, iterator: Any, batch: Any, updates: int) -> bool:
+        """One batch a step from the same loader, a hundred thousand times: one object serves for all of them.
+
+        Not where something is tested in this step, or batches are copied.
+        """
+        latest, source, number = self.latest, self._latest_source, self._handouts
+        if number <= _TESTED or not 0 < number % _EVERY < _EVERY - 1 or self.modified:
+            return False
+        if latest is None or source is None or latest.updates == updates or len(source.recent) != 1:
+            return False
+        if self.latest_iterator is None or self.latest_iterator() is not iterator:
+            return False
+        latest.batch, latest.index, latest.updates = batch, source.count, updates
+        latest.versions, latest.pristine = versions(batch), None
+        latest.indices = source.pending_indices.popleft() if source.pending_indices else None
+        if self._draws:
+            latest.random = RandomState.now()
+        if self._buffers:
+            latest.buffers = self._step_buffers(updates)
+        source.count += 1
+        self._handouts += 1
+        return True
 
     def body_ended(self) -> None:
         """The program is done with the batch: did it draw random numbers?"""
@@ -133,7 +143,7 @@ class Replayer:
         """The state of the generators; an older one serves as well where steps were seen to draw nothing."""
         self._handouts += 1
         latest = self.latest
-        if latest is not None and not self._draws and self._handouts > _TESTED and self._handouts % _TESTED:
+        if latest is not None and not self._draws and self._handouts > _TESTED and self._handouts % _EVERY:
             return latest.random
         now = RandomState.now()
         self._testing = None if self._draws else now
