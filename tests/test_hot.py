@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.hot import HotGradients
+from spoiled import WAYS, spoil
 
 
 @pytest.fixture(autouse=True)
@@ -45,24 +46,7 @@ def test_the_norm_is_that_of_all_gradients() -> None:
             assert detector._session.gate.norm == pytest.approx(whole, rel=1e-5)
 
 
-def write(how: str, weight: Tensor) -> None:
-    gradient = weight.grad
-    assert gradient is not None
-    if how == "in place":
-        gradient[3, 3] = math.inf
-    elif how == "replaced":
-        weight.grad = gradient / 0
-    elif how == "accumulated":
-        (weight * torch.full_like(weight, math.nan)).sum().backward()
-    elif how == "through a view":
-        gradient.view(-1)[7:8].log_().sub_(math.inf)
-    elif how == "data replaced":
-        gradient.data = gradient.data * math.inf
-    else:
-        gradient.data.mul_(math.nan)
-
-
-@pytest.mark.parametrize("how", ["in place", "replaced", "accumulated", "through a view", "data replaced", "data"])
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_what_is_written_after_backward_is_seen(how: str, layer: int) -> None:
     model, optimizer = large()
@@ -73,7 +57,7 @@ def test_what_is_written_after_backward_is_seen(how: str, layer: int) -> None:
             model(x).square().mean().backward()
             # Code that writes through `.data` does so with all of them.
             for weight in model.parameters() if how == "data" else [model[layer].weight]:
-                write(how, weight)
+                spoil(how, weight)
             optimizer.step()
     assert all(map(torch.equal, model.parameters(), before))
 

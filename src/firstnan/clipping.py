@@ -33,12 +33,12 @@ class Clipping:
         # To read one on a device would wait for it.
         self._norm, self._normed = Unwritten(norm) if is_plain(norm) else None, list(map(id, gradients))
 
-    def clipped(self, parameters: list[Tensor], limit: float, norm: Tensor) -> None:
-        """The gradients of these parameters, of this norm, were multiplied so that it is at most the limit."""
+    def clipped(self, parameters: list[Tensor], max_norm: float | Tensor, norm: Tensor) -> None:
+        """The gradients of these parameters, of this norm, were multiplied so that it is at most `max_norm`."""
         if self._norm is None or not self._norm.is_still(norm):
             return
         gradients = [g for p in parameters if (g := p.grad) is not None]
-        size = norm.item()
+        size, limit = norm.item(), float(max_norm)
         if list(map(id, gradients)) != self._normed or not math.isfinite(size) or not limit >= 0:
             return
         if sum(map(Tensor.numel, gradients)) >= _LARGE and all(map(is_plain, gradients)):

@@ -116,7 +116,7 @@ class TrainingHooks:
             self.guard(self.gate.after_update, optimizer)
 
     def _at_a_glance(self, suffices: Callable[[Any], bool], optimizer: Any) -> bool:
-        """Without a lock, which would take a tenth of the time; another thread has no part in a step that passes."""
+        """Without the lock, which costs more than it is worth: no other thread has a part in a step that passes."""
         try:
             return self.installed and suffices(optimizer)
         except NonFiniteError:
@@ -198,7 +198,7 @@ class TrainingHooks:
         def _clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(parameters, max_norm, total_norm, *args, **kwargs)
             if isinstance(parameters, list) and not torch.compiler.is_compiling() and not self.idle:
-                self.guard(self.gate.clipping.clipped, parameters, float(max_norm), total_norm)
+                self.guard(self.gate.clipping.clipped, parameters, max_norm, total_norm)
             return result
 
         return _clip_grads_with_norm_
