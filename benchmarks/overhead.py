@@ -130,6 +130,23 @@ def isnan_hooks(training: Training) -> Watch:
     return turn
 
 
+def isnan_mode(training: Training) -> Watch:
+    """The same question for every operator, forward, backward and in the update: the dispatch mode of the forums."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else (out,):
+                readable = isinstance(t, torch.Tensor) and t.is_floating_point() and "empty" not in func.__name__
+                if readable and (torch.isnan(t).any() or torch.isinf(t).any()):
+                    raise ArithmeticError(f"non-finite result of {func}")
+            return out
+
+    return around(training, Look)
+
+
 def transformers(training: Training) -> Watch:
     from transformers.debug_utils import DebugUnderflowOverflow
 
@@ -165,6 +182,7 @@ WAYS = {
     "trace": Way("`firstnan.trace()`", trace, every=4),
     "detect_anomaly": Way("`torch.autograd.detect_anomaly`", detect_anomaly, every=4),
     "isnan_hooks": Way("forward hooks, `isnan().any()` and `isinf().any()`", isnan_hooks, every=4),
+    "isnan_mode": Way("dispatch mode, `isnan().any()` and `isinf().any()`", isnan_mode, every=4),
     "transformers": Way("Transformers' `DebugUnderflowOverflow`", transformers, every=4),
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lrs
 
-from firstnan.detector.snapshot import Kept, Schedules, Snapshot, risky_update
+from firstnan.detector.snapshot import Kept, Schedules, Snapshot
 from firstnan.names import Slot
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -399,49 +399,3 @@ def test_nothing_is_kept_alive_or_left_behind() -> None:
     del scheduler
     gc.collect()
     assert Schedules.of([optimizer]).schedulers == []
-
-
-# --- risky updates ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "SparseAdam"])
-def test_usual_settings_are_not_risky(name: str) -> None:
-    optimizer = Run(name).optimizer
-    assert not risky_update(optimizer, 1e3)
-    assert not risky_update(optimizer, None)
-    assert risky_update(optimizer, 1e16)
-    assert risky_update(optimizer, nan)
-
-
-@pytest.mark.parametrize(
-    ("settings", "risky"),
-    [
-        ({"lr": inf}, True),
-        ({"lr": torch.tensor(nan)}, True),
-        ({"lr": torch.tensor(1e-3)}, False),
-        ({"lr": 1e20}, True),
-        ({"eps": 0}, True),
-        ({"eps": nan}, True),
-        ({"eps": 1e-30}, False),
-        ({"betas": (0.9, 1.0)}, True),
-        ({"betas": (0.9, nan)}, True),
-        ({"weight_decay": inf}, True),
-        ({"growth_rate": inf}, False),  # no setting of torch's own
-    ],
-)
-def test_settings_that_make_an_update_risky(settings: dict[str, Any], risky: bool) -> None:
-    optimizer = optim.Adam(nn.Linear(2, 2).parameters())
-    optimizer.param_groups[0].update(settings)
-    assert risky_update(optimizer, 1.0) == risky
-
-
-def test_adam_in_float16_divides_by_an_eps_that_is_zero() -> None:
-    model = nn.Linear(2, 2).half()
-    optimizer = optim.Adam(model.parameters(), foreach=False)
-    assert risky_update(optimizer, 1.0)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert model.weight.isnan().all()  # which is why
-    assert not risky_update(optim.Adam(model.parameters(), eps=1e-4), 1.0)
-    assert risky_update(optim.Adam(model.parameters(), eps=1e-4), 300.0)  # squares overflow

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstnan
-from firstnan import NonFiniteError, Report
+from firstnan import NonFiniteError, Report, tracing
+from firstnan.tracer import Tracer
 from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
 
 
@@ -256,3 +259,116 @@ def test_another_thread_is_no_part_of_the_block() -> None:
         torch.ones(2).sum()
     assert kept[0].isnan()
     assert block.report is None
+
+
+# Updates that are known to stay finite are not recorded.
+
+
+class Recorded(TorchDispatchMode):
+    """What the program's own mode is given, around or inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def phases(block: tracing.Block) -> set[str]:
+    assert block.microscope.tracer is not None
+    return {raw.backward for raw in block.microscope.tracer.raws}
+
+
+@pytest.mark.parametrize(("settings", "recorded"), [({}, False), ({"eps": 1e-30}, True), ({"lr": 1e3}, True)])
+def test_which_updates_are_recorded(settings: dict[str, float], recorded: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Tracer, "forget_healthy", lambda self: None)
+    model = seeded()
+    optimizer = torch.optim.Adam(model.parameters(), **settings)
+    with firstnan.trace() as block:
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+    assert phases(block) == {"forward", "backward"} | ({"optimizer"} if recorded else set())
+
+
+def test_a_state_that_was_bad_before_the_block_is_seen_in_the_update() -> None:
+    model = seeded()
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = batches(1)[0]
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        for bad in (False, True):
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            if bad:
+                optimizer.state[model.last.weight]["exp_avg_sq"][0, 0] = -1.0
+            optimizer.step()
+    assert found(caught).origin.op == "sqrt"
+    assert found(caught).origin.phase == "optimizer"
+    assert found(caught).step == 1
+
+
+def test_what_comes_after_an_update_that_is_not_recorded() -> None:
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x, y = batches(1)[0]
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        (model(x) * y.log()).mean().backward()
+        optimizer.step()
+        bad = model.last.weight.detach().sub(1e3).log()  # born: after the update
+    assert birthplace(found(caught)) == "after the update"
+    assert bad.isnan().all()
+
+
+def test_an_update_that_raises_does_not_end_the_record() -> None:
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    x, y = batches(1)[0]
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = (model(x) * (y - 9.0 * (step == 3)).log()).mean()  # born: after an error
+            loss.backward()
+            if step == 1:
+                optimizer.state[model.last.weight]["momentum_buffer"] = torch.zeros(3)  # of another shape
+                with pytest.raises(RuntimeError):
+                    optimizer.step()
+                optimizer.state.clear()
+            else:
+                optimizer.step()
+    assert birthplace(found(caught)) == "after an error"
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_modes_of_the_program_stay_where_they_are(bad: bool) -> None:
+    """One around the block and one inside it: they see all that the program does, and the block sees it too."""
+
+    def run(traced: bool) -> tuple[list[str], list[str]]:
+        model = seeded()
+        optimizer = torch.optim.Adam(model.parameters())
+        around, inside = Recorded(), Recorded()
+        with around, firstnan.trace() if traced else contextlib.nullcontext():
+            for step, (x, y) in enumerate(batches(3)):
+                optimizer.zero_grad()
+                loss = (model(x) * (y - 9.0 * (bad and step == 2)).log()).mean()  # born: between modes
+                with inside if step == 1 else contextlib.nullcontext():
+                    if not (bad and step == 2) or traced:
+                        loss.backward()
+                        optimizer.step()
+                torch.ones(3).sum()
+        return around.names, inside.names
+
+    depth = torch._C._len_torch_dispatch_stack()
+    expected = run(False)
+    if bad:
+        with pytest.raises(NonFiniteError) as caught:
+            run(True)
+        assert birthplace(found(caught)) == "between modes"
+    else:
+        for own, seen in zip(expected, run(True), strict=True):
+            rest = iter(seen)
+            assert own
+            assert all(name in rest for name in own)
+    assert torch._C._len_torch_dispatch_stack() == depth

@@ -96,9 +96,10 @@ def extremes(t: Tensor) -> tuple[float, float] | None:
 
 def surely_finite(t: Tensor) -> bool:
     """A quick yes: the sum of squares is finite. A no means nothing, since it overflows on large numbers."""
-    if t.dtype is not torch.float32 or t.layout is not torch.strided or not t.is_contiguous() or t.is_meta:
+    kind = type(t)
+    if (kind is not Tensor and kind is not torch.nn.Parameter) or t.dtype is not torch.float32:
         return False
-    if t.is_nested:
+    if t.layout is not torch.strided or not t.is_contiguous() or t.is_meta or t.is_nested:
         return False
     flat = t.detach().view(-1)
     return math.isfinite(torch.dot(flat, flat).item())

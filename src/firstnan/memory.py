@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from firstnan.finite import is_finite
+from firstnan.finite import is_finite, surely_finite
 from firstnan.records import Role
 
 _MOST_EXACT = 1 << 22  # Elements; two views of a larger memory that interleave count as overlapping.
@@ -76,7 +76,8 @@ class Memory:
 
     def key(self, t: Tensor) -> int | None:
         """A number that belongs to the storage of this tensor alone and is never given twice."""
-        t = _local(t)
+        if type(t) is not Tensor:
+            t = _local(t)
         if t.layout is not torch.strided:
             values = _values(t)
             if values is None:
@@ -102,7 +103,7 @@ class Memory:
             return True
         if key not in self.writer and key not in self._outside:
             # Of a part nothing follows for the rest.
-            self._outside[key] = not (_is_whole(t) and is_finite(t))
+            self._outside[key] = not (_is_whole(t) and (surely_finite(t) or is_finite(t)))
         return self._outside.get(key, False)
 
     def bad_writers(self, key: int | None, t: Tensor) -> tuple[int, ...]:
@@ -156,12 +157,11 @@ class Memory:
 
     def roots(self) -> set[int]:
         """The events that left something non-finite, or nothing at all, in memory that is still in use."""
-        self._alive = {a: known for a, known in self._alive.items() if not known[1].expired()}
-        alive = {key for key, _ in self._alive.values()}
-        self.writer = {k: w for k, w in self.writer.items() if k in alive}
-        self._bad = {k: w for k, w in self._bad.items() if k in alive}
-        self._empty = {k: w for k, w in self._empty.items() if k in alive}
-        self._outside = {k: w for k, w in self._outside.items() if k in alive}
+        gone = [address for address, (_, storage) in self._alive.items() if storage.expired()]
+        for address in gone:
+            key, _ = self._alive.pop(address)
+            for table in (self.writer, self._bad, self._empty, self._outside):
+                table.pop(key, None)
         return self.bad() | set(self._empty.values())
 
     def bad(self) -> set[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _NAMES = {
     "nll_loss_forward": "nll_loss",
@@ -41,6 +42,8 @@ _NAMES = {
 }
 _EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}
 _MOST_ARGUMENTS = 32
+# Arguments that are no tensors and hold none.
+_NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
 # Views whose schema does not say so.
 _VIEWS = {"unsafe_view", "reshape_alias"}
 # In-place operators that never read what they write to.
@@ -145,17 +148,22 @@ def _higher_order(func: Any) -> OpInfo:
 def tensors_of(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensor arguments with the names that the schema gives them."""
     found: list[tuple[str, Tensor]] = []
-    for name, a in zip(op.arguments, args, strict=False):
-        if isinstance(a, Tensor):
+    for name, a in zip(op.arguments, args):  # noqa: B905  # `strict` costs more than the rest
+        kind = type(a)
+        if kind is Tensor or kind is Parameter:
             found.append((name, a))
-        elif isinstance(a, list | tuple):
-            found += [(name, t) for t in a if isinstance(t, Tensor)]
+        elif kind not in _NUMBERS:
+            found += _inside(name, a)
     for name, a in kwargs.items():
-        if isinstance(a, Tensor):
-            found.append((name, a))
-        elif isinstance(a, list | tuple):
-            found += [(name, t) for t in a if isinstance(t, Tensor)]
+        if type(a) not in _NUMBERS:
+            found += _inside(name, a)
     return found
+
+
+def _inside(name: str, a: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(a, Tensor):
+        return [(name, a)]
+    return [(name, t) for t in a if isinstance(t, Tensor)] if isinstance(a, list | tuple) else []
 
 
 def stay_finite(args: tuple[Any, ...]) -> bool:

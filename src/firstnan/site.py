@@ -28,8 +28,14 @@ _PLUMBING = (f"torch{os.sep}_dynamo{os.sep}", f"torch{os.sep}_compile.py")
 def directories(frame: FrameType) -> list[str]:
     """Where the user's code lies: the main program, and the file of this frame."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    names = [name for name in (main, frame.f_code.co_filename) if name and os.path.exists(name)]
-    return [os.path.dirname(os.path.realpath(name)) for name in names]
+    folders = (_folder(name) for name in (main, frame.f_code.co_filename) if name)
+    return [folder for folder in folders if folder is not None]
+
+
+@lru_cache(maxsize=64)
+def _folder(name: str) -> str | None:
+    """Where an existing file really lies."""
+    return os.path.dirname(os.path.realpath(name)) if os.path.exists(name) else None
 
 
 class Ownership:
@@ -37,8 +43,7 @@ class Ownership:
     and the program itself wherever it lies."""
 
     def __init__(self, program_dirs: tuple[str, ...] = ()) -> None:
-        self._dirs = tuple(os.path.realpath(d).rstrip(os.sep) + os.sep for d in program_dirs if d)
-        self._known = _decided(self._dirs)
+        self._dirs, self._known = _decided(program_dirs)
 
     def owns(self, code: CodeType) -> bool:
         name = code.co_filename
@@ -81,9 +86,9 @@ class Ownership:
 
 
 @lru_cache(maxsize=64)
-def _decided(dirs: tuple[str, ...]) -> dict[str, bool]:
-    """File -> whether it is the user's, for everyone who asks about a program in these folders."""
-    return {}
+def _decided(program_dirs: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, bool]]:
+    """Where these folders really are; file -> whether it is the user's, for everyone who asks about such a program."""
+    return tuple(os.path.realpath(d).rstrip(os.sep) + os.sep for d in program_dirs if d), {}
 
 
 @lru_cache(maxsize=1024)

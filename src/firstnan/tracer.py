@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from firstnan.compare import mark
 from firstnan.examine import examine, numbers_in
@@ -25,6 +25,7 @@ from firstnan.ops import OpInfo, info, stay_finite, tensors_of
 from firstnan.recording import Raw, Read, finished
 from firstnan.records import Role, Trace
 from firstnan.site import Ownership
+from firstnan.updates import is_safe
 from firstnan.wide import in_float64
 
 _MOST_RAISED = 16
@@ -41,7 +42,6 @@ class Tracer:
         self.ownership = ownership or Ownership()
         self.step = 0
         self.region = "setup"
-        self.paused = False
         self.in_optimizer = False
         self.in_closure = False
         """The optimizer calls the program back for its loss (LBFGS): what runs with gradients on is forward."""
@@ -57,6 +57,8 @@ class Tracer:
         self._claimed = -1
         """Autograd nodes up to this number belong to an event, or to nobody."""
         self._mode: _Mode | None = None
+        self._held = 0
+        self._rests = False
 
     @property
     def running(self) -> bool:
@@ -82,10 +84,14 @@ class Tracer:
         self._claimed = _sequence_number() - 1
         self._mode = _Mode(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        if self._held:
+            self._mode.leave()
 
     def stop(self) -> None:
         if self._mode is not None:
             mode, self._mode = self._mode, None
+            if self._held:
+                mode.come_back()
             mode.on = False
             self.modules.detach()
             if (
@@ -103,11 +109,34 @@ class Tracer:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """What runs inside is our own: it is no part of the program."""
-        before, self.paused = self.paused, True
+        self._hold()
         try:
             yield
         finally:
-            self.paused = before
+            self._release()
+
+    def _hold(self) -> None:
+        self._held += 1
+        if self._held == 1 and self._mode is not None:
+            self._mode.leave()
+
+    def _release(self) -> None:
+        self._held -= 1
+        if self._held == 0 and self._mode is not None:
+            self._mode.come_back()
+
+    def update_begins(self, optimizer: Any, closure: bool, grad_norm: float | None) -> None:
+        """The optimizer's step, which is not recorded where it is known to stay finite."""
+        self.update_ended()  # the one before, if an exception ended it
+        self.in_optimizer, self.in_closure = True, closure
+        self._rests = not closure and is_safe(optimizer, grad_norm)
+        if self._rests:
+            self._hold()
+
+    def update_ended(self) -> None:
+        if self._rests:
+            self._release()
+        self.in_optimizer = self._rests = False
 
     def relabel(self, old: str, new: str) -> None:
         """Gives the latest events another region."""
@@ -130,7 +159,13 @@ class Tracer:
     def forget_healthy(self) -> None:
         """Drops what is not needed to explain a later failure; keeps memory bounded when tracing many steps."""
         raised = [i for i, r in enumerate(self.raws) if r.raised]
-        kept = self._ancestors(self.memory.roots() | set(raised[-_MOST_RAISED:]))
+        roots = self.memory.roots() | set(raised[-_MOST_RAISED:])
+        self._sequence.clear()
+        if not roots:
+            self.raws = []
+            self.memory.renumber({}, set())
+            return
+        kept = self._ancestors(roots)
         new = {old: i for i, old in enumerate(sorted(kept))}
         self.raws = [self.raws[i] for i in new]
         for r in self.raws:
@@ -139,7 +174,6 @@ class Tracer:
                 read.bad_writers = tuple(new[w] for w in read.bad_writers)
             r.forward = None if r.forward is None else new[r.forward]
         self.memory.renumber(new, {k for r in self.raws for k in (*r.writes, *(read.key for read in r.reads))})
-        self._sequence.clear()
 
     def _ancestors(self, roots: set[int]) -> set[int]:
         """These events and all that their non-finite values came from."""
@@ -334,8 +368,21 @@ class _Mode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.tracer = tracer
         self.on = True
+        self._mute = self._away = False
         self.thread = threading.get_ident()
         _running.add(self)
+
+    def leave(self) -> None:
+        """Records nothing until it comes back; off the stack, where an operator that passes through costs nothing."""
+        self._mute = True
+        self._away = _get_current_dispatch_mode() is self  # Another mode may lie above, or this be another thread.
+        if self._away:
+            _pop_mode()
+
+    def come_back(self) -> None:
+        if self._away:
+            _push_mode(self)
+        self._mute = self._away = False
 
     # `cond`, `flex_attention` and the like: seen as one operator each, since what they call is run without modes.
     supports_higher_order_operators = True
@@ -347,7 +394,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.on or self.tracer.paused:
+        if self._mute or not self.on:
             return func(*args, **kwargs)
         return self.tracer.record(func, args, kwargs)
 

@@ -111,14 +111,14 @@ class Block:
     def step_begins(self, optimizer: Any, closure: bool) -> None:
         tracer = self.microscope.tracer
         if tracer is not None:
-            tracer.in_optimizer, tracer.in_closure = True, closure
+            tracer.update_begins(optimizer, closure, self.gate.norm)
             # Before its first step an optimizer from before the block is not known, and backward seemed to be the step.
             tracer.step = self.gate.steps.of(optimizer)
 
     def step_ended(self, by_hand: bool = False) -> None:
         tracer = self.microscope.tracer
         if tracer is not None:
-            tracer.in_optimizer = False
+            tracer.update_ended()
             tracer.forget_healthy()
             tracer.step = self.gate.steps.current
 

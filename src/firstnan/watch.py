@@ -153,7 +153,7 @@ class Watch:
                 self._give_up()
             self._replay_was_finite(optimizer)
         elif self.tracer is not None:
-            self.tracer.in_optimizer, self.tracer.in_closure = True, closure
+            self.tracer.update_begins(optimizer, closure, self.gate.norm)
             self.microscope.name_tensors()
 
     def step_ended(self, by_hand: bool = False) -> None:
@@ -166,7 +166,7 @@ class Watch:
         tracer = self.tracer
         if tracer is None:
             return
-        tracer.in_optimizer = False
+        tracer.update_ended()
         # Without an optimizer object it is now that the program updates its weights.
         tracer.region = "update" if by_hand else "between"
         tracer.forget_healthy()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstnan.detector.snapshot import Schedules, Snapshot, risky_update
+from firstnan.detector.snapshot import Schedules, Snapshot
 from firstnan.names import Models
 from firstnan.replayer import put_back
 from firstnan.trained import drop_gradients, parameters_of
+from firstnan.updates import is_risky
 
 _ORDINARY = 100.0
 """No gradient of this norm does harm by its size, in any precision."""
@@ -43,7 +44,7 @@ class Recovery:
         known = self._rates.get(id(optimizer))
         if (grad_norm is None or grad_norm < _ORDINARY) and rates == known and self._updates % _EVERY:
             return False
-        risky = risky_update(optimizer, grad_norm)
+        risky = is_risky(optimizer, grad_norm)
         self._rates[id(optimizer)] = [] if risky else rates
         return risky
 

@@ -16,11 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from firstnan.finite import is_finite, norms, readable
 from firstnan.names import Slot
 
-# Where the square of a number overflows, and where eps becomes zero; bfloat16 has the exponents of float32.
-_HALF_LIMITS = (128.0, 3e-8)
-_LIMITS = (1e15, 1e-45)
-_SETTINGS = ("lr", "weight_decay", "momentum", "dampening", "alpha", "rho")
-
 
 class Kept:
     """Tensors and containers as they are now; `put_back` restores the very same objects, bit for bit.
@@ -176,31 +171,3 @@ class Schedules:
         self._kept.put_back()
         for group, settings in self._groups:
             group.update(settings)
-
-
-def risky_update(optimizer: Any, grad_norm: float | None) -> bool:
-    """Whether finite gradients may still give a non-finite update: a quick look at their size and at the settings."""
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        half = bool(parameters) and parameters[0].dtype is torch.float16
-        largest, least_eps = _HALF_LIMITS if half else _LIMITS
-        if grad_norm is not None and not grad_norm < largest:
-            return True
-        for name in _SETTINGS:
-            value = group.get(name)
-            if value is not None and not -largest < _number(value) < largest:
-                return True
-        # Adafactor has a pair here.
-        if isinstance(eps := group.get("eps"), float | int) and not least_eps < eps < largest:
-            return True
-        for beta in group.get("betas", ()):
-            if not -1.0 < _number(beta) < 1.0:
-                return True
-    return False
-
-
-def _number(value: Any) -> float:
-    """The value of a setting; 0 where it is no number, or where reading it would wait for a device."""
-    if isinstance(value, float | int):
-        return value
-    return value.item() if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1 else 0.0
