@@ -22,7 +22,7 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	$(BIN)/python -m pytest -n 2 --timeout=180
+	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout=180
 
 install: $(STAMP)
 
