@@ -208,6 +208,27 @@ def test_what_only_looks_alike_is_left_alone(name: str, tmp_path: Path) -> None:
     assert not [r.diff for r in remedies if never in changed_lines(r.diff)]
 
 
+@pytest.mark.parametrize(("operation", "proposes"), [("rate.view(2).log()", True), ("(rate - 0.2).log()", False),
+    ("(1 - rate).log()", False), ("(rate * 3).exp()", True)])  # fmt: skip
+def test_a_guard_where_a_value_is_made_is_one_for_the_same_numbers(
+    operation: str, proposes: bool, tmp_path: Path
+) -> None:
+    """Or for the size of them: a sum of numbers that are not large is not large, but may be negative."""
+    source = f"""
+import torch
+w = torch.tensor([0.0, 200.0], requires_grad=True)
+{STEP}
+rate = w * 1.0
+loss = (rate + {operation}).sum()
+loss.backward()
+"""
+    _, _, remedies = proposed(source, tmp_path)
+    made = [r for r in remedies if "where it is made" in r.title]
+    assert bool(made) == proposes
+    text = (tmp_path / "train.py").read_text()
+    assert all(stays_finite(apply(text, r.diff)) for r in made)
+
+
 def test_without_a_file_there_is_advice_and_no_diff() -> None:
     outcome = run_snippet("w = torch.zeros(2, requires_grad=True)\n# step\nloss = torch.log(w).sum()\nloss.backward()")
     causes = explain(outcome.origin, outcome.trace, History())

@@ -54,6 +54,8 @@ def test_a_bad_loss_raises_at_its_backward() -> None:
     assert birthplace(found(caught)) == "loss of a block"
     assert found(caught).noticed.what == "loss"
     assert reached == ["loss"]
+    assert found(caught).reproduced == "not_replayed"
+    assert "traced as it ran\n" in str(caught.value)
 
 
 def test_a_gradient_that_breaks_in_backward() -> None:

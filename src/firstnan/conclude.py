@@ -23,6 +23,8 @@ from firstnan.site import Ownership, Spot, resolve
 from firstnan.tracer import Tracer
 
 BAD_DATA = ("nan_input", "nan_label")
+AS_IT_RAN = "every operator was traced as it ran"
+"""How a trace was made where nothing was played again."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Evidence:
             batch=self.batch(origin, trace, tracer.modules.batch_size),
             origin=origin,
             path=verdict.path,
-            reproduced="deterministic",
+            reproduced="not_replayed" if how == AS_IT_RAN else "deterministic",
             replay=how,
             notes=(f"not every operator could be recorded ({tracer.trouble})",) if tracer.trouble else (),
         )

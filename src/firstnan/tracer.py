@@ -380,7 +380,7 @@ class _Mode(TorchDispatchMode):
             _pop_mode()
 
     def come_back(self) -> None:
-        if self._away:
+        if self._away and self.thread == threading.get_ident():
             _push_mode(self)
         self._mute = self._away = False
 

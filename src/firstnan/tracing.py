@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from firstnan.conclude import AS_IT_RAN
 from firstnan.errors import InternalErrors, NonFiniteError
 from firstnan.gate import Gate
 from firstnan.guard import Alarm
@@ -20,8 +21,6 @@ from firstnan.names import Models
 from firstnan.records import Noticed, Report
 from firstnan.replayer import Replayer
 from firstnan.site import Ownership, directories
-
-_HOW = "every operator was traced as it ran"
 
 
 @contextmanager
@@ -90,7 +89,7 @@ class Block:
     def _conclude(
         self, noticed: Noticed, tensors: list[Tensor], events: list[int], told: Exception | None = None
     ) -> None:
-        report = self.microscope.conclude(noticed, tensors, events, _HOW) if events else None
+        report = self.microscope.conclude(noticed, tensors, events, AS_IT_RAN) if events else None
         if report is None or report.origin is None:
             return
         self.report = report
@@ -101,7 +100,7 @@ class Block:
     # What the gate says.
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
-        self.report = self.microscope.conclude(noticed, tensors, [], _HOW)
+        self.report = self.microscope.conclude(noticed, tensors, [], AS_IT_RAN)
         if self.report is not None:
             raise NonFiniteError(self.report)
 

@@ -17,7 +17,7 @@ from firstnan.capsule import Wanted
 from firstnan.capsule.keeper import Keeper
 from firstnan.capsule.living import Living
 from firstnan.compare import first_difference
-from firstnan.conclude import bad_values, came_from_outside, not_repeated
+from firstnan.conclude import AS_IT_RAN, bad_values, came_from_outside, not_repeated
 from firstnan.errors import InternalErrors
 from firstnan.finite import is_finite, tensors_in
 from firstnan.gate import Gate
@@ -439,7 +439,7 @@ class Watch:
     def _conclude(self, noticed: Noticed, tensors: list[Tensor], events: list[int] | None = None) -> bool:
         """Blames, explains and saves; False where everything seen was put there on purpose."""
         replayed = self.mode is Mode.REPLAYING
-        how = AGAIN if replayed else "every operator was traced as it ran"
+        how = AGAIN if replayed else AS_IT_RAN
         report = self.microscope.conclude(noticed, tensors, list(events or []), how)
         if report is None:
             return False

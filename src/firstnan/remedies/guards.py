@@ -16,10 +16,12 @@ CLAMPS = {"clamp": "min", "clamp_min": "min", "clip": "min", "maximum": "other"}
 SHORT = 48
 FAR = 12
 CARRIERS = words(
-    "mul add sub neg rsub unsqueeze squeeze view expand clone slice select to _to_copy t transpose permute div chunk "
-    "split split_with_sizes getitem unbind detach reshape"
+    "unsqueeze squeeze view expand clone slice select to _to_copy t transpose permute chunk split split_with_sizes "
+    "getitem unbind detach reshape"
 )
-"""Operators whose result is bounded when what they read is."""
+"""Operators whose result has the numbers that they read."""
+BOUNDED = CARRIERS | words("mul add sub neg rsub div")
+"""Operators whose result is not large when what they read is not."""
 SEVERAL = words("chunk split unbind split_with_sizes")
 """Operators that return a tuple, on which no guard can be called."""
 MOST_ALIKE = 8
@@ -91,6 +93,8 @@ class Idea:
     write: Writer
     operand: str | None
     """What the tracer calls the argument; None where the guard makes sense at the operation only."""
+    carriers: frozenset[str] = CARRIERS
+    """What may lie between this guard and the operation, where the argument is made."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def guarded(job: Job, *ops: str) -> Iterator[Remedy]:
     first = ideas[0]
     yield job.remedy(first.title, first.why, first.edit)
     yield from _everywhere(job, found)
-    maker = made_at(job, first.operand) if first.operand else None
+    maker = made_at(job, first.operand, first.carriers) if first.operand else None
     if maker is not None and isinstance(maker.node, ast.expr):
         line = maker.source.statement(maker.node).lineno
         edit = first.write(Pen(maker.source, found.pen.numpy), maker.node)
@@ -186,7 +190,7 @@ def _everywhere(job: Job, found: Spot) -> Iterator[Remedy]:
         yield job.remedy(title, own.why, *(i.edit for i in ideas.values()))
 
 
-def made_at(job: Job, operand: str) -> Place | None:
+def made_at(job: Job, operand: str, carriers: frozenset[str]) -> Place | None:
     """The other statement, in whatever function, that made what an argument of the origin is the value of."""
     if job.place is None or job.event is None:
         return None
@@ -201,7 +205,7 @@ def made_at(job: Job, operand: str) -> Place | None:
             return None
         if _line(place) != here and isinstance(place.node, ast.Call | ast.BinOp) and event.op not in SEVERAL:
             return place if _used_elsewhere(place, job.place) else None
-        if event.op not in CARRIERS:
+        if event.op not in carriers:
             return None
     return None
 
@@ -330,7 +334,8 @@ def _below(at: Spot, high: str) -> Idea:
     why = f"{at.expr.op}({high}) is far inside the range of {at.job.dtype}; {KEEPS}."
     if at.expr.op in ("sinh", "cosh"):
         return _inside(at, f"-{high}", high)
-    return at.idea(f"Keep IT at {high} or below", why, at.expr.args[0], lambda pen, x: pen.ceiling(x, high))
+    idea = at.idea(f"Keep IT at {high} or below", why, at.expr.args[0], lambda pen, x: pen.ceiling(x, high))
+    return replace(idea, carriers=BOUNDED)
 
 
 @guard("div", "reciprocal", "floor_divide", "remainder", "fmod")
