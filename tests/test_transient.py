@@ -26,7 +26,7 @@ def compared(step: Callable[[], object]) -> Difference | None:
     traces = []
     for _ in range(2):
         tracer = Tracer()
-        tracer.marks = True
+        tracer.marks, tracer.region = True, "step"
         with tracer:
             step()
         traces.append(tracer.raws)
@@ -219,6 +219,40 @@ def test_a_counter_that_starts_again_with_the_program(firstnan: Zygote, tmp_path
     assert report.cause is not None
     assert "transient" not in [c.slug for c in (report.cause, *report.other_causes)]
     assert any("finite when it was played again" in note for note in report.notes)
+
+
+OF_A_COUNTER = """
+import torch
+from torch.utils.data import DataLoader
+
+w = torch.zeros(3, requires_grad=True)
+opt = torch.optim.SGD([w], 0.01)
+for i, x in enumerate(DataLoader(torch.rand(40, 3) + 1, 8)):
+    loss = (w + x - {what}).log().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("9.0 * (i == 3)", "sub in line 8 was called with other = 9.0, then with other = 0.0"),
+        ("torch.full((3,), 9.0) * (i == 3)", "mul in line 8 was called with other = True, then with other = False"),
+        ("(torch.full_like(w, 9.0) if i == 3 else 0)", "full_like in line 8 ran the first time, sub in line 8 the"),
+    ],
+)
+def test_what_differs_when_the_step_depends_on_a_counter(
+    firstnan: Zygote, tmp_path: Path, what: str, says: str
+) -> None:
+    """The second run of the program saw how the batch was made; its replay was given it."""
+    path = tmp_path / "train.py"
+    path.write_text(OF_A_COUNTER.format(what=what))
+    report = Report.from_dict(firstnan(["run", path], cwd=tmp_path).found)
+    assert report.origin is not None
+    assert report.origin.op == "log"
+    assert says in "\n".join(report.notes)
 
 
 @pytest.mark.parametrize("batches", ["DataLoader(data, 8)", "zip(data.tensors[0].split(8))"])

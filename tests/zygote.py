@@ -9,6 +9,7 @@ PYTEST_DONT_REWRITE: tests import it before pytest does.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -150,6 +151,8 @@ def load_everything() -> None:
     for name in ("firstnan.cli", "firstnan.investigate", "firstnan.watch"):
         __import__(name)
     sys.modules["torch"].set_num_threads(1)
+    # Whoever looks at all objects of its process would otherwise have every page of memory copied.
+    gc.freeze()
 
 
 # --- the client ---------------------------------------------------------------------------------------------------

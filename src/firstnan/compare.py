@@ -54,8 +54,10 @@ def digest(t: Tensor) -> int | None:
 
 
 def first_difference(before: list[Raw], after: list[Raw]) -> Difference | None:
-    """None where every operator that both traces have gave the same."""
-    for one, other in zip(before, after, strict=False):
+    """None where every operator of the step that both traces have gave the same."""
+    # One of them may have seen how the batch was made, the other was given it.
+    steps = [[raw for raw in raws if raw.region == "step"] for raws in (before, after)]
+    for one, other in zip(*steps, strict=False):
         if one.func is not other.func or one.spot != other.spot:
             return Difference("program", f"{_at(one)} ran the first time, {_at(other)} the second time")
         a, b = one.mark, other.mark

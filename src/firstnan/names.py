@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from firstnan.alive import alive
 from firstnan.modules import readable_path
 
 
@@ -65,6 +65,6 @@ class Models:
 
 def outermost() -> list[tuple[str, Any]]:
     """Every module of this process that is part of no other, with the prefix of its names: none."""
-    modules = [o for o in gc.get_objects() if issubclass(type(o), Module) and "_modules" in o.__dict__]
+    modules = [module for module in alive(Module) if "_modules" in module.__dict__]
     inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
     return [("", m) for m in modules if id(m) not in inner and (m._modules or m._parameters or m._buffers)]

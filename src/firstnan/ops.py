@@ -124,7 +124,9 @@ def _describe(func: Any) -> OpInfo:
         pointwise=torch.Tag.pointwise in tags,
         empty=name in _EMPTY,
         tame=name in _TAME,
-        inert=name in ("detach", "alias") or name.startswith("sym_") or (name == "is_pinned"),
+        inert=name in ("detach", "alias", "is_pinned")
+        or name.startswith("sym_")
+        or schema.name.startswith("profiler::"),
     )
 
 

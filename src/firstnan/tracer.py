@@ -283,12 +283,15 @@ class Tracer:
             elif self._wrote(raw, t, index, known):
                 bad = True
         if self.marks:
-            outside = [t for read, (_, t) in zip(reads, tensors, strict=True) if read.writer is None]
+            outside = [t for read, (_, t) in zip(reads, tensors, strict=True) if not self._is_of_the_step(read.writer)]
             raw.mark = mark(op, args, kwargs, outside, results)
         if bad or raised:
             raw.scalars = numbers_in(op, args, kwargs)
             raw.detail = examine(op, tensors, results, raw.scalars, before)
         return raw
+
+    def _is_of_the_step(self, writer: int | None) -> bool:
+        return writer is not None and self.raws[writer].region == "step"
 
     def _claim(self, index: int) -> None:
         """Gives the autograd node that was just made to this event.

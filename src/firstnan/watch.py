@@ -174,6 +174,7 @@ class Watch:
         if self.trace_from is None or tracer.step >= self.trace_from - 1:
             tracer.start()
             tracer.follow()
+            tracer.marks = bool(self.trace_from)  # A step that was asked for may be played again, to compare.
         else:
             tracer.stop()
 
@@ -207,7 +208,7 @@ class Watch:
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         if self.mode in (Mode.WAITING, Mode.REPLAYING, Mode.SEARCHING) and torch.is_grad_enabled():
             return self._batch_again(iterator) if self._sift is None else self._batch_for(self._sift, iterator)
-        self.replayer.body_ended()
+        self.hooks.guard(self.replayer.body_ended)
         tracer = self.tracer
         before = tracer.region if tracer else "step"
         if tracer is not None:
@@ -217,11 +218,7 @@ class Watch:
         finally:
             if tracer is not None:
                 tracer.region = before
-        try:
-            with self.unseen():
-                self._handed_out(iterator, batch)
-        except Exception as error:
-            self.internal_error(error)
+        self.hooks.guard(self._handed_out, iterator, batch)
         return batch
 
     def _batch_again(self, iterator: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from firstnan.alive import alive
 from firstnan.bad_batch.found import Seen
 from firstnan.finite import is_finite, stat, tensors_in
 from firstnan.names import Models
@@ -29,15 +29,14 @@ class Training:
         if any(is_lazy(p) for p in model.parameters()):
             raise ValueError("the model has lazy parameters: call it once, so that they have values")
         self.model, self.models = model, Models({"": model})
-        kinds = Optimizer | LRScheduler | torch.amp.GradScaler
-        alive = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
-        found = [o for o in alive if isinstance(o, Optimizer) and self._is_trained_by(o)]
+        there = alive(Optimizer, LRScheduler, torch.amp.GradScaler)
+        found = [o for o in there if isinstance(o, Optimizer) and self._is_trained_by(o)]
         self.optimizers = _given(optimizer) or found
         self.all_optimizers = list({id(o): o for o in (*self.optimizers, *found)}.values())
         """With those that a wrapper hides, or that nobody named."""
-        self.scalers = [o for o in alive if isinstance(o, torch.amp.GradScaler)]
+        self.scalers = [o for o in there if isinstance(o, torch.amp.GradScaler)]
         self.schedulers = [
-            o for o in alive if isinstance(o, LRScheduler) and vars(o).get("optimizer") in self.all_optimizers
+            o for o in there if isinstance(o, LRScheduler) and vars(o).get("optimizer") in self.all_optimizers
         ]
 
     def _is_trained_by(self, optimizer: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from firstnan.alive import alive
 from firstnan.modules import readable_path
 from firstnan.names import Slot, outermost
 from firstnan.trained import parameters_of
@@ -61,12 +61,8 @@ class Living:
         loose = [leaf for leaf in leaves if id(leaf) not in known]
         if loose:
             models.append(Model("", {f"leaf {i}": leaf for i, leaf in enumerate(loose)}, {}))
-        scalers, schedulers = [], []
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.amp.GradScaler):
-                scalers.append(thing)
-            elif issubclass(type(thing), LRScheduler) and any(vars(thing).get("optimizer") is o for o in optimizers):
-                schedulers.append(thing)
+        scalers, schedulers = alive(torch.amp.GradScaler), alive(LRScheduler)
+        schedulers = [s for s in schedulers if any(vars(s).get("optimizer") is o for o in optimizers)]
         # One that is made of others knows their state too, and puts it in last.
         schedulers.sort(key=lambda s: hasattr(s, "_schedulers"))
         return cls(models, optimizers, scalers, schedulers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from firstnan.alive import alive
 from firstnan.finite import is_finite, norms, readable
 from firstnan.names import Slot
 
@@ -163,8 +163,8 @@ class Schedules:
     def of(cls, optimizers: Iterable[Any]) -> Schedules:
         """Finds every scheduler of these optimizers in the process (slow: it looks at all objects), nested ones too."""
         optimizers = list(optimizers)
-        alive = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
-        return cls([s for s in alive if any(vars(s).get("optimizer") is o for o in optimizers)], optimizers)
+        schedulers = alive(LRScheduler)
+        return cls([s for s in schedulers if any(vars(s).get("optimizer") is o for o in optimizers)], optimizers)
 
     def put_back(self) -> None:
         """Everything is as if no scheduler had been stepped since."""

@@ -1,0 +1,51 @@
+"""Finding objects of a kind in the process."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from firstnan.alive import alive
+
+
+class Kind:
+    pass
+
+
+class Derived(Kind):
+    pass
+
+
+class Deeper(Derived):
+    pass
+
+
+class Strange(type):
+    """Its classes cannot be hashed, nor asked for a subclass."""
+
+    def __eq__(cls, other: object) -> bool:
+        raise ArithmeticError
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __subclasscheck__(cls, other: Any) -> bool:
+        raise ArithmeticError
+
+
+class Unhashable(metaclass=Strange):
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_derived_ones_are_found_and_others_are_not() -> None:
+    one, two, three, other = Kind(), Derived(), Deeper(), Unhashable()
+    one.held, two.held, three.held = [], [], []  # type: ignore[attr-defined]
+    assert {id(o) for o in alive(Kind)} == {id(one), id(two), id(three)}
+    assert {id(o) for o in alive(Derived, Unhashable)} == {id(two), id(three), id(other)}
+
+
+def test_what_is_gone_is_not_found() -> None:
+    one = Kind()
+    del one
+    gc.collect()
+    assert alive(Kind) == []
