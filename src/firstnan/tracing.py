@@ -33,6 +33,7 @@ def trace() -> Iterator[Block]:
 
     That is at `backward()` for a bad loss, after it or at the optimizer's step for bad gradients, and at the end of
     the block for a NaN that is still in use there. The error says which line made it, from what, and why.
+    Updates that are known to stay finite are left out.
     """
     block = Block(Ownership(tuple(directories(sys._getframe(2)))))
     block.begin()
