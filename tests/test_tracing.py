@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstnan
-from firstnan import NonFiniteError, Report, tracing
+from firstnan import NonFiniteError, Report, tracer, tracing
+from firstnan.gate import Gate
 from firstnan.tracer import Tracer
 from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
 
@@ -341,6 +342,83 @@ def test_an_update_that_raises_does_not_end_the_record() -> None:
             else:
                 optimizer.step()
     assert birthplace(found(caught)) == "after an error"
+
+
+def test_an_update_that_breaks_after_one_that_was_known_to_be_safe() -> None:
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().mul(1e3).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1e38
+    assert (found(caught).noticed.what, found(caught).step) == ("parameter", 1)
+    assert found(caught).origin.phase == "optimizer"
+
+
+# One block for every step.
+
+
+def test_gradients_are_read_once_a_step_from_the_second_block_on(monkeypatch: Any) -> None:
+    looks = []
+    original = Gate._check_gradients
+    monkeypatch.setattr(Gate, "_check_gradients", lambda *a, **k: (looks.append(a[1]), original(*a, **k))[1])
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for x, y in batches(3):
+        with firstnan.trace():
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+    assert looks == [None, optimizer, optimizer, optimizer]
+
+
+def test_a_gradient_that_breaks_in_a_later_block_without_an_update() -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with firstnan.trace():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+            model(torch.zeros(2, 4)).sum().backward()
+        assert birthplace(found(caught)) == "derivative in the model"
+        assert found(caught).origin.phase == "backward"
+
+
+# Blocks in which nothing is trained.
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_long_block_without_steps_does_not_grow(bad: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tracer, "_MOST_EVENTS", 50)
+    model = seeded().eval()
+    kept = []
+    expected = pytest.raises(NonFiniteError) if bad else contextlib.nullcontext()
+    with expected as caught, torch.no_grad(), firstnan.trace() as block:
+        for i in range(100):
+            out = model(torch.ones(2, 4))
+            if i == 10 and bad:
+                kept.append((out - out).log() * 0)  # born: long before the end
+        assert block.microscope.tracer is not None
+        events = len(block.microscope.tracer.raws)
+    assert events < 100
+    if bad:
+        assert birthplace(found(caught)) == "long before the end"
+
+
+def test_what_backward_may_come_back_to_is_kept(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tracer, "_MOST_EVENTS", 10)
+    x = torch.zeros(3, requires_grad=True)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        y = x.sqrt()  # born: fifty operators ago
+        for _ in range(50):
+            y = y + 1
+        y.sum().backward()
+    assert birthplace(found(caught)) == "fifty operators ago"
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -1,4 +1,4 @@
-"""A GPT on random tokens; of about 4 million parameters when nothing else is asked for."""
+"""A GPT on random tokens; of about 4 million parameters, with 1,024 tokens a step, when nothing else is asked for."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Size:
     layers: int = 6
     heads: int = 7
     length: int = 128
-    batch: int = 4
+    batch: int = 8
 
 
 class Block(nn.Module):

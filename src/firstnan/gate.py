@@ -55,6 +55,8 @@ class Gate:
         """Spares what it can: a norm is not computed for every step of a tiny model, and its parameters are looked at
         after every eighth update only, or after one that `look_closely` asks for."""
         self.look_closely = False
+        self.is_safe = False
+        """Of the update under way it is known that it keeps finite parameters finite."""
         self.reads = Reads(decides)
         self.on_good_loss: Callable[[], None] = lambda: None
         """Called when backward begins from a loss that did not trip."""
@@ -204,10 +206,10 @@ class Gate:
         # Where most steps pass at a glance, this one is looked at closely in all respects.
         glance = self._glances.get(id(optimizer))
         closely = self.look_closely or (glance is not None and glance.applies)
-        if not self.frugal or closely or self.steps.total % ROUND == 1:
+        if not self.is_safe and (not self.frugal or closely or self.steps.total % ROUND == 1):
             parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self.look_closely)
             size = self._size(parts, _PARAMETER)
-        self.look_closely = False
+        self.look_closely = self.is_safe = False
         self._steps.append((step, self._loss, self.norm, rate_of(optimizer), size if whole else None))
         self._loss = None
         try:

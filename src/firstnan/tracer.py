@@ -31,6 +31,7 @@ from firstnan.wide import in_float64
 _MOST_RAISED = 16
 _SMALL = 1 << 14  # Up to here a copy of what an in-place operator overwrites costs little.
 _LARGE = 1 << 18
+_MOST_EVENTS = 1 << 14
 _sequence_number = torch._C._autograd._get_sequence_nr
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like carry no usable sequence number.
 
@@ -59,6 +60,7 @@ class Tracer:
         self._mode: _Mode | None = None
         self._held = 0
         self._rests = False
+        self._enough = _MOST_EVENTS
 
     @property
     def running(self) -> bool:
@@ -125,13 +127,14 @@ class Tracer:
         if self._held == 0 and self._mode is not None:
             self._mode.come_back()
 
-    def update_begins(self, optimizer: Any, closure: bool, grad_norm: float | None) -> None:
-        """The optimizer's step, which is not recorded where it is known to stay finite."""
+    def update_begins(self, optimizer: Any, closure: bool, grad_norm: float | None) -> bool:
+        """The optimizer's step, which is not recorded where it is known to stay finite: whether it is."""
         self.update_ended()  # the one before, if an exception ended it
         self.in_optimizer, self.in_closure = True, closure
         self._rests = not closure and is_safe(optimizer, grad_norm)
         if self._rests:
             self._hold()
+        return self._rests
 
     def update_ended(self) -> None:
         if self._rests:
@@ -175,6 +178,12 @@ class Tracer:
             r.forward = None if r.forward is None else new[r.forward]
         self.memory.renumber(new, {k for r in self.raws for k in (*r.writes, *(read.key for read in r.reads))})
 
+    def _forget_in_time(self) -> None:
+        """Where nothing is trained no step ever ends; what backward may come back to is kept."""
+        if not self._sequence:
+            self.forget_healthy()
+        self._enough = len(self.raws) + _MOST_EVENTS
+
     def _ancestors(self, roots: set[int]) -> set[int]:
         """These events and all that their non-finite values came from."""
         found, stack = set(roots), list(roots)
@@ -191,8 +200,10 @@ class Tracer:
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op = info(func)
-        if op.inert:
-            return func(*args, **kwargs)
+        if op.inert or (op.view and not self.marks and not torch.is_grad_enabled()):
+            return func(*args, **kwargs)  # A view is the same memory; where autograd notes it, so do we.
+        if len(self.raws) >= self._enough:
+            self._forget_in_time()
         # `torch.tensor` and `from_numpy` make a tensor out of something that is none: they read no tensor.
         given = tensors_of(op, args, kwargs) if op.name != "tensor" else []
         tensors = [(n, t) for n, t in given if n not in op.overwritten] if op.overwritten else given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from firstnan.names import Models
 from firstnan.records import Noticed, Report
 from firstnan.replayer import Replayer
 from firstnan.site import Ownership, directories
+from firstnan.trained import parameters_of, reaches
 
 
 @contextmanager
@@ -50,6 +52,10 @@ def trace() -> Iterator[Block]:
         block.end()
 
 
+# The optimizers that made a step in the last block: in the next one, backward for them is not the step itself.
+_expected: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 class Block:
     """The block under way; `report` is what was found in it (a gate.Listener and a hooks.Audience)."""
 
@@ -57,6 +63,7 @@ class Block:
 
     def __init__(self, ownership: Ownership, find_models: Callable[[], Models] = Models) -> None:
         self.report: Report | None = None
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         self.internal_error = InternalErrors(logging.getLogger("firstnan").error)
         self.replayer = Replayer()
         self.gate = Gate(self, thorough=True)
@@ -72,6 +79,8 @@ class Block:
     def end(self) -> None:
         self.microscope.stop()
         self.hooks.remove()
+        _expected.clear()
+        _expected.update(self._stepped)
 
     def last_look(self) -> None:
         """At the end of the block: a NaN that was born in it and is still there."""
@@ -110,8 +119,9 @@ class Block:
 
     def step_begins(self, optimizer: Any, closure: bool) -> None:
         tracer = self.microscope.tracer
+        self._stepped.add(optimizer)
         if tracer is not None:
-            tracer.update_begins(optimizer, closure, self.gate.norm)
+            self.gate.is_safe = tracer.update_begins(optimizer, closure, self.gate.norm)
             # Before its first step an optimizer from before the block is not known, and backward seemed to be the step.
             tracer.step = self.gate.steps.of(optimizer)
 
@@ -128,7 +138,14 @@ class Block:
     # What torch says.
 
     def concerns(self, roots: list[Tensor]) -> bool:
+        if self.gate.optimizers == 0 and _expected:
+            self.hooks.guard(self._expect, roots)
         return True
+
+    def _expect(self, roots: list[Tensor]) -> None:
+        for optimizer in list(_expected):
+            if reaches(roots, set(map(id, parameters_of(optimizer)))):
+                self.gate.optimizer_made(optimizer)
 
     def backward_begins(self) -> None:
         """Part of the block like everything else."""
