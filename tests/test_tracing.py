@@ -325,14 +325,15 @@ def test_what_comes_after_an_update_that_is_not_recorded() -> None:
     assert bad.isnan().all()
 
 
-def test_an_update_that_raises_does_not_end_the_record() -> None:
+@pytest.mark.parametrize("later", [1, 2])
+def test_an_update_that_raises_does_not_end_the_record(later: int) -> None:
     model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     x, y = batches(1)[0]
     with pytest.raises(NonFiniteError) as caught, firstnan.trace():
-        for step in range(4):
+        for step in range(2 + later):
             optimizer.zero_grad()
-            loss = (model(x) * (y - 9.0 * (step == 3)).log()).mean()  # born: after an error
+            loss = (model(x) * (y - 9.0 * (step == 1 + later)).log()).mean()  # born: after an error
             loss.backward()
             if step == 1:
                 optimizer.state[model.last.weight]["momentum_buffer"] = torch.zeros(3)  # of another shape
@@ -342,6 +343,22 @@ def test_an_update_that_raises_does_not_end_the_record() -> None:
             else:
                 optimizer.step()
     assert birthplace(found(caught)) == "after an error"
+
+
+def test_a_backward_after_an_update_that_raised_is_recorded() -> None:
+    weights = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weights], 0.01, momentum=0.9)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        weights.sum().backward()
+        optimizer.step()
+        optimizer.state[weights]["momentum_buffer"] = torch.zeros(2)
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        optimizer.zero_grad()
+        ((weights - 1).clamp_max(0.0) + 1.0).sum().backward()
+        optimizer.zero_grad()
+        ((weights - weights.detach()).abs().sqrt()).sum().backward()  # born: second backward
+    assert birthplace(found(caught)) == "second backward"
 
 
 def test_an_update_that_breaks_after_one_that_was_known_to_be_safe() -> None:

@@ -79,6 +79,7 @@ class Tracer:
             self._enter()
 
     def _called(self) -> None:
+        self.goes_on()
         if self.looks_for_training and self.region == "setup":
             self.follow()
 
@@ -135,6 +136,11 @@ class Tracer:
         if self._rests:
             self._hold()
         return self._rests
+
+    def goes_on(self) -> None:
+        """The program computes again: an update that was left out is over, also one that an exception ended."""
+        if self._rests:
+            self.update_ended()
 
     def update_ended(self) -> None:
         if self._rests:

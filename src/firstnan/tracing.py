@@ -148,7 +148,8 @@ class Block:
                 self.gate.optimizer_made(optimizer)
 
     def backward_begins(self) -> None:
-        """Part of the block like everything else."""
+        if self.microscope.tracer is not None:
+            self.microscope.tracer.goes_on()
 
     def optimizer_made(self) -> None:
         """Part of the block like everything else."""
