@@ -255,3 +255,20 @@ def test_less_is_kept_where_the_loop_is_played_again(kits: Any) -> None:
     kit.calls.detach()
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
+
+
+def test_a_model_of_ready_made_layers_names_no_line_of_whoever_watches(kits: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    kit = kits(model)
+    with torch.no_grad():
+        model[1].weight.fill_(3e38)
+    model(torch.full((2, 4), 3.0))
+    assert kit.again().bad
+    assert {raw.spot for raw in kit.microscope.tracer.raws} == {None}
+
+
+def test_a_model_of_ones_own_names_its_lines(kits: Any) -> None:
+    kit = kits(Noisy())
+    kit.model(torch.ones(2, 4))
+    kit.again()
+    assert all(raw.spot is not None for raw in kit.microscope.tracer.raws)

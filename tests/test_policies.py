@@ -105,6 +105,8 @@ def test_many_skips_are_all_exact_though_few_are_looked_at_closely() -> None:
         drive(run, detector, with_bad_target(given, *bad), "batches")
     assert not differences(undisturbed(Run, without(given, *bad)), run.state())
     assert detector.summary()["skipped"] == 6
+    assert detector.report is not None
+    assert "only the first 3 failures are looked at closely" in detector.report.notes[0]
 
 
 @pytest.mark.parametrize("through", ["batches", "plain"])
@@ -221,11 +223,13 @@ def test_skip_inside_a_closure() -> None:
     assert not differences(run(without(given, 0, 3), False), run(with_bad_target(given, 0, 3), True))
 
 
-def test_leaving_the_loop_at_a_skipped_step_leaves_nothing_of_it() -> None:
+@pytest.mark.parametrize("through", ["batches", "plain"])
+def test_leaving_the_loop_at_a_skipped_step_leaves_nothing_of_it(through: str) -> None:
     given = batches(4)
     run = Run()
     with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
-        for i, (x, y) in enumerate(with_bad_target(given, 2)):
+        bad = with_bad_target(given, 2)
+        for i, (x, y) in enumerate(detector.batches(bad) if through == "batches" else bad):
             run.step(x, y)
             if i == 2:
                 break
@@ -455,8 +459,9 @@ def test_a_skipped_step_under_a_gradient_scaler_never_was() -> None:
     given = batches(6)
     run, expected = Run(), Run()
     with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
-        scaled_run(detector, run, with_bad_target(given, 3), 2.0**4, 1.0)
+        scaler = scaled_run(detector, run, with_bad_target(given, 3), 2.0**4, 1.0)
     assert detector.summary()["skipped"] == 1
     with NaNDetector(expected.model, expected.optimizer) as other:
-        scaled_run(other, expected, without(given, 3), 2.0**4, 1.0)
+        same = scaled_run(other, expected, without(given, 3), 2.0**4, 1.0)
     assert not differences(expected.state(), run.state())
+    assert scaler.state_dict() == same.state_dict()

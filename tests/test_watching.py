@@ -271,6 +271,23 @@ def test_an_absolute_limit() -> None:
     assert detector.summary()["clipped"] >= 1
 
 
+@pytest.mark.parametrize("above", [True, False])
+def test_no_update_is_made_with_more_than_the_absolute_limit(above: bool) -> None:
+    weight = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), 1.0)
+    limit, norm, moved = (1.0, 50.0**0.5, []) if above else (10.0, 50.0**0.5, [])
+    with NaNDetector(weight, optimizer, guard="clip", max_grad_norm=limit) as detector:
+        for _ in range(100):
+            before = weight.weight.detach().clone()
+            optimizer.zero_grad()
+            weight(torch.tensor([[5.0, 5.0]])).sum().backward()
+            optimizer.step()
+            moved.append((weight.weight - before).norm().item())
+    assert moved == pytest.approx([min(limit, norm)] * 100, rel=1e-4)
+    assert detector.summary()["clipped"] == (100 if above else 0)
+    assert len([e for e in detector.events if e.kind == "clipped"]) == (7 if above else 0)
+
+
 def test_no_guard_no_word(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

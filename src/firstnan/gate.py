@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from firstnan.records import History, Noticed, StepRecord
 from firstnan.site import Ownership
 from firstnan.trained import describe, drop_gradients, graph_leaves, parameters_of, rate_of
 from firstnan.turns import ROUND, Rounds, Steps
+from firstnan.updates import is_torchs
 
 _HISTORY = 64
 _SMALL = 1 << 14
@@ -213,24 +214,25 @@ class Gate:
         self._steps.append((step, self._loss, self.norm, rate_of(optimizer), size if whole else None))
         self._loss = None
         try:
-            if size is not None and not math.isfinite(size):
-                self._check_parameters(optimizer, rounds)
+            bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
+            if bad:
+                self.listener.trip(_PARAMETER, bad, before_update=False)
             if self.thorough or self.steps.total % ROUND == 1:
-                self._check_buffers()
+                for noticed, buffers in self._bad_buffers():
+                    self.listener.trip(noticed, buffers, before_update=False)
         finally:
             self.listener.step_ended()
 
     def last_look(self) -> None:
         """At the end of the program: every parameter and buffer once more, also those whose turn had not come."""
-        for optimizer, rounds in list(self._rounds.items()):
-            self._check_parameters(optimizer, rounds)
-        self._check_buffers()
+        found = self.left_bad()
+        if found is not None:
+            self.listener.trip(*found, before_update=False)
 
-    def _check_parameters(self, optimizer: Any, rounds: Rounds) -> None:
-        # One that never had a gradient does not train, whatever is in it.
-        bad = [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
-        if bad:
-            self.listener.trip(Noticed("parameter"), bad, before_update=False)
+    def left_bad(self) -> tuple[Noticed, list[Tensor]] | None:
+        """What training has left that is not finite: parameters, or a buffer."""
+        bad = [p for optimizer, rounds in list(self._rounds.items()) for p in _bad_parameters(optimizer, rounds)]
+        return (_PARAMETER, bad) if bad else next(self._bad_buffers(), None)
 
     def step_skipped(self, optimizer: Any, scale: float) -> None:
         """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
@@ -256,7 +258,7 @@ class Gate:
         if squares:
             self.norm = math.hypot(self.norm or 0.0, *map(math.sqrt, squares))
         if self.norm is None or math.isfinite(self.norm):
-            if self.frugal and optimizer is not None and not squares:
+            if self.frugal and optimizer is not None and not squares and is_torchs(optimizer):
                 self._glances.setdefault(id(optimizer), Glance()).learn(optimizer, cold, self._loss)
         else:
             # A norm overflows on large finite numbers: only the elements decide.
@@ -330,8 +332,8 @@ class Gate:
         self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in models.slots]
         self._parameters = [weakref.ref(p) for p, _ in models.parameters.values()]
 
-    def _check_buffers(self) -> None:
-        """Those that were written since the last look, by their version; small ones always."""
+    def _bad_buffers(self) -> Iterator[tuple[Noticed, list[Tensor]]]:
+        """Of those that were written since the last look, by their version; small ones always."""
         written: list[tuple[Any, Tensor]] = []
         for watched in self._buffers:
             buffer = watched[0].tensor()
@@ -348,7 +350,7 @@ class Gate:
             # An infinity may be meant there: the start of a minimum, a mask.
             known, watched[2] = watched[2], _has_nan(buffer)
             if watched[2] and not known:
-                self.listener.trip(Noticed("buffer", watched[0].label), [buffer], before_update=False)
+                yield Noticed("buffer", watched[0].label), [buffer]
 
     # Programs without an optimizer object.
 
@@ -404,6 +406,11 @@ class Gate:
         places = self.places.of(optimizer, ownership) if ownership is not None else ()
         about = describe(optimizer) if optimizer is not None else ("", ())
         return History(tuple(steps), *about, (), *places)
+
+
+def _bad_parameters(optimizer: Any, rounds: Rounds) -> list[Tensor]:
+    # One that never had a gradient does not train, whatever is in it.
+    return [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
 
 
 def _has_nan(t: Tensor | None) -> bool:

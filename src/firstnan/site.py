@@ -21,6 +21,8 @@ _LIBRARY = tuple(
     | {p + os.sep for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")) if p}
 )
 _MAX_SOURCE_LINES = 8
+_ON_OUR_OWN = "_run_on_our_own"
+"""A function of ours that calls the user's model: who happens to call us then is no place where a value is made."""
 # What stands between an operator and a dispatch mode, in every stack.
 _PLUMBING = (f"torch{os.sep}_dynamo{os.sep}", f"torch{os.sep}_compile.py")
 
@@ -79,6 +81,8 @@ class Ownership:
                 return (code, frame.f_lasti), inner, engine
             if code.co_name == "_engine_run_backward":
                 engine = True
+            elif code.co_name == _ON_OUR_OWN:
+                return None, inner, engine
             elif inner is None and not _is_plumbing(code.co_filename):
                 inner = (code, frame.f_lasti)
             frame = frame.f_back

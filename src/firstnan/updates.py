@@ -25,6 +25,11 @@ _LEAST_EPS = 1e-10
 _LARGEST_BETA = 0.99999
 
 
+def is_torchs(optimizer: Any) -> bool:
+    """Whether its arithmetic is torch's own, which finite gradients and usual settings keep finite."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def is_risky(optimizer: Any, grad_norm: float | None) -> bool:
     """Whether finite gradients may still give a non-finite update: a quick look at their size and at the settings."""
     for group in optimizer.param_groups:

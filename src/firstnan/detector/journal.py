@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections import Counter
@@ -122,8 +123,8 @@ class Journal:
         event = NaNEvent("nonfinite", text, step, phase=phase, what=what, layer=name, tensor=seen, grad_norm=norm)
         self.add(event, level=logging.INFO)
 
-    def alarmed(self, alarm: Alarm, optimizer: Any, clip_to: float | None) -> None:
-        """A warning, with the parameter that dominates; and the gradients cut down, where that is wanted."""
+    def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
+        """A warning, with the parameter that dominates."""
         self.counts.warnings += 1
         name, text = "", alarm.text
         spike = optimizer is not None and alarm.kind != "explosion"
@@ -142,11 +143,27 @@ class Journal:
             grad_norm=alarm.norm,
         )
         self.add(event)
-        if spike and clip_to and alarm.norm and clip_to < alarm.norm:
-            torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_to)
-            self.counts.clipped += 1
-            text = f"step {alarm.step}: gradients clipped from norm {alarm.norm:.3g} to {clip_to:.3g}"
-            self.add(replace(event, kind="clipped", message=text))
+
+    def clip(self, optimizer: Any, norm: float | None, limit: float | None) -> None:
+        """Cuts the gradients down where their norm is above the limit; of many times in a row ever fewer are told."""
+        if optimizer is None or norm is None or not limit or not limit < norm < math.inf:
+            return
+        torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), limit)
+        self.counts.clipped += 1
+        if self.counts.clipped.bit_count() == 1:
+            step = self.steps.of(optimizer)
+            text = f"step {step}: gradients clipped from norm {norm:.3g} to {limit:.3g}"
+            self.add(NaNEvent("clipped", text, step, phase="backward", what="gradient", grad_norm=norm))
+
+    def skipped(self, report: Report) -> None:
+        self.counts.skipped += 1
+        self.add(NaNEvent("skipped", f"step {report.step}: skipped: {one_line(report)}", report.step))
+
+    def rolled_back(self, report: Report, good_step: int) -> None:
+        self.counts.rolled_back += 1
+        to = f"after step {good_step - 1}" if good_step else "before training"
+        text = f"step {report.step}: rolled back to the state {to}: {one_line(report)}"
+        self.add(NaNEvent("rolled_back", text, report.step))
 
     def completed(self, report: Report) -> Report:
         """With the events of its step, the statistics of the layers and the rank."""

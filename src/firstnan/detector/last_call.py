@@ -138,6 +138,10 @@ class LastCalls:
             return [last] if where == thread else []
         return [call for call in self.calls if call.thread == thread]
 
+    def buffers_before(self) -> list[tuple[Slot, Tensor, Tensor]]:
+        """As they were when the step under way began, which may have taken several batches."""
+        return self.first.buffers if self.first is not None else self.replayer.first_buffers()
+
     def make_again(self, call: Call, microscope: Microscope) -> Outcome:
         """Makes the call once more under the tracer, with its gradients if there are any; leaves all as it was."""
         parameters = [p for root in self.roots for p in root.parameters()]
@@ -155,11 +159,12 @@ class LastCalls:
             tracer = microscope.start(in_step=True)
             for label, t in tensors_in((args, kwargs)):
                 tracer.give_role(t, "input", f"the model's input {label}")
-            outputs = self._run(call, args, kwargs)
-            bad = [t for t in outputs if not is_finite(t)] or [
-                p.grad for p in parameters if p.grad is not None and not is_finite(p.grad)
-            ]
-            given = any(not is_finite(g) for g in call.gradients.values())
+            outputs = self._run_on_our_own(call, args, kwargs)
+            with microscope.unseen():
+                bad = [t for t in outputs if not is_finite(t)] or [
+                    p.grad for p in parameters if p.grad is not None and not is_finite(p.grad)
+                ]
+                given = any(not is_finite(g) for g in call.gradients.values())
             return Outcome(bad, bad_gradient_given=given, changed=changed)
         finally:
             if microscope.tracer is not None:
@@ -170,7 +175,7 @@ class LastCalls:
             now.put_back()
             self._making = False
 
-    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _run_on_our_own(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device, dtype in call.autocast:

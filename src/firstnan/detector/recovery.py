@@ -8,11 +8,13 @@ from firstnan.detector.snapshot import Schedules, Snapshot
 from firstnan.names import Models
 from firstnan.replayer import put_back
 from firstnan.trained import drop_gradients, parameters_of
-from firstnan.updates import is_risky
+from firstnan.updates import is_risky, is_torchs
 
 _ORDINARY = 100.0
 """No gradient of this norm does harm by its size, in any precision."""
 _EVERY = 16
+_SMALL = 1 << 20
+"""Elements: the state of a model up to this size is copied before every update that nothing is known of."""
 
 
 class Recovery:
@@ -34,8 +36,12 @@ class Recovery:
 
     def before_update(self, optimizer: Any, closure: bool, grad_norm: float | None) -> None:
         # A closure computes its gradients inside the update: what it does can only be undone.
-        if closure or self._is_risky(optimizer, grad_norm):
+        if closure or self._is_risky(optimizer, grad_norm) or self._is_unknown(optimizer):
             self.backup = self._now()
+
+    def _is_unknown(self, optimizer: Any) -> bool:
+        """Its arithmetic is somebody else's, and the model so small that a copy costs little."""
+        return not is_torchs(optimizer) and sum(p.numel() for p, _ in self.models.parameters.values()) <= _SMALL
 
     def _is_risky(self, optimizer: Any, grad_norm: float | None) -> bool:
         """Settings are looked at again when the learning rate is another one, and now and then; the norm always."""
@@ -65,6 +71,10 @@ class Recovery:
             return False
         self.backup.put_back()
         return True
+
+    def go_back(self) -> bool:
+        """Brings back the weights and the optimizer's state; False where they were not kept."""
+        return self.undo_update() if self.every is None else self.roll_back()
 
     def roll_back(self) -> bool:
         if self.good is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from firstnan.detector.journal import Journal, one_line, rank
 from firstnan.detector.last_call import LastCalls
 from firstnan.detector.layers import LayerWatch
 from firstnan.detector.mode import REPLAYING, SEARCHING, SKIPPING, WAITING, WATCHING, Mode
+from firstnan.detector.neighbours import attached, is_held
 from firstnan.detector.policy import Settings
 from firstnan.detector.recovery import Recovery
 from firstnan.detector.replays import Replays
@@ -32,18 +32,16 @@ from firstnan.hooks import TrainingHooks
 from firstnan.microscope import AGAIN, Microscope
 from firstnan.names import Models
 from firstnan.reads import LATE
-from firstnan.records import NaNEvent, Noticed, Report
+from firstnan.records import Noticed, Report
 from firstnan.replayer import NamelessSource, Replayer, ReplayError, put_back
 from firstnan.site import Ownership
 from firstnan.trained import drop_gradients, reaches
+from firstnan.updates import is_torchs
 
 _CLOSELY = 3
 """So many failures are looked at closely; where training goes on, those after them are only counted."""
+_COUNTED = f"only the first {_CLOSELY} failures are looked at closely, and none that comes of weights already lost"
 log = logging.getLogger("firstnan")
-
-
-# Two detectors may stand at one optimizer: while one of them has a step played again the other holds still.
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
@@ -83,6 +81,8 @@ class Session:
         self._busy = False
         """Something of ours runs that looks like training."""
         self.replays = Replays(self.replayer, self.recovery, self.gate, self.microscope)
+        self._limit = settings.max_grad_norm if settings.guard == "clip" else None
+        """No gradient norm is let through above it."""
         self._streak = self._looked = 0
         self._suppressed = self._told = False
         self._first: tuple[Noticed, Report] | None = None
@@ -104,13 +104,13 @@ class Session:
             self.gate.reads.passenger = self.layers
             self.gate.on_good_loss = self.layers.pass_over
             self.layers.attach()
-        _sessions.add(self)
+        attached.add(self)
 
     def end(self) -> None:
         if self.mode is SKIPPING:
             with contextlib.suppress(NonFiniteError):  # told already
                 self._skip_ends()
-        _sessions.discard(self)
+        attached.discard(self)
         self.hooks.remove()
         self.last_calls.detach()
         if self.layers is not None:
@@ -131,21 +131,38 @@ class Session:
             self._first = (noticed, self._known(noticed, bad)) if bad else None
         first, self._first = self._first, None
         if first is None:
-            return None
+            return self._left_bad() if error is None and self.mode is WATCHING and not self._streak else None
         noticed, report = first
         if self.mode is REPLAYING:
             report = self.microscope.conclude(noticed, [], self.microscope.raised(), AGAIN) or report
         else:
             report = self._looked_closer(report, noticed, before_update=True)
         self.microscope.stop()
+        if self.settings.policy in ("skip", "rollback") and error is None:
+            self._settle(report, before_update=True)
+            self._skip_ends()
+            return None
         self.report = self._completed(report, before_update=True)
+        return self.report
+
+    def _left_bad(self) -> Report | None:
+        """Nothing failed, but the last update, or a buffer whose turn had not come, is not finite."""
+        try:
+            found = self.gate.left_bad()
+            if found is None:
+                return None
+            report = self._known(*found)
+            self.journal.tripped(*found, report.step, None)
+            self.report = self._completed(report, before_update=False)
+        except Exception as error:
+            self.internal_error(error)
         return self.report
 
     # What the gate says.
 
     @property
     def is_calm(self) -> bool:
-        return self.mode is WATCHING and not self._told and len(_sessions) == 1
+        return self.mode is WATCHING and not self._told and len(attached) == 1 and self._limit is None
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
         if noticed.what == "loss" and not self._trains_ours(tensors):
@@ -161,7 +178,7 @@ class Session:
                 self._settle(report, before_update)
         elif self.replays.sift is not None:
             self.replays.sift.failed()
-        elif self.mode is WATCHING and not self._told and not self._held():
+        elif self.mode is WATCHING and not self._told and not is_held(self):
             self._told = True
             self._tripped(noticed, tensors, before_update)
 
@@ -181,6 +198,8 @@ class Session:
             return
         if closely:
             report = self._looked_closer(report, noticed, before_update)
+        elif not late and self.settings.policy != "warn":
+            report = replace(report, notes=(_COUNTED,))
         self._settle(report, before_update)
 
     def _can_play_again(self) -> bool:
@@ -218,20 +237,11 @@ class Session:
             self._drop_update(optimizer)
         elif self.mode in (REPLAYING, SEARCHING):
             return self.replays.suppresses()
-        return self.mode in (WAITING, SKIPPING) or self._held()
+        return self.mode in (WAITING, SKIPPING) or is_held(self)
 
     def _drop_update(self, optimizer: Any) -> None:
         self._suppressed = True
         self.gate.steps.add(optimizer)
-
-    def _held(self) -> bool:
-        """Another detector is having this very step played again, or skipped."""
-        return len(_sessions) > 1 and any(
-            other is not self
-            and other.mode is not WATCHING
-            and any(mine is theirs for mine in self.optimizers for theirs in other.optimizers)
-            for other in list(_sessions)
-        )
 
     def step_begins(self, optimizer: Any, closure: bool) -> None:
         self._trains_here()
@@ -247,7 +257,9 @@ class Session:
         if self.mode is REPLAYING and not closure:
             self._not_again()
         self.recovery.before_update(optimizer, closure, self.gate.norm)
-        self.gate.look_closely = self.recovery.backup is not None
+        self.gate.look_closely = self.recovery.backup is not None or not is_torchs(optimizer)
+        if self._limit is not None:
+            self.journal.clip(optimizer, self.gate.norm, self._limit)
 
     def step_ended(self, by_hand: bool = False) -> None:
         if self.mode is WAITING:
@@ -276,9 +288,9 @@ class Session:
     def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
         if self.layers is not None:
             self.layers.wake()
-        clips = self.settings.guard == "clip"
-        target = (self.settings.max_grad_norm or alarm.usual) if clips else None
-        self.journal.alarmed(alarm, optimizer, clip_to=target)
+        self.journal.alarmed(alarm, optimizer)
+        if self.settings.guard == "clip" and self._limit is None and alarm.kind != "explosion":
+            self.journal.clip(optimizer, alarm.norm, alarm.usual)
 
     # What torch says.
 
@@ -361,7 +373,7 @@ class Session:
         """A failure is known as well as it will be: now the policy decides."""
         self.microscope.stop()
         self.mode = WATCHING
-        policy, counts = self.settings.policy, self.journal.counts
+        policy = self.settings.policy
         self.report = report = self._completed(report, before_update)
         self._streak += 1
         if policy == "warn":
@@ -375,13 +387,9 @@ class Session:
         if self._streak > self.settings.streak:
             self._stop(f"{self._streak} steps in a row were not finite")
         if policy == "skip":
-            counts.skipped += 1
-            self.journal.add(NaNEvent("skipped", f"step {report.step}: skipped: {one_line(report)}", report.step))
+            self.journal.skipped(report)
         else:
-            counts.rolled_back += 1
-            to = f"after step {self.recovery.good_step - 1}" if self.recovery.good_step else "before training"
-            text = f"step {report.step}: rolled back to the state {to}: {one_line(report)}"
-            self.journal.add(NaNEvent("rolled_back", text, report.step))
+            self.journal.rolled_back(report, self.recovery.good_step)
         # What remains of this step must not be written either. A backward still to come needs the weights as they are.
         self.mode, self._suppressed = SKIPPING, not before_update
         if not self.through_us:
@@ -389,34 +397,25 @@ class Session:
 
     def _completed(self, report: Report, before_update: bool) -> Report:
         """With all that is known of it, and its capsule written."""
-        return self.capsules.kept(self.journal.completed(report), before_update, self._buffers_before())
+        return self.capsules.kept(self.journal.completed(report), before_update, self.last_calls.buffers_before())
 
     def _called(self) -> None:
         """In a plain loop a bad step ends where the model is called for the next one."""
         if self._suppressed and self.training_thread in (None, threading.get_ident()):
             self.hooks.guard(self.body_ended)
 
-    def _go_back(self) -> bool:
-        """Brings back the weights and the optimizer's state; False where they were not kept."""
-        return self.recovery.roll_back() if self.settings.policy == "rollback" else self.recovery.undo_update()
-
     def _undo(self) -> None:
-        if not self._go_back():
+        if not self.recovery.go_back():
             self._stop("the update itself was bad and is written; no state to go back to was kept")
 
     def _stop(self, *why: str) -> NoReturn:
         """Ends training; the state of before is worth more than what the bad step made of it."""
         assert self.report is not None
-        self._go_back()
+        self.recovery.go_back()
         if self.settings.policy != "rollback":
-            put_back(self._buffers_before())
+            put_back(self.last_calls.buffers_before())
         self.report = replace(self.report, notes=(*self.report.notes, *why))
         raise NonFiniteError(self.report)
-
-    def _buffers_before(self) -> list[Any]:
-        """As they were when the bad step began, which may have taken several batches."""
-        first = self.last_calls.first
-        return first.buffers if first is not None else self.replayer.first_buffers()
 
     def _skip_ends(self) -> None:
         self.mode, self._told = WATCHING, False
@@ -426,7 +425,7 @@ class Session:
             self._undo()
             self.recovery.clean_up([])
         else:
-            self.recovery.clean_up(self._buffers_before())
+            self.recovery.clean_up(self.last_calls.buffers_before())
         self.last_calls.forget()
 
     def _cannot_again(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -141,11 +142,15 @@ def _any_nan(tensors: Collection[Tensor]) -> bool:
 
 
 class Schedules:
-    """The learning-rate schedulers of some optimizers, and the numbers in the optimizers' groups, as they are now."""
+    """Learning-rate schedulers, the numbers in their optimizers' groups, and the scales of gradient scalers, as now."""
 
-    def __init__(self, schedulers: list[LRScheduler], optimizers: list[Any]) -> None:
+    def __init__(
+        self, schedulers: list[LRScheduler], optimizers: list[Any], scalers: Iterable[GradScaler] = ()
+    ) -> None:
         self.schedulers = schedulers
         self._kept = Kept()
+        for scaler in scalers:
+            self._kept.add([scaler._scale, scaler._growth_tracker])
         for scheduler in schedulers:
             # The functions of a LambdaLR may be objects that have a state.
             for holder in (scheduler, *getattr(scheduler, "lr_lambdas", ())):
@@ -163,8 +168,9 @@ class Schedules:
     def of(cls, optimizers: Iterable[Any]) -> Schedules:
         """Finds every scheduler of these optimizers in the process (slow: it looks at all objects), nested ones too."""
         optimizers = list(optimizers)
-        schedulers = alive(LRScheduler)
-        return cls([s for s in schedulers if any(vars(s).get("optimizer") is o for o in optimizers)], optimizers)
+        found = alive(LRScheduler, GradScaler)
+        schedulers = [s for s in found if any(vars(s).get("optimizer") is o for o in optimizers)]
+        return cls(schedulers, optimizers, [s for s in found if isinstance(s, GradScaler)])
 
     def put_back(self) -> None:
         """Everything is as if no scheduler had been stepped since."""

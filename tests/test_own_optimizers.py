@@ -1,0 +1,162 @@
+"""Optimizers whose arithmetic nobody knows: what their updates break is seen at once, and undone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from firstnan import NaNDetector, NonFiniteError
+from firstnan.detector import recovery
+from loops import birthplace, differences, state_of
+
+
+class Signs(torch.optim.Optimizer):
+    """Divides a gradient by its own size, which may be zero; counts its steps."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", torch.zeros(())) + 1
+                p.sub_(p.grad / p.grad.abs() * group["lr"])  # born: the update
+
+
+class Run:
+    """A feature that is absent from a batch has a gradient of exactly zero."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Linear(3, 1, bias=False))
+        self.optimizer = Signs(self.model.parameters())
+
+    def train(self, given: Iterable[Tensor]) -> None:
+        for x in given:
+            self.optimizer.zero_grad()
+            self.model(x).pow(2).sum().backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return state_of(self.model, self.optimizer)
+
+
+def data(bad: int | None, count: int = 6) -> list[Tensor]:
+    made = torch.Generator().manual_seed(1)
+    given = [torch.rand(4, 3, generator=made) for _ in range(count)]
+    if bad is not None:
+        given[bad][:, 0] = 0.5
+    return given
+
+
+BAD = [0, 3, 5]
+
+
+@pytest.mark.parametrize("through", [True, False])
+@pytest.mark.parametrize("bad", BAD)
+def test_skip_undoes_the_update(bad: int, through: bool) -> None:
+    run, given, expected = Run(), data(bad), Run()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+        run.train(detector.batches(given) if through else given)
+    expected.train(x for i, x in enumerate(given) if i != bad)
+    assert not differences(expected.state(), run.state())
+    assert detector.summary()["skipped"] == detector.summary()["nonfinite"] == 1
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_raise_names_the_line_of_the_update_and_leaves_the_weights_of_before(bad: int) -> None:
+    run, given, expected = Run(), data(bad), Run()
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(run.model, run.optimizer) as detector:
+        run.train(detector.batches(given))
+    expected.train(given[:bad])
+    assert not differences(expected.state(), run.state())
+    report = caught.value.report
+    assert (report.step, report.batch.index, report.origin.phase) == (bad, bad, "optimizer")
+    assert birthplace(report) == "the update"
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_large_model_is_not_copied_but_looked_at(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_SMALL", 0)
+    run = Run()
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(run.model, run.optimizer) as detector:
+        run.train(detector.batches(data(bad)))
+    assert (caught.value.report.step, caught.value.report.noticed.what) == (bad, "parameter")
+    assert detector.summary()["steps"] == bad + 1
+
+
+def test_healthy_training_is_the_same_to_the_last_bit(caplog: pytest.LogCaptureFixture) -> None:
+    run, expected = Run(), Run()
+    with NaNDetector(run.model, run.optimizer) as detector:
+        run.train(detector.batches(data(None, 100)))
+    expected.train(data(None, 100))
+    assert not differences(expected.state(), run.state())
+    assert not caplog.records
+
+
+# What is left at the end, of torch's own optimizers too.
+
+
+class Remembers(nn.Module):
+    """Its output is finite whatever its buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.mul_(0.9).add_(x.mean(0) / (x.std(0) > 0))
+        out: Tensor = self.layer(x)
+        return out
+
+
+def remember(given: Iterable[Tensor], model: nn.Module, optimizer: Any) -> None:
+    for x in given:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_a_buffer_whose_turn_had_not_come_is_looked_at_in_the_end(
+    policy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Remembers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    given = data(None)
+    given[4] = given[4] * 0
+    detector = NaNDetector(model, optimizer, on_nonfinite=policy)
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match="buffer seen"), detector:
+            remember(detector.batches(given), model, optimizer)
+    else:
+        with detector:
+            remember(detector.batches(given), model, optimizer)
+        assert "buffer seen" in caplog.text
+    assert detector.summary()["nonfinite"] == 1
+    assert detector.report is not None
+    assert detector.report.noticed.what == "buffer"
+
+
+def test_nothing_is_said_in_the_end_of_what_was_told_before(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    with caplog.at_level(logging.INFO), NaNDetector(run.model, run.optimizer, on_nonfinite="warn") as detector:
+        run.train(detector.batches(data(5)))
+    assert detector.summary()["nonfinite"] == 1
+
+
+def test_an_error_of_the_loop_is_not_covered_by_what_is_left() -> None:
+    model = Remembers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with pytest.raises(KeyError) as caught, NaNDetector(model, optimizer) as detector:
+        remember(detector.batches([torch.rand(4, 3), torch.zeros(4, 3)]), model, optimizer)
+        raise KeyError
+    assert not hasattr(caught.value, "__notes__")
