@@ -514,6 +514,35 @@ def test_an_overflow_that_a_scaler_skips_is_silent(blocks: str, scale: float) ->
     assert losses[0].isinf() == (scale > 1e6)
 
 
+def test_a_loss_that_is_only_scaled_in_the_block() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with firstnan.trace() as block:
+        loss = scaler.scale(half(nn.Linear(3, 1), torch.full((4, 3), 100.0)))
+    assert loss.isinf()
+    assert block.report is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_of_two_updates_is_skipped(fused: bool) -> None:
+    """Also where the optimizer's own kernel skips it."""
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    optimizers = [torch.optim.AdamW(m.parameters(), fused=fused) for m in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    for _ in range(2):
+        with firstnan.trace():
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(half(models[0], torch.ones(4, 3)) + models[1](torch.ones(4, 3)).sum()).backward()
+        assert not models[0].weight.grad.isfinite().all()
+        with firstnan.trace():
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert not optimizers[0].state.get(models[0].weight, {}).get("step")
+    assert optimizers[1].state[models[1].weight]["step"] == 2
+
+
 def test_a_scale_that_sank_below_one_is_told() -> None:
     torch.manual_seed(0)
     model = Rooted()

@@ -94,7 +94,7 @@ class Block:
         assert self.microscope.tracer is not None
         memory = self.microscope.tracer.memory
         events = memory.roots() & memory.bad()
-        if events and self.gate.trained:
+        if events and (self.gate.trained or self.gate.scales):
             events &= {event for t in self._kept() for event in memory.bad_writers(memory.key(t), t)}
         self._conclude(Noticed("output"), [], sorted(events))
 
