@@ -140,7 +140,21 @@ def test_attach_and_detach_by_hand_and_more_than_once() -> None:
     with detector, pytest.raises(NonFiniteError):
         train(detector, model, optimizer, with_bad_target(batches(2), 1))
     assert not left_behind(before, everything(model, optimizer))
-    assert (detector.summary()["steps"], detector.report.step) == (1, 1)
+    assert (detector.summary()["steps"], detector.report.step) == (3, 1)
+
+
+def test_used_again_a_detector_goes_on_counting(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = setup()
+    detector = NaNDetector(model, optimizer, on_nonfinite="skip")
+    for n, data in enumerate((with_bad_target(batches(3), 1), with_bad_target(batches(3), 1), batches(3))):
+        caplog.clear()
+        with detector:
+            train(detector, model, optimizer, data)
+        bad = min(n + 1, 2)
+        summary = detector.summary()
+        assert (summary["steps"], summary["skipped"], summary["nonfinite"]) == (3 * n + 3 - bad, bad, bad)
+        assert [e.kind for e in detector.events].count("nonfinite") == bad
+        assert bool(caplog.records) is (n < 2)  # what was counted is told where something is new
 
 
 def test_training_goes_on_unwatched_after_detach() -> None:

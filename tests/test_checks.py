@@ -96,10 +96,26 @@ def test_check_names_the_place_in_a_container(wrap: Callable[[Tensor], Any], pla
 
 
 @pytest.mark.parametrize(
-    "value", [None, 3, "text", torch.arange(4), torch.ones(2, dtype=torch.bool), torch.empty(0), torch.nn.Linear]
+    "value", [None, 3, torch.arange(4), torch.ones(2, dtype=torch.bool), torch.empty(0), torch.nn.Linear]
 )
 def test_check_lets_everything_else_pass(value: Any) -> None:
     assert check(value) is value
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: check("x"), "check reads a tensor, or what holds tensors, not 'x'"),
+        (lambda: check(torch.ones(1), torch.ones(1)), "the name that check is given is a text, not Tensor"),
+        (lambda: check_gradients(None), "a torch.nn.Module, not None"),
+        (lambda: check_weights(3), "a torch.nn.Module, not 3"),
+        (lambda: check_weights(nn.Linear(1, 1).parameters()), "a torch.nn.Module, not generator"),
+        (lambda: check_weights(nn.Linear(1, 1), "adam"), "a torch.optim.Optimizer, not 'adam'"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])

@@ -45,6 +45,18 @@ def test_cleared_it_starts_afresh() -> None:
     assert steps(log) == [7]
 
 
+def test_a_log_is_a_sequence() -> None:
+    log = EventLog(4)
+    for n in range(9):
+        log.add(event(n))
+    assert (log[0].step, log[-1].step, log[2].step) == (0, 8, 7)
+    assert [e.step for e in log[1:3]] == [1, 7]
+    assert [e.step for e in log[::-1]] == [e.step for e in reversed(log)] == [8, 7, 1, 0]
+    assert log[1] in log
+    with pytest.raises(IndexError):
+        log[4]
+
+
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="non-negative"):
         EventLog(-1)

@@ -320,9 +320,8 @@ def test_what_comes_after_an_update_that_is_not_recorded() -> None:
     with pytest.raises(NonFiniteError) as caught, firstnan.trace():
         (model(x) * y.log()).mean().backward()
         optimizer.step()
-        bad = model.last.weight.detach().sub(1e3).log()  # born: after the update
+        model.last.weight.data.sub_(1e3).log_()  # born: after the update
     assert birthplace(found(caught)) == "after the update"
-    assert bad.isnan().all()
 
 
 @pytest.mark.parametrize("later", [1, 2])
@@ -404,6 +403,174 @@ def test_a_gradient_that_breaks_in_a_later_block_without_an_update() -> None:
             model(torch.zeros(2, 4)).sum().backward()
         assert birthplace(found(caught)) == "derivative in the model"
         assert found(caught).origin.phase == "backward"
+
+
+# What counts at the end of a block in which something was trained.
+
+
+def test_a_bad_metric_beside_a_healthy_step_is_silent() -> None:
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for x, y in batches(2):
+        with firstnan.trace() as block:
+            optimizer.zero_grad()
+            (model(x) * y.log()).mean().backward()
+            optimizer.step()
+            precision = torch.zeros(()) / torch.zeros(())
+            with torch.no_grad():
+                evaluated = model(x).sub(1e3).log().mean()
+        assert block.report is None
+        assert precision.isnan()
+        assert evaluated.isnan()
+
+
+class Averaged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.average = (self.average + out.detach().mean() * 0 - 1).sqrt()  # born: buffer
+        return out
+
+
+def test_a_bad_buffer_beside_a_healthy_step() -> None:
+    model = Averaged()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert birthplace(found(caught)) == "buffer"
+
+
+@pytest.mark.parametrize("kept", ["averaged", "by hand", "gradient", "state"])
+def test_what_training_keeps_counts_wherever_it_is(kept: str) -> None:
+    model, other = seeded(), nn.Linear(2, 2).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    x, y = batches(1)[0]
+    weights = torch.ones(2, requires_grad=True)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        (model(x) * y.log()).mean().backward()
+        optimizer.step()
+        bad = torch.tensor(-1.0).log()  # born: kept
+        if kept == "averaged":
+            other.weight.lerp_(bad.expand(2, 2), 0.5)
+        elif kept == "by hand":
+            weights = (weights.detach() + bad).requires_grad_()
+        elif kept == "gradient":
+            weights.grad = bad.expand(2).clone()
+        else:
+            optimizer.state[model.last.weight]["momentum_buffer"] += bad
+        del bad
+    assert birthplace(found(caught)) == "kept"
+
+
+def test_models_are_looked_for_only_where_something_is_bad(monkeypatch: Any) -> None:
+    looks = []
+    monkeypatch.setattr(tracing, "alive", lambda *kinds: looks.append(kinds) or [])
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for bad in (False, True):
+        with firstnan.trace():
+            for x, y in batches(2):
+                optimizer.zero_grad()
+                (model(x) * y.log()).mean().backward()
+                optimizer.step()
+            metric = torch.zeros(()) / (not bad)
+        assert bool(metric.isnan()) is bad
+        assert len(looks) == bad
+
+
+def half(model: nn.Module, x: Tensor) -> Tensor:
+    """Its gradient overflows where it is scaled by more than 2**14 or so."""
+    return (model(x).half().float() * 3).sum()  # born: scaled
+
+
+@pytest.mark.parametrize("blocks", ["one", "two", "all"])
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**127])
+def test_an_overflow_that_a_scaler_skips_is_silent(blocks: str, scale: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    skipped, losses = 0, []
+    with firstnan.trace() if blocks == "all" else contextlib.nullcontext():
+        for _ in range(4):
+            with firstnan.trace() if blocks != "all" else contextlib.nullcontext():
+                optimizer.zero_grad()
+                losses.append(scaler.scale(half(model, torch.ones(4, 3))))
+                losses[-1].backward()
+                skipped += not model.weight.grad.isfinite().all()
+                if blocks != "two":
+                    scaler.step(optimizer)
+                    scaler.update()
+            if blocks == "two":
+                with firstnan.trace():
+                    scaler.step(optimizer)
+                    scaler.update()
+    assert skipped > 1
+    assert losses[0].isinf() == (scale > 1e6)
+
+
+def test_a_loss_that_is_only_scaled_in_the_block() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with firstnan.trace() as block:
+        loss = scaler.scale(half(nn.Linear(3, 1), torch.full((4, 3), 100.0)))
+    assert loss.isinf()
+    assert block.report is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_of_two_updates_is_skipped(fused: bool) -> None:
+    """Also where the optimizer's own kernel skips it."""
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    optimizers = [torch.optim.AdamW(m.parameters(), fused=fused) for m in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    for _ in range(2):
+        with firstnan.trace():
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(half(models[0], torch.ones(4, 3)) + models[1](torch.ones(4, 3)).sum()).backward()
+        assert not models[0].weight.grad.isfinite().all()
+        with firstnan.trace():
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert not optimizers[0].state.get(models[0].weight, {}).get("step")
+    assert optimizers[1].state[models[1].weight]["step"] == 2
+
+
+def test_a_scale_that_sank_below_one_is_told() -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    with pytest.raises(NonFiniteError) as caught:
+        for _ in range(2):
+            with firstnan.trace():
+                optimizer.zero_grad()
+                scaler.scale(model(torch.zeros(2, 4)).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    assert scaler.get_scale() == 0.5
+    assert birthplace(found(caught)) == "derivative in the model"
+
+
+def test_a_scaler_that_is_switched_off_excuses_nothing() -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with firstnan.trace():
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        scaler.scale(model(torch.zeros(2, 4)).sum()).backward()
+    assert birthplace(found(caught)) == "derivative in the model"
 
 
 # Blocks in which nothing is trained.

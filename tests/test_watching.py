@@ -205,6 +205,20 @@ def test_only_the_layers_that_were_asked_for() -> None:
     assert less.stats.layers() == ["encoder.0", "middle"]
 
 
+@pytest.mark.parametrize("one", [nn.Tanh, "head"])
+def test_a_single_type_or_name_is_skipped(one: type | str) -> None:
+    model = Net(nn.Identity())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    found = []
+    for skip in (one, [one]):
+        with NaNDetector(model, optimizer, stats=4, skip=skip) as detector:
+            train(model, optimizer, detector, 3, True)
+        assert detector.stats is not None
+        found.append(detector.stats.layers())
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+
+
 def test_growing_gradients_are_warned_of_before_the_nan(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))

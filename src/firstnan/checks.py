@@ -43,14 +43,29 @@ def check(x: T, name: str = "") -> T:
 
     `x` is a tensor or anything that holds tensors: tuples, lists, dicts, dataclasses. What has no values to read
     passes: integers, None, tensors inside `vmap` and the like, and all that `torch.compile` or `torch.fx` traces.
+    A text is refused as a mistake.
     """
     if torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy):
         return x
+    if isinstance(x, str | bytes):
+        raise TypeError(f"check reads a tensor, or what holds tensors, not {_short(x)}")
+    if not isinstance(name, str):
+        raise TypeError(f"the name that check is given is a text, not {_short(name)}")
     bad = _first_bad(x)
     if bad is not None:
         caller = sys._getframe(1)
         raise NonFiniteError(_report_of(bad, name, (caller.f_code, caller.f_lasti)))
     return x
+
+
+def _short(given: Any) -> str:
+    return repr(given) if isinstance(given, str | bytes | int | float | None) else type(given).__name__
+
+
+def _model(given: Any) -> nn.Module:
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"what is checked is a model, a torch.nn.Module, not {_short(given)}")
+    return given
 
 
 def _first_bad(x: Any) -> TensorStat | None:
@@ -104,7 +119,7 @@ def check_gradients(model: nn.Module) -> list[Finding]:
     although others are not, as behind dead units; not told while a weight that begins at zero (LoRA, ReZero, the last
     layer of a residual block) is about to let gradients through.
     """
-    weights = [w for w in _weights(model) if w.tensor.requires_grad]
+    weights = [w for w in _weights(_model(model)) if w.tensor.requires_grad]
     given = any(w.tensor.grad is not None for w in weights)
     stuck = _is_stuck(weights)
     findings = []
@@ -129,7 +144,10 @@ def check_weights(model: nn.Module, *optimizers: Any) -> list[Finding]:
     never_updated, where the optimizers are given: a parameter that requires gradients is in none of them, or its
     optimizer has kept no state for it although it has for others, since it never had a gradient.
     """
-    weights = _weights(model)
+    weights = _weights(_model(model))
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"an optimizer is a torch.optim.Optimizer, not {_short(optimizer)}")
     never = _never_updated(weights, optimizers)
     stuck = _is_stuck(weights)
     findings = []

@@ -149,9 +149,14 @@ class Gate:
             self.listener.trip(Noticed("gradient"), bad, before_update=False)
         self._end_manual_step()
 
+    @property
+    def scales(self) -> bool:
+        """Whether a gradient scaler decides what becomes of infinite gradients."""
+        return self._scaling
+
     def loss_scaled(self, given: Any, result: Any) -> None:
         """A gradient scaler may drive a finite loss to infinity on purpose: the unscaled one decides."""
-        self._scaling = True
+        self._scaling = self._scaling or result is not given  # one that is switched off returns what it was given
         if isinstance(given, Tensor) and isinstance(result, Tensor):
             self._scaled = (weakref.ref(result), given.detach())
 
@@ -238,6 +243,7 @@ class Gate:
         """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
         if self.listener.suppresses(optimizer):
             return
+        self._scaling = True
         if self.skipping_since is None:
             self.skipping_since = self.steps.of(optimizer)
         if scale < 1.0:

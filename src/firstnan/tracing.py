@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from firstnan.alive import alive
 from firstnan.conclude import AS_IT_RAN
 from firstnan.errors import InternalErrors, NonFiniteError
+from firstnan.finite import tensors_in
 from firstnan.gate import Gate
 from firstnan.guard import Alarm
 from firstnan.hooks import TrainingHooks
@@ -34,8 +36,9 @@ def trace() -> Iterator[Block]:
             loss.backward()
 
     That is at `backward()` for a bad loss, after it or at the optimizer's step for bad gradients, and at the end of
-    the block for a NaN that is still in use there. The error says which line made it, from what, and why.
-    Updates that are known to stay finite are left out.
+    the block for what is left in weights, buffers and gradients; where nothing was trained, for any NaN that is still
+    in use there. The error says which line made it, from what, and why. Updates that are known to stay finite are left
+    out, and so are overflows that a gradient scaler deals with.
     """
     block = Block(Ownership(tuple(directories(sys._getframe(2)))))
     block.begin()
@@ -83,10 +86,30 @@ class Block:
         _expected.update(self._stepped)
 
     def last_look(self) -> None:
-        """At the end of the block: a NaN that was born in it and is still there."""
-        tracer = self.microscope.tracer
-        if self.report is None and tracer is not None:
-            self._conclude(Noticed("output"), [], sorted(tracer.memory.roots() & tracer.memory.bad()))
+        """At the end of the block: what was born in it and is still there; where it trained, in what training keeps."""
+        if self.report is None:
+            self.hooks.guard(self._look_at_what_is_left)
+
+    def _look_at_what_is_left(self) -> None:
+        assert self.microscope.tracer is not None
+        memory = self.microscope.tracer.memory
+        events = memory.roots() & memory.bad()
+        if events and (self.gate.trained or self.gate.scales):
+            events &= {event for t in self._kept() for event in memory.bad_writers(memory.key(t), t)}
+        self._conclude(Noticed("output"), [], sorted(events))
+
+    def _kept(self) -> Iterator[Tensor]:
+        """Weights, buffers, gradients and the state of optimizers (slow: every object is looked at)."""
+        models = self.microscope.find_models()
+        for t, _ in (*models.parameters.values(), *models.buffers.values()):
+            yield t
+        for optimizer in self._stepped:
+            yield from (t for _, t in tensors_in(list(optimizer.state.values())))
+        for leaf in alive(Tensor):
+            if leaf.is_leaf and leaf.requires_grad:
+                yield leaf
+                if leaf.grad is not None and not self.gate.scales:
+                    yield leaf.grad
 
     def explain(self, error: Exception) -> None:
         """The block ended by an error of its own: says in a note where a bad value came from, if there is one."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from torch.nn import Module
 
 from firstnan.capsule import LIMIT, Wanted
+from firstnan.detector import options
 from firstnan.detector.capsules import Function
 from firstnan.detector.events import EventLog
+from firstnan.detector.journal import Counts
 from firstnan.detector.layers import LayerWatch, Sink
 from firstnan.detector.mode import SEARCHING, WAITING
 from firstnan.detector.policy import Policy, Settings
@@ -59,7 +60,7 @@ class NaNDetector:
         snapshot_every: int = 100,
         layers: bool = False,
         trackable: Callable[[str, Module], bool] | None = None,
-        skip: Iterable[type | str] = (),
+        skip: type | str | Iterable[type | str] = (),
         stats: int = 0,
         guard: str = "warn",
         max_grad_norm: float | None = None,
@@ -75,15 +76,23 @@ class NaNDetector:
             raise ValueError(f"on_nonfinite={on_nonfinite!r} needs the optimizer")
         if guard not in ("warn", "clip", "off"):
             raise ValueError(f"guard is warn, clip or off, not {guard!r}")
-        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
-            raise ValueError(f"max_grad_norm is a positive number, not {max_grad_norm!r}")
-        whole = (("streak", streak, 0), ("snapshot_every", snapshot_every, 1), ("stats", stats, 0))
-        for name, value, least in (*whole, ("max_events", max_events, 0), ("capsule_limit", capsule_limit, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is a whole number of at least {least}, not {value!r}")
+        if max_grad_norm is not None:
+            options.positive("max_grad_norm", max_grad_norm)
+            if guard == "off":
+                raise ValueError(
+                    f"guard='off' and max_grad_norm={max_grad_norm!r} exclude each other: it is the guard's"
+                )
+        whole = {"streak": streak, "stats": stats, "max_events": max_events, "capsule_limit": capsule_limit}
+        for name, value in whole.items():
+            options.whole(name, value, 0)
+        options.whole("snapshot_every", snapshot_every, 1)
+        options.flag("layers", layers)
+        for name, called in (("trackable", trackable), ("on_event", on_event)):
+            if called is not None:
+                options.function(name, called)
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._settings = Settings(on_nonfinite, streak, snapshot_every, guard, max_grad_norm, capsules)  # type: ignore[arg-type]
-        self._layers, self._trackable, self._skip = layers, trackable, tuple(skip)
+        self._layers, self._trackable, self._skip = layers, trackable, options.types_and_names("skip", skip)
         self.events = EventLog(max_events, on_event)
         """What was noticed, as NaNEvent records: the first ones and the last ones."""
         self.stats = Statistics(stats) if stats else None
@@ -92,6 +101,8 @@ class NaNDetector:
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._last: Session | None = None
+        self._counts, self._before = Counts(), Counts()
+        """Like the events they go on where the detector is used again."""
 
     def attach(self) -> NaNDetector:
         """Begins to watch; does nothing where it already does."""
@@ -107,6 +118,8 @@ class NaNDetector:
                     self.stats,
                     self._layer_watch if watches else None,
                 )
+                session.journal.counts = self._counts
+                self._before = replace(self._counts)
                 try:
                     session.begin()
                 except BaseException:
@@ -138,8 +151,9 @@ class NaNDetector:
             if session is None:
                 return
             session.end()
-            counts = session.journal.counts
-            if counts.warnings or (counts.nonfinite and self._settings.policy != "raise"):
+            counts, before = self._counts, self._before
+            bad = counts.nonfinite > before.nonfinite and self._settings.policy != "raise"
+            if bad or counts.warnings > before.warnings:
                 log.warning("firstnan: %s", _counted(self.summary()))
 
     def __enter__(self) -> NaNDetector:
@@ -188,8 +202,7 @@ class NaNDetector:
 
     def summary(self) -> dict[str, int]:
         """How many steps were made, and how many were not finite, skipped, rolled back, clipped or warned of."""
-        counts = asdict(self._last.journal.counts) if self._last is not None else {}
-        return {**counts, "events": len(self.events), "events_dropped": self.events.dropped}
+        return {**asdict(self._counts), "events": len(self.events), "events_dropped": self.events.dropped}
 
     def _attached(self) -> Session:
         if self._session is None:

@@ -6,14 +6,15 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
 
 from firstnan.records import NaNEvent
 
 _LOGGER = logging.getLogger("firstnan")
 
 
-class EventLog:
+class EventLog(Sequence[NaNEvent]):
     """Keeps half of `max_events` from the beginning and half from the end; any thread may add.
 
     `on_event` is told of every event in the thread that noticed it, but not of what it causes itself.
@@ -55,6 +56,13 @@ class EventLog:
         """How many came between the first ones and the last ones and are not kept."""
         with self._lock:
             return self._seen - len(self._first) - len(self._last)
+
+    @overload
+    def __getitem__(self, at: int) -> NaNEvent: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[NaNEvent]: ...
+    def __getitem__(self, at: int | slice) -> NaNEvent | list[NaNEvent]:
+        return list(self)[at]
 
     def __iter__(self) -> Iterator[NaNEvent]:
         with self._lock:
