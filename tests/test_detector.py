@@ -705,3 +705,14 @@ def test_an_error_of_our_own_is_told_once_and_training_goes_on(
             optimizer.step()
     told = [r.message for r in caplog.records if "internal error: ZeroDivisionError" in r.message]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(("whose", "words"), [("another's", 1), ("a part", 0), ("of a frozen model", 0)])
+def test_an_optimizer_that_trains_nothing_of_the_model(whose: str, words: int, caplog: Any) -> None:
+    model, other = seeded(), seeded()
+    given = {"another's": other, "a part": model.last, "of a frozen model": other}[whose]
+    if whose == "of a frozen model":  # it is its input that is trained
+        model.requires_grad_(False)
+    with NaNDetector(model, torch.optim.SGD(given.parameters(), 0.1)):
+        pass
+    assert len([r for r in caplog.records if "trains no parameter of the model" in r.message]) == words

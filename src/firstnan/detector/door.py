@@ -27,6 +27,7 @@ from firstnan.errors import NonFiniteError
 from firstnan.records import NaNEvent, Report
 from firstnan.replayer import NamelessSource
 from firstnan.site import Ownership, directories
+from firstnan.trained import parameters_of
 
 log = logging.getLogger("firstnan")
 
@@ -126,7 +127,14 @@ class NaNDetector:
                     session.end()
                     raise
                 self._session = self._last = session
+                self._warn_of_strangers(session)
         return self
+
+    def _warn_of_strangers(self, session: Session) -> None:
+        wanted = {id(p) for p, _ in session.models.parameters.values() if p.requires_grad}
+        trained = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
+        if wanted and trained and wanted.isdisjoint(trained):
+            log.warning("firstnan: the optimizer trains no parameter of the model: was one of them made anew?")
 
     def _layer_watch(self, sink: Sink) -> LayerWatch:
         before = self._last.layers if self._last is not None else None
