@@ -277,12 +277,15 @@ class Investigation:
         if remedy is None:
             say("no change is proven, so there is no patch")
             return
+        here = self.start.directory or ""
+        diff, folder = fix.portable(remedy.diff, here)
         try:
-            write_whole(path, fix.portable(remedy.diff, self.start.directory or ""))
+            write_whole(path, diff)
         except OSError as error:
             say(f"can't write {path}: {error.strerror}")
         else:
-            say(f"the first change is in {path}")
+            command = fix.how_to_apply(folder, here, str(path))
+            say(f"the first change is in {path}" + (f"; {command} makes it" if command else ""))
 
 
 def say(text: str) -> None:
