@@ -137,8 +137,9 @@ class Investigation:
         if self.order is not None and self.order.what == "trial":
             from firstnan.trial.watch import TrialWatch
 
-            step, last = self.order.step or 0, self.order.last or 0
-            self.watch = self._trial = TrialWatch(ownership=ownership, step=step, last=last, tell=self._tell)
+            step, last, made = self.order.step or 0, self.order.last or 0, self.order.made
+            trial = TrialWatch(ownership=ownership, step=step, last=last, made=made, tell=self._tell)
+            self.watch = self._trial = trial
             return
         if self.options.landing is not None:
             from firstnan.replaying import Rerun
