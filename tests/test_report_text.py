@@ -261,6 +261,8 @@ def test_one_tensor_one_line() -> None:
     assert stat(min=0.0, max=0.0, zeros=8) == "all 0"
     assert stat(min=1e-30, max=1.0, smallest=1e-30) == "1e-30 … 1   smallest 1e-30"
     assert stat(min=0.0, max=1.0, zeros=3, binary=True) == "0 … 1   zeros 3  negative 0   only 0 and 1"
+    assert stat(shape=(), min=0.0, max=0.0, zeros=1, binary=True) == "0"
+    assert stat(min=1.0, max=1.0, binary=True) == "all 1"
     assert stat(shape=(0, 2)) == "no elements"
     assert stat(nan=8, first_index=(0, 0)) == "NaN, all 8"
     assert stat(nan=1, neginf=2, min=0.5, max=2.0, first_index=(1, 0)) == (

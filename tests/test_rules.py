@@ -114,6 +114,16 @@ def steps(*losses: float, lr: float | None = 0.1) -> History:
     return History(tuple(StepRecord(i, loss=v, grad_norm=v, lr=lr) for i, v in enumerate(losses)), "SGD", (("lr", lr),))
 
 
+def own_update(eps: float | None, *given: tuple[str, float]) -> Case:
+    """A division by a norm that is 0, in an optimizer of the user's own."""
+    story = Story()
+    norm = story.op("norm", reads("self", 0.0), out=stat("result", 0.0), phase="optimizer", scalars=given)
+    divided = (reads("self", 2.0), reads("other", 0.0, producer=norm))
+    seen = (("self", 2.0), ("other", 0.0), ("result", INF))
+    story.op("div", *divided, out=stat("result", INF), phase="optimizer", witness=seen)
+    return story.case(history=History((), "Lamb", (("lr", 0.1), *((("eps", eps),) if eps is not None else ()))))
+
+
 FLAT = steps(1.0, 0.9, 1.1, 0.8, 0.9)
 RISING = steps(1.0, 1e4, 1e9, 1e14, 1e18)
 DIV = (("self", 0.0), ("other", 0.0), ("result", NAN))
@@ -451,6 +461,9 @@ NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
             "div", r("self", 0.0, role="parameter"), r("other", 0.0), out=w(NAN), phase="optimizer", witness=DIV
         ),
     ),
+    ("optimizer_eps", "div_by_zero", lambda: own_update(1e-6)),
+    ("div_by_zero", "optimizer_eps", lambda: own_update(None)),
+    ("div_by_zero", "optimizer_eps", lambda: own_update(1e-6, ("other", 1e-6))),
     (
         "optimizer_eps",
         "optimizer_overflow",
@@ -572,6 +585,38 @@ def test_growth_is_a_sustained_rise_to_the_end() -> None:
     assert growth(History()) is None
     assert growth(only_gradients(5.0, 1e3, 1e5, 1e7, 1e9)) is not None
     assert growth(only_gradients(5.0, 1e3, 1e5, 1e7, 1e9), gradients=False) is None
+
+
+def test_every_step_is_said_only_of_every_step() -> None:
+    steadily, mostly = growth(steps(1.0, 10.0, 100.0, 1e3, 1e4)), growth(steps(1.0, 10.0, 9.0, 1e3, 1e4, 9e5))
+    assert steadily is not None
+    assert mostly is not None
+    assert steadily.worse() == "every step made it worse"
+    assert mostly.worse() == "4 of 5 steps made it worse"
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "result", "says"),
+    [
+        ("exp", 1e34, INF, "too large for float64 too"),
+        ("pow", 1e30, INF, "too large for float64 too"),
+        ("pow", 0.0, INF, "undefined in any precision"),
+        ("log", 0.0, -INF, "undefined in any precision"),
+        ("log", -1.0, NAN, "undefined in any precision"),
+    ],
+)
+def test_too_large_is_not_undefined(op: str, value: float, result: float, says: str) -> None:
+    seen = (("self", value), ("result", result))
+    scene = Scene(*one(op, reads("self", value), out=stat("result", result), witness=seen, in_float64="nonfinite"))
+    (line,) = scene.float64_lines()
+    assert line.endswith(says)
+
+
+def test_a_division_in_an_own_update_is_told_as_it_is() -> None:
+    (cause,) = explain(*own_update(1e-6))
+    assert cause.why.startswith("`div(x)` divides 2 by a number that is exactly 0")
+    assert "eps" not in cause.why
+    assert explain(*own_update(None))[0].why.startswith("Lamb divides in `div(x)` by a number that is exactly 0.")
 
 
 def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:

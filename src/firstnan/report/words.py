@@ -197,7 +197,7 @@ def _values(stat: TensorStat) -> str:
         words.append(f"zeros {stat.zeros}  negative {stat.negative}")
     if stat.smallest and stat.smallest < 1e-6:
         words.append(f"smallest {number(stat.smallest)}")
-    if stat.binary:
+    if stat.binary and stat.min != stat.max:
         words.append("only 0 and 1")
     return "   ".join(words)
 

@@ -48,7 +48,7 @@ def from_history(history: History) -> Cause | None:
     rise = growth(history)
     if rise is None or rise.factor < CLEAR_GROWTH:
         return None
-    why = f"In the steps before, {rise.sentence()}: every step made it worse, until the numbers ran out of range."
+    why = f"In the steps before, {rise.sentence()}: {rise.worse()}, until the numbers ran out of range."
     return Cause("divergence_lr", catalogue()["divergence_lr"].title, why, rise.lines(), SECOND)
 
 

@@ -134,8 +134,8 @@ def divergence_lr(scene: Scene) -> Finding | None:
     lr = scene.lr()
     rate = f" The learning rate is {number(lr)}." if lr is not None else ""
     why = (
-        f"Before {_operator(scene)} overflowed in step {scene.origin.step}, {growth.sentence()}: every step "
-        f"made it worse.{rate} The operator is only where the numbers ran out of range."
+        f"Before {_operator(scene)} overflowed in step {scene.origin.step}, {growth.sentence()}: "
+        f"{growth.worse()}.{rate} The operator is only where the numbers ran out of range."
     )
     # Gradients that grow while loss and weights stay put are the depth of the graph, not the step size.
     only_gradients = scene.phase == "backward" and scene.growth_of_loss is None
