@@ -124,6 +124,16 @@ def own_update(eps: float | None, *given: tuple[str, float]) -> Case:
     return story.case(history=History((), "Lamb", (("lr", 0.1), *((("eps", eps),) if eps is not None else ()))))
 
 
+TOO_LARGE = "RuntimeError: value cannot be converted to type float without overflow"
+
+
+def refusal(op: str, text: str, phase: Any = "optimizer", **settings: float) -> Case:
+    """An operator that raised an error instead of returning."""
+    history = History((), "SGD", tuple(settings.items()))
+    given = (("alpha", -1e39),)
+    return one(op, reads("self", 1.0), out=stat("self", 1.0), phase=phase, history=history, raised=text, scalars=given)
+
+
 FLAT = steps(1.0, 0.9, 1.1, 0.8, 0.9)
 RISING = steps(1.0, 1e4, 1e9, 1e14, 1e18)
 DIV = (("self", 0.0), ("other", 0.0), ("result", NAN))
@@ -461,6 +471,10 @@ NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
             "div", r("self", 0.0, role="parameter"), r("other", 0.0), out=w(NAN), phase="optimizer", witness=DIV
         ),
     ),
+    ("unexplained", "decomposition_failed", lambda: refusal("linalg_svd", "The algorithm failed to converge")),
+    ("unexplained", "decomposition_failed", lambda: refusal("mul", "linalg.eigh: no convergence")),
+    ("decomposition_failed", "overflow", lambda: refusal("add", TOO_LARGE)),
+    ("decomposition_failed", "unexplained", lambda: refusal("add", "The size of tensor a (3) must match")),
     ("optimizer_eps", "div_by_zero", lambda: own_update(1e-6)),
     ("div_by_zero", "optimizer_eps", lambda: own_update(None)),
     ("div_by_zero", "optimizer_eps", lambda: own_update(1e-6, ("other", 1e-6))),
@@ -617,6 +631,16 @@ def test_a_division_in_an_own_update_is_told_as_it_is() -> None:
     assert cause.why.startswith("`div(x)` divides 2 by a number that is exactly 0")
     assert "eps" not in cause.why
     assert explain(*own_update(None))[0].why.startswith("Lamb divides in `div(x)` by a number that is exactly 0.")
+
+
+def test_a_number_that_torch_refuses_is_named() -> None:
+    says = "'s update was given lr = 1e+39, which float32 cannot hold: it ends at 3.403e+38."
+    assert explain(*refusal("add", TOO_LARGE, lr=1e39))[0].why == "SGD" + says
+    assert "given alpha = -1e+39" in explain(*refusal("add", TOO_LARGE, lr=0.1))[0].why
+    assert explain(*refusal("add", TOO_LARGE, "forward", lr=1e39))[0].why.startswith("`add(x)` was given alpha")
+    (other,) = explain(*refusal("add", "RuntimeError: sizes\ndiffer"))
+    assert other.evidence[0] == "torch said: RuntimeError: sizes"
+    assert "raised an error instead of returning a value" in other.why
 
 
 def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:

@@ -65,6 +65,9 @@ def _unexplained(scene: Scene) -> Cause:
     except Exception:  # as in a rule: an odd record must not cost the user the report
         evidence, counts, code = (), "a non-finite value", _origin_name(scene)
     why = f"`{code}` produced {counts}, and no known cause fits. The numbers it read are listed below."
+    if scene.raised:
+        why = f"`{code}` raised an error instead of returning a value, and no known cause fits."
+        evidence = (f"torch said: {scene.raised}", *evidence)
     return Cause("unexplained", catalogue()["unexplained"].title, why, evidence, 0.1)
 
 

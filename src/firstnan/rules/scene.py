@@ -134,6 +134,12 @@ class Scene:
         return self.made.inf if self.made else 0
 
     @cached_property
+    def raised(self) -> str:
+        """What torch said, in one line, where the operator raised an error instead of returning."""
+        text = ((self.event.raised or "") if self.event else "").strip()
+        return text.splitlines()[0] if text else ""
+
+    @cached_property
     def tensors(self) -> tuple[TensorStat, ...]:
         """The statistics of all that the operator read."""
         own = tuple(i.stat for i in self.event.inputs if i.stat is not None) if self.event else ()
