@@ -124,6 +124,17 @@ def own_update(eps: float | None, *given: tuple[str, float]) -> Case:
     return story.case(history=History((), "Lamb", (("lr", 0.1), *((("eps", eps),) if eps is not None else ()))))
 
 
+def with_infinity(*seen: tuple[str, float]) -> Case:
+    """A quotient that reads zeros and infinities, with what stands at the bad element."""
+    read = (reads("self", 0.0, INF), reads("other", 0.0, INF))
+    return one("div", *read, out=stat("result", NAN, 0.0), witness=(*seen, ("result", NAN)), born=1)
+
+
+def buffered(label: str) -> Case:
+    """A buffer that was bad before the step."""
+    return Origin("input", "", "", produced=stat(label, NAN), role="buffer", label=label, step=3), Trace(), History()
+
+
 TOO_LARGE = "RuntimeError: value cannot be converted to type float without overflow"
 
 
@@ -471,6 +482,9 @@ NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
             "div", r("self", 0.0, role="parameter"), r("other", 0.0), out=w(NAN), phase="optimizer", witness=DIV
         ),
     ),
+    ("nan_label", "nan_input", lambda: buffered("batch['label']")),
+    ("inf_minus_inf", "zero_over_zero", lambda: with_infinity(("self", 0.0), ("other", 0.0))),
+    ("zero_over_zero", "inf_minus_inf", lambda: with_infinity(("self", INF), ("other", INF))),
     ("unexplained", "decomposition_failed", lambda: refusal("linalg_svd", "The algorithm failed to converge")),
     ("unexplained", "decomposition_failed", lambda: refusal("mul", "linalg.eigh: no convergence")),
     ("decomposition_failed", "overflow", lambda: refusal("add", TOO_LARGE)),
@@ -641,6 +655,13 @@ def test_a_number_that_torch_refuses_is_named() -> None:
     (other,) = explain(*refusal("add", "RuntimeError: sizes\ndiffer"))
     assert other.evidence[0] == "torch said: RuntimeError: sizes"
     assert "raised an error instead of returning a value" in other.why
+
+
+def test_what_has_nothing_to_go_on_is_no_alternative() -> None:
+    assert [c.slug for c in explain(*with_infinity(("self", 0.0), ("other", 0.0)))] == ["zero_over_zero"]
+    (cause,) = explain(*buffered("weight"))
+    assert cause.title == "Non-finite value in a buffer"
+    assert cause.why.startswith("The buffer weight holds 1 NaN value(s) out of 1 before step 3")
 
 
 def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:
