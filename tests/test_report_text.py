@@ -426,3 +426,15 @@ def test_what_is_no_diff_shows_nothing(diff: str) -> None:
 
 def test_a_diff_without_a_place_is_shown_all_the_same() -> None:
     assert shown("-eps=0\n+eps=1e-8") == [("-", "eps=0"), ("+", "eps=1e-8")]
+
+
+def test_a_buffer_is_no_data() -> None:
+    made = Origin("input", "div", "aten.div", produced=TensorStat("result", (2,), "float32", nan=1), label="weight")
+    for origin, says in (
+        (made, "NaN born in the data (weight)"),
+        (dataclasses.replace(made, role="buffer"), "a buffer"),
+    ):
+        assert says in words.headline(Report("nonfinite", 3, origin=origin))
+    came = dataclasses.replace(made, op="", aten="", role="buffer")
+    assert "NaN came in with a buffer (weight)" in words.headline(Report("nonfinite", 3, origin=came))
+    assert words.at_expression(came) == "the bad buffer enters the step here"
