@@ -15,7 +15,7 @@ import pytest
 from firstnan import cli
 from firstnan.records import Remedy, Report
 from firstnan.report import write
-from firstnan.trial.fix import FixError, apply, choose, portable, show
+from firstnan.trial.fix import FixError, apply, choose, how_to_apply, portable, show
 
 OLD = "import torch\n\n\ndef f(x):\n    return torch.log(x)\n"
 NEW = OLD.replace("log(x)", "log(x.clamp_min(1e-8))")
@@ -209,10 +209,47 @@ def test_a_terminal_is_not_obeyed(train: Path) -> None:
 
 def test_paths_are_written_from_the_folder_where_they_are_below_it(train: Path, tmp_path: Path) -> None:
     diff = diff_of(train, OLD, NEW)
-    assert portable(diff, str(tmp_path)).startswith("--- a/train.py\n+++ b/train.py\n")
-    assert portable(diff, str(tmp_path.parent)).startswith(f"--- a/{tmp_path.name}/train.py\n")
-    (tmp_path / "sub").mkdir()
-    assert portable(diff, str(tmp_path / "sub")) == diff
+    for folder, name in ((tmp_path, "train.py"), (tmp_path.parent, f"{tmp_path.name}/train.py")):
+        text, base = portable(diff, str(folder))
+        assert text.startswith(f"--- a/{name}\n+++ b/{name}\n")
+        assert base == str(folder)
+
+
+def test_elsewhere_paths_are_written_from_the_folder_of_the_files(train: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "run"
+    elsewhere.mkdir()
+    helper = tmp_path / "lib" / "helper.py"
+    helper.parent.mkdir()
+    helper.write_text(OLD)
+    for path in (train, Path(f"{elsewhere}/../train.py")):
+        text, base = portable(diff_of(path, OLD, NEW), str(elsewhere))
+        assert text.startswith("--- a/train.py\n+++ b/train.py\n")
+        assert base == str(tmp_path)
+    text, base = portable(diff_of(train, OLD, NEW) + diff_of(helper, OLD, NEW), str(elsewhere))
+    assert "--- a/train.py\n" in text
+    assert "--- a/lib/helper.py\n" in text
+    assert base == str(tmp_path)
+    # A folder whose name only begins alike is another one.
+    assert portable(diff_of(train, OLD, NEW), str(tmp_path)[:-1])[1] == str(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch(1)")
+def test_a_patch_from_elsewhere_says_where_it_belongs(
+    train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "a run"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert cli.main(["fix", "../report.json"]) == 0
+    shown = capsys.readouterr().out
+    assert f"\nfor patch -p1 -d {tmp_path}:\n\n--- a/train.py\n" in shown
+    Path("x.patch").write_text(shown)
+    command = how_to_apply(str(tmp_path), str(elsewhere), str(elsewhere / "x.patch"))
+    assert command == f"patch -p1 -d {tmp_path} < '{elsewhere}/x.patch'"
+    assert how_to_apply(str(elsewhere), ".") == ""
+    done = subprocess.run(command, shell=True, capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stdout
+    assert train.read_text() == NEW
 
 
 def test_the_best_is_the_first_proven_one(train: Path) -> None:

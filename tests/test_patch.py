@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.remedies.patch import PatchError, Source, apply, located, new_contents, parse, with_paths
+from firstnan.remedies.patch import PatchError, Source, apply, located, moved, new_contents, parse, with_paths
 
 OLD = "import torch\n\n\ndef f(x):\n    y = x + 1\n    return torch.log(y)\n\n\nprint(f(torch.ones(2)))\n"
 NEW = OLD.replace("torch.log(y)", "torch.log(y.clamp_min(1e-8))")
@@ -221,3 +221,13 @@ def test_other_names_for_the_files_leave_the_rest() -> None:
     assert [change.path for change in parse(renamed)] == ["a.py", "b.py"]
     assert renamed.replace("/a.py", "//x/a.py").replace("/b.py", "//x/b.py") == diff
     assert with_paths("no diff", os.path.basename) == "no diff"
+
+
+def test_lines_move_with_what_comes_before_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("".join(f"{i}\n" for i in range(1, 31)))
+    old = path.read_text().splitlines(keepends=True)
+    new = [*old[:4], "x\n", "y\n", *old[4:19], *old[21:]]
+    diff = "".join(difflib.unified_diff(old, new, f"a/{path}", f"b/{path}"))
+    assert [moved(diff, str(path), line) for line in (1, 4, 5, 12, 19, 22, 30)] == [1, 4, 7, 14, 21, 22, 30]
+    assert moved(diff, str(tmp_path / "b.py"), 12) == 12

@@ -229,6 +229,75 @@ loss.backward()
     assert all(stays_finite(apply(text, r.diff)) for r in made)
 
 
+@pytest.mark.parametrize(
+    ("lines", "change"),
+    [
+        # Each line after `var` is made; the second reads it once, or not for its numbers.
+        ("loss = (torch.log(var) + 1 / var).sum()", "+var = (w * 1.0).clamp_min(1e-12)\n"),
+        ("loss = torch.log(var).sum() / var.numel()", "+loss = torch.log(var.clamp_min(1e-12)).sum() / var.numel()\n"),
+        ("ok = var > 1; loss = torch.log(var)[ok].sum()", "clamp_min(1e-12))[ok].sum()\n"),
+        ("ok = torch.isnan(var); loss = torch.log(var)[~ok].sum()", "clamp_min(1e-12))[~ok].sum()\n"),
+        (
+            "loss = torch.log(var).sum()\nvar = w * 2\nloss = loss + var.sum()",
+            "+loss = torch.log(var.clamp_min(1e-12))",
+        ),
+        ("var, other = var * 2, 1\nloss = (var.log() * var).sum()", "+var = var.clamp_min(1e-12)\n"),
+        ("if True:\n    var = var * 2\nloss = (var.log() * var).sum()", "+loss = (var.clamp_min(1e-12).log() * var)"),
+    ],
+)
+def test_a_name_that_is_read_elsewhere_too_is_guarded_where_it_is_made_first(
+    lines: str, change: str, tmp_path: Path
+) -> None:
+    start = f"import torch\nw = torch.tensor([0.0, 2.0], requires_grad=True)\n{STEP}\nvar = w * 1.0\n"
+    _, _, remedies = proposed(f"{start}{lines}\nloss.backward()\n", tmp_path)
+    assert change in changed_lines(remedies[0].diff)
+
+
+@pytest.mark.parametrize(("use", "first"), [("torch.log(var) + 1 / var", "rates = (w * 1.0).clamp_min(1e-12)"),
+    ("torch.log(var)", "return torch.log(var.clamp_min(1e-12))")])  # fmt: skip
+def test_a_parameter_that_is_read_twice_is_guarded_by_the_caller(use: str, first: str, tmp_path: Path) -> None:
+    source = f"""
+import torch
+w = torch.tensor([0.0, 2.0], requires_grad=True)
+def nll(var):
+    return {use}
+{STEP}
+rates = w * 1.0
+loss = nll(rates).sum()
+loss.backward()
+"""
+    _, _, remedies = proposed(source, tmp_path)
+    assert first in changed_lines(remedies[0].diff)
+
+
+def test_what_would_be_computed_twice_gets_its_guard_on_a_line_of_its_own(tmp_path: Path) -> None:
+    source = f"""
+import torch
+w = torch.tensor([0.0, -2.0], requires_grad=True)
+{STEP}
+slope = torch.mul(w, 3)
+loss = (1 / slope + slope).sum()
+loss.backward()
+"""
+    _, _, remedies = proposed(source, tmp_path)
+    assert changed_lines(remedies[0].diff) == "+slope = torch.where(slope.abs() < 1e-8, 1e-8, slope)\n"
+
+
+def test_where_a_value_is_made_the_bounds_are_those_of_its_use(tmp_path: Path) -> None:
+    source = f"""
+import torch
+w = torch.tensor([[0.0, 200.0]], requires_grad=True)
+{STEP}
+s, t = (w * 1.0).chunk(2, dim=1)
+loss = (torch.exp(t) + t + s).sum()
+loss.backward()
+"""
+    _, _, remedies = proposed(source, tmp_path)
+    bounds = ["20", "80", "10"]
+    assert [changed_lines(r.diff) for r in remedies[:3]] == [f"+t = t.clamp_max({b})\n" for b in bounds]
+    assert [r.title for r in remedies[3:]] == [f"Keep `t` at {b} or below" for b in bounds]
+
+
 def test_without_a_file_there_is_advice_and_no_diff() -> None:
     outcome = run_snippet("w = torch.zeros(2, requires_grad=True)\n# step\nloss = torch.log(w).sum()\nloss.backward()")
     causes = explain(outcome.origin, outcome.trace, History())

@@ -219,3 +219,14 @@ def test_the_step_is_found_behind_backward_where_it_was_not_reached(tmp_path: Pa
     text = "import torch\nopt = torch.optim.SGD(net.parameters(), lr=0.5)" + LOOP.replace("opt.step()", "opt .step()")
     found = diverged(text, tmp_path, lr=0.5)
     assert "+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n" in changes(found)
+
+
+@pytest.mark.parametrize(("eps", "proposes"), [("1e-6", False), ("1e-8", False), ("1e-12", True), ("0.0", True)])
+def test_an_eps_is_only_raised(eps: str, proposes: bool, tmp_path: Path) -> None:
+    file, call = tmp_path / "train.py", f"torch.optim.Adam(weights, eps={eps})"
+    file.write_text(f"import torch\nopt = {call}\n")
+    made = Site(str(file), 2, 6, 2, 6 + len(call), code=call)
+    history = History((), "Adam", (("eps", float(eps)),), made_at=made)
+    origin = Origin("optimizer", "div", "aten.div", site=made, step=3)
+    remedies = propose(origin, Trace(), history, [Cause("optimizer_eps", "", "")])
+    assert [r.title for r in remedies] == (["eps=1e-8"] if proposes else [])

@@ -261,6 +261,8 @@ def test_one_tensor_one_line() -> None:
     assert stat(min=0.0, max=0.0, zeros=8) == "all 0"
     assert stat(min=1e-30, max=1.0, smallest=1e-30) == "1e-30 … 1   smallest 1e-30"
     assert stat(min=0.0, max=1.0, zeros=3, binary=True) == "0 … 1   zeros 3  negative 0   only 0 and 1"
+    assert stat(shape=(), min=0.0, max=0.0, zeros=1, binary=True) == "0"
+    assert stat(min=1.0, max=1.0, binary=True) == "all 1"
     assert stat(shape=(0, 2)) == "no elements"
     assert stat(nan=8, first_index=(0, 0)) == "NaN, all 8"
     assert stat(nan=1, neginf=2, min=0.5, max=2.0, first_index=(1, 0)) == (
@@ -424,3 +426,15 @@ def test_what_is_no_diff_shows_nothing(diff: str) -> None:
 
 def test_a_diff_without_a_place_is_shown_all_the_same() -> None:
     assert shown("-eps=0\n+eps=1e-8") == [("-", "eps=0"), ("+", "eps=1e-8")]
+
+
+def test_a_buffer_is_no_data() -> None:
+    made = Origin("input", "div", "aten.div", produced=TensorStat("result", (2,), "float32", nan=1), label="weight")
+    for origin, says in (
+        (made, "NaN born in the data (weight)"),
+        (dataclasses.replace(made, role="buffer"), "a buffer"),
+    ):
+        assert says in words.headline(Report("nonfinite", 3, origin=origin))
+    came = dataclasses.replace(made, op="", aten="", role="buffer")
+    assert "NaN came in with a buffer (weight)" in words.headline(Report("nonfinite", 3, origin=came))
+    assert words.at_expression(came) == "the bad buffer enters the step here"

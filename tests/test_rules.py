@@ -114,6 +114,37 @@ def steps(*losses: float, lr: float | None = 0.1) -> History:
     return History(tuple(StepRecord(i, loss=v, grad_norm=v, lr=lr) for i, v in enumerate(losses)), "SGD", (("lr", lr),))
 
 
+def own_update(eps: float | None, *given: tuple[str, float]) -> Case:
+    """A division by a norm that is 0, in an optimizer of the user's own."""
+    story = Story()
+    norm = story.op("norm", reads("self", 0.0), out=stat("result", 0.0), phase="optimizer", scalars=given)
+    divided = (reads("self", 2.0), reads("other", 0.0, producer=norm))
+    seen = (("self", 2.0), ("other", 0.0), ("result", INF))
+    story.op("div", *divided, out=stat("result", INF), phase="optimizer", witness=seen)
+    return story.case(history=History((), "Lamb", (("lr", 0.1), *((("eps", eps),) if eps is not None else ()))))
+
+
+def with_infinity(*seen: tuple[str, float]) -> Case:
+    """A quotient that reads zeros and infinities, with what stands at the bad element."""
+    read = (reads("self", 0.0, INF), reads("other", 0.0, INF))
+    return one("div", *read, out=stat("result", NAN, 0.0), witness=(*seen, ("result", NAN)), born=1)
+
+
+def buffered(label: str) -> Case:
+    """A buffer that was bad before the step."""
+    return Origin("input", "", "", produced=stat(label, NAN), role="buffer", label=label, step=3), Trace(), History()
+
+
+TOO_LARGE = "RuntimeError: value cannot be converted to type float without overflow"
+
+
+def refusal(op: str, text: str, phase: Any = "optimizer", **settings: float) -> Case:
+    """An operator that raised an error instead of returning."""
+    history = History((), "SGD", tuple(settings.items()))
+    given = (("alpha", -1e39),)
+    return one(op, reads("self", 1.0), out=stat("self", 1.0), phase=phase, history=history, raised=text, scalars=given)
+
+
 FLAT = steps(1.0, 0.9, 1.1, 0.8, 0.9)
 RISING = steps(1.0, 1e4, 1e9, 1e14, 1e18)
 DIV = (("self", 0.0), ("other", 0.0), ("result", NAN))
@@ -451,6 +482,16 @@ NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
             "div", r("self", 0.0, role="parameter"), r("other", 0.0), out=w(NAN), phase="optimizer", witness=DIV
         ),
     ),
+    ("nan_label", "nan_input", lambda: buffered("batch['label']")),
+    ("inf_minus_inf", "zero_over_zero", lambda: with_infinity(("self", 0.0), ("other", 0.0))),
+    ("zero_over_zero", "inf_minus_inf", lambda: with_infinity(("self", INF), ("other", INF))),
+    ("unexplained", "decomposition_failed", lambda: refusal("linalg_svd", "The algorithm failed to converge")),
+    ("unexplained", "decomposition_failed", lambda: refusal("mul", "linalg.eigh: no convergence")),
+    ("decomposition_failed", "overflow", lambda: refusal("add", TOO_LARGE)),
+    ("decomposition_failed", "unexplained", lambda: refusal("add", "The size of tensor a (3) must match")),
+    ("optimizer_eps", "div_by_zero", lambda: own_update(1e-6)),
+    ("div_by_zero", "optimizer_eps", lambda: own_update(None)),
+    ("div_by_zero", "optimizer_eps", lambda: own_update(1e-6, ("other", 1e-6))),
     (
         "optimizer_eps",
         "optimizer_overflow",
@@ -572,6 +613,55 @@ def test_growth_is_a_sustained_rise_to_the_end() -> None:
     assert growth(History()) is None
     assert growth(only_gradients(5.0, 1e3, 1e5, 1e7, 1e9)) is not None
     assert growth(only_gradients(5.0, 1e3, 1e5, 1e7, 1e9), gradients=False) is None
+
+
+def test_every_step_is_said_only_of_every_step() -> None:
+    steadily, mostly = growth(steps(1.0, 10.0, 100.0, 1e3, 1e4)), growth(steps(1.0, 10.0, 9.0, 1e3, 1e4, 9e5))
+    assert steadily is not None
+    assert mostly is not None
+    assert steadily.worse() == "every step made it worse"
+    assert mostly.worse() == "4 of 5 steps made it worse"
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "result", "says"),
+    [
+        ("exp", 1e34, INF, "too large for float64 too"),
+        ("pow", 1e30, INF, "too large for float64 too"),
+        ("pow", 0.0, INF, "undefined in any precision"),
+        ("log", 0.0, -INF, "undefined in any precision"),
+        ("log", -1.0, NAN, "undefined in any precision"),
+    ],
+)
+def test_too_large_is_not_undefined(op: str, value: float, result: float, says: str) -> None:
+    seen = (("self", value), ("result", result))
+    scene = Scene(*one(op, reads("self", value), out=stat("result", result), witness=seen, in_float64="nonfinite"))
+    (line,) = scene.float64_lines()
+    assert line.endswith(says)
+
+
+def test_a_division_in_an_own_update_is_told_as_it_is() -> None:
+    (cause,) = explain(*own_update(1e-6))
+    assert cause.why.startswith("`div(x)` divides 2 by a number that is exactly 0")
+    assert "eps" not in cause.why
+    assert explain(*own_update(None))[0].why.startswith("Lamb divides in `div(x)` by a number that is exactly 0.")
+
+
+def test_a_number_that_torch_refuses_is_named() -> None:
+    says = "'s update was given lr = 1e+39, which float32 cannot hold: it ends at 3.403e+38."
+    assert explain(*refusal("add", TOO_LARGE, lr=1e39))[0].why == "SGD" + says
+    assert "given alpha = -1e+39" in explain(*refusal("add", TOO_LARGE, lr=0.1))[0].why
+    assert explain(*refusal("add", TOO_LARGE, "forward", lr=1e39))[0].why.startswith("`add(x)` was given alpha")
+    (other,) = explain(*refusal("add", "RuntimeError: sizes\ndiffer"))
+    assert other.evidence[0] == "torch said: RuntimeError: sizes"
+    assert "raised an error instead of returning a value" in other.why
+
+
+def test_what_has_nothing_to_go_on_is_no_alternative() -> None:
+    assert [c.slug for c in explain(*with_infinity(("self", 0.0), ("other", 0.0)))] == ["zero_over_zero"]
+    (cause,) = explain(*buffered("weight"))
+    assert cause.title == "Non-finite value in a buffer"
+    assert cause.why.startswith("The buffer weight holds 1 NaN value(s) out of 1 before step 3")
 
 
 def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:

@@ -22,7 +22,7 @@ import torch
 
 from firstnan.child import Start
 from firstnan.investigate import Options, reason_not_to_try
-from firstnan.records import History, Noticed, Origin, Remedy, Report, StepRecord, TensorStat
+from firstnan.records import History, Noticed, Origin, Remedy, Report, Site, StepRecord, TensorStat
 from firstnan.report import load
 from firstnan.runner import Program
 from firstnan.trial import trials as trial
@@ -295,6 +295,28 @@ def test_two_optimizers_that_take_turns(place: Path) -> None:
     result = outcome_of(change(place / "train.py", "x[3] = 0", "x[3] = 1"))
     assert (result.failing_step_finite, result.steps_finite_after) == (True, 20)
     assert outcome_of(change(place / "train.py", "x[3] = 0", "x[2] = 0")).failing_step_finite is False
+
+
+@pytest.mark.parametrize("ends", [40, 12])
+def test_of_two_optimizers_the_steps_of_the_failing_one_count(place: Path, ends: int) -> None:
+    """The other makes three in the meantime; the change moves the line where ours is made."""
+    often = """
+        for _ in range(3):
+            other.zero_grad()
+            (critic(x) - 1.0).square().mean().backward()
+            other.step()"""
+    text = LOOP.replace("        optimizer.step()", "        optimizer.step()" + often)
+    made = "critic = torch.nn.Linear(4, 1)\n    other = torch.optim.SGD(critic.parameters(), lr=0.01)"
+    text = text.replace("    optimizer =", f"    {made}\n    optimizer =").replace("range(40)", f"range({ends})")
+    write(place / "train.py", text)
+    lines = (place / "train.py").read_text().split("\n")
+    line = next(i for i, text in enumerate(lines, 1) if "optimizer =" in text)
+    history = replace(failing(5).history, made_at=Site(str(place / "train.py"), line))
+    good = change(place / "train.py", "import torch\n", "import torch\n\nprint()\nprint()\n")
+    better = replace(good, diff=good.diff + change(place / "helper.py", "x.sum(", "(x + 0.1).sum(").diff)
+    result = tried(failing(5, better, history=history), TRAIN).remedies[0]
+    assert (result.failing_step_finite, result.steps_finite_after) == (True, min(20, ends - 6))
+    assert tried(failing(5, good, history=history), TRAIN).remedies[0].failing_step_finite is False
 
 
 def test_its_own_exit_code_after_the_failing_step_is_no_failure(place: Path) -> None:

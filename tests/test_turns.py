@@ -55,6 +55,23 @@ def test_two_that_take_turns_count_each_for_itself() -> None:
     assert seen == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_program_that_lets_go_of_its_optimizers_is_as_far_as_they_were() -> None:
+    one, other = Optimizer(), Optimizer()
+    steps = made(one, other)
+    for _ in range(3):
+        steps.add(one)
+        steps.add(other)
+    assert (steps.current, steps.total) == (3, 6)
+    del one, other
+    assert steps.current == 3
+    for _ in range(2):
+        steps = made(alone := Optimizer())
+        assert [steps.add(alone) for _ in range(4)] == [0, 1, 2, 3]
+        steps.take_back(alone)
+        del alone
+        assert steps.current == 3
+
+
 def test_a_small_model_is_looked_at_whole() -> None:
     parameters = [torch.zeros(10), torch.zeros(20)]
     assert Rounds(thorough=False).due(parameters) == (parameters, True)

@@ -34,6 +34,8 @@ class Order:
     """Real path of a source file -> what is to run in its place, each byte as one character."""
     last: int | None = None
     """The step up to which a trial goes."""
+    made: tuple[str, int] | None = None
+    """File and line where the optimizer is made whose steps are counted."""
     capsule: tuple[str, int] | None = None
     """The folder for a capsule, and how large it may be."""
 
@@ -94,14 +96,21 @@ class Start:
                 return None
 
     def try_out(
-        self, program: Program, contents: dict[str, bytes], *, step: int, last: int, seconds: float
+        self,
+        program: Program,
+        contents: dict[str, bytes],
+        *,
+        step: int,
+        last: int,
+        seconds: float,
+        made: tuple[str, int] | None = None,
     ) -> tuple[Any, bool]:
         """What the child has to say of the program with other contents of its files, and whether time was enough."""
         with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
             result = Path(folder, "outcome.json")
             # Every byte is a character of Latin-1, so any file fits into JSON.
             texts = {path: content.decode("latin-1") for path, content in contents.items()}
-            order = replace(self._order(step, "trial", result), contents=texts, last=last)
+            order = replace(self._order(step, "trial", result), contents=texts, last=last, made=made)
             in_time = self._run(program, order, folder, seconds)
             try:
                 return json.loads(result.read_text()), in_time

@@ -137,8 +137,9 @@ class Investigation:
         if self.order is not None and self.order.what == "trial":
             from firstnan.trial.watch import TrialWatch
 
-            step, last = self.order.step or 0, self.order.last or 0
-            self.watch = self._trial = TrialWatch(ownership=ownership, step=step, last=last, tell=self._tell)
+            step, last, made = self.order.step or 0, self.order.last or 0, self.order.made
+            trial = TrialWatch(ownership=ownership, step=step, last=last, made=made, tell=self._tell)
+            self.watch = self._trial = trial
             return
         if self.options.landing is not None:
             from firstnan.replaying import Rerun
@@ -277,12 +278,15 @@ class Investigation:
         if remedy is None:
             say("no change is proven, so there is no patch")
             return
+        here = self.start.directory or ""
+        diff, folder = fix.portable(remedy.diff, here)
         try:
-            write_whole(path, fix.portable(remedy.diff, self.start.directory or ""))
+            write_whole(path, diff)
         except OSError as error:
             say(f"can't write {path}: {error.strerror}")
         else:
-            say(f"the first change is in {path}")
+            command = fix.how_to_apply(folder, here, str(path))
+            say(f"the first change is in {path}" + (f"; {command} makes it" if command else ""))
 
 
 def say(text: str) -> None:

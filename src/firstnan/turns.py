@@ -57,6 +57,7 @@ class Steps:
         """The last step is undone."""
         self.done[optimizer] -= 1
         self.total -= 1
+        self._number -= 1
         self._alone = False
 
     @property
@@ -69,6 +70,7 @@ class Steps:
         self.total, self.manual, self._alone = total, manual, False
         self.done.update(done)
         self.last = weakref.ref(last) if last is not None else None
+        self._number = (self._done.get(last, 0) if last is not None else total) - 1
         self.follows.update({one: weakref.ref(other) for one, other in follows})
 
     def of(self, optimizer: Any) -> int:
@@ -90,8 +92,8 @@ class Steps:
         optimizer = following() if following is not None else None
         if optimizer is not None:
             return self.of(optimizer)
-        if last is None:
-            return self.total
+        if last is None:  # The program has let go of it: its count is the one to go on from.
+            return self._number + 1
         return self._turn_of_a_newcomer(self.of(last))
 
     def _turn_of_a_newcomer(self, count: int) -> int:

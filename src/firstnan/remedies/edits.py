@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -113,9 +114,9 @@ def _file_diff(source: Source, edits: list[Edit]) -> str:
         ast.parse(new)
     except (SyntaxError, ValueError):
         return ""
-    lines = difflib.unified_diff(
-        _split(source.text), _split(new), f"a/{source.file}", f"b/{source.file}", n=CONTEXT, lineterm="\n"
-    )
+    # A way through `..` is no name for a file in a diff, and one through links must not be cut short.
+    name = os.path.realpath(source.file) if os.pardir in source.file.split(os.sep) else source.file
+    lines = difflib.unified_diff(_split(source.text), _split(new), f"a/{name}", f"b/{name}", n=CONTEXT, lineterm="\n")
     return "".join(text if text.endswith("\n") else f"{text}\n\\ No newline at end of file\n" for text in lines)
 
 

@@ -9,21 +9,11 @@ from dataclasses import dataclass, replace
 from firstnan.records import OpEvent, Remedy, TensorStat
 from firstnan.remedies.base import Job, Place
 from firstnan.remedies.edits import Edit, atom, put
+from firstnan.remedies.makers import BOUNDED, CARRIERS, Binding, binding, made_at
 from firstnan.remedies.source import Expr, Source, number
-from firstnan.rules.scene import words
 
 CLAMPS = {"clamp": "min", "clamp_min": "min", "clip": "min", "maximum": "other"}
 SHORT = 48
-FAR = 12
-CARRIERS = words(
-    "unsqueeze squeeze view expand clone slice select to _to_copy t transpose permute chunk split split_with_sizes "
-    "getitem unbind detach reshape"
-)
-"""Operators whose result has the numbers that they read."""
-BOUNDED = CARRIERS | words("mul add sub neg rsub div")
-"""Operators whose result is not large when what they read is not."""
-SEVERAL = words("chunk split unbind split_with_sizes")
-"""Operators that return a tuple, on which no guard can be called."""
 MOST_ALIKE = 8
 KEEPS = "all others, and their gradients, stay as they are"
 
@@ -89,6 +79,7 @@ class Idea:
 
     title: str
     why: str
+    node: ast.expr
     edit: Edit
     write: Writer
     operand: str | None
@@ -117,7 +108,7 @@ class Spot:
         return f"`{text}`" if len(text) <= SHORT else "the argument"
 
     def idea(self, title: str, why: str, node: ast.expr, write: Writer, operand: str | None = "self") -> Idea:
-        return Idea(title.replace("IT", self.named(node)), why, write(self.pen, node), write, operand)
+        return Idea(title.replace("IT", self.named(node)), why, node, write(self.pen, node), write, operand)
 
     def floored(self, node: ast.expr, low: str, of: str, operand: str | None = "self") -> Idea:
         why = f"{of} gets no number below {low}; {KEEPS}."
@@ -159,21 +150,46 @@ def spot(job: Job, *ops: str) -> Spot | None:
 
 
 def guarded(job: Job, *ops: str) -> Iterator[Remedy]:
-    """Guards for the operation at the origin: there, at all of its kind in the function, where its argument is made."""
+    """Guards for the operation at the origin: there, at all of its kind in the function, where its argument is made.
+
+    The last comes first where that is a name which is read elsewhere too."""
     found = spot(job, *ops)
     ideas = list(GUARDS[found.expr.op](found)) if found is not None else []
     if found is None or not ideas:
         return
-    first = ideas[0]
-    yield job.remedy(first.title, first.why, first.edit)
+    bound = binding(job, found.place.source, ideas[0].node, ideas[0].operand) if ideas[0].operand else None
+    made = [r for idea in ideas if (r := _where_made(job, found, idea, bound)) is not None]
+    local = [job.remedy(idea.title, idea.why, idea.edit) for idea in ideas]
+    if bound is not None:  # others read it too: a guard here would leave them as they are
+        yield from made
+    yield local[0]
     yield from _everywhere(job, found)
-    maker = made_at(job, first.operand, first.carriers) if first.operand else None
-    if maker is not None and isinstance(maker.node, ast.expr):
+    if bound is None:
+        yield from made[:1]
+    yield from local[1:]
+    if bound is None:
+        yield from made[1:]
+
+
+def _where_made(job: Job, found: Spot, idea: Idea, bound: Binding | None) -> Remedy | None:
+    """The same guard where its argument is made."""
+    if idea.operand is None:
+        return None
+    if bound is None:
+        maker = made_at(job, idea.operand, idea.carriers)
+        if maker is None or not isinstance(maker.node, ast.expr):
+            return None
+        edit = idea.write(Pen(maker.source, found.pen.numpy), maker.node)
         line = maker.source.statement(maker.node).lineno
-        edit = first.write(Pen(maker.source, found.pen.numpy), maker.node)
-        yield job.remedy(f"{first.title}, where it is made (line {line})", first.why, edit)
-    for other in ideas[1:]:
-        yield job.remedy(other.title, other.why, other.edit)
+    else:
+        given, line = (
+            bound.guarded(lambda node: idea.write(replace(found.pen, source=bound.source), node), idea.edit),
+            bound.line,
+        )
+        if given is None:
+            return None
+        edit = given
+    return job.remedy(f"{idea.title}, where it is made (line {line})", idea.why, edit)
 
 
 def _everywhere(job: Job, found: Spot) -> Iterator[Remedy]:
@@ -188,39 +204,6 @@ def _everywhere(job: Job, found: Spot) -> Iterator[Remedy]:
         own = next(iter(ideas.values()))
         title = f"The same for all {len(ideas)} of `{found.expr.op}` around it"
         yield job.remedy(title, own.why, *(i.edit for i in ideas.values()))
-
-
-def made_at(job: Job, operand: str, carriers: frozenset[str]) -> Place | None:
-    """The other statement, in whatever function, that made what an argument of the origin is the value of."""
-    if job.place is None or job.event is None:
-        return None
-    here, event, wanted = _line(job.place), job.event, {operand}
-    for _ in range(FAR):
-        given = [i.producer for i in event.inputs if i.producer is not None and (not wanted or i.name in wanted)]
-        if not given:
-            return None
-        event, wanted = max((job.scene.trace.events[p] for p in given), key=lambda e: e.grad), set()
-        place = job.place_of(event.site)
-        if place is None or event.phase != "forward":
-            return None
-        if _line(place) != here and isinstance(place.node, ast.Call | ast.BinOp) and event.op not in SEVERAL:
-            return place if _used_elsewhere(place, job.place) else None
-        if event.op not in carriers:
-            return None
-    return None
-
-
-def _line(place: Place) -> tuple[str, int]:
-    return place.source.file, place.source.statement(place.node).lineno
-
-
-def _used_elsewhere(maker: Place, user: Place) -> bool:
-    """Whether a guard where a value is made does more than one where it is used."""
-    source, statement = maker.source, maker.source.statement(maker.node)
-    if source is not user.source or source.scope(maker.node) is not source.scope(user.node):
-        return True
-    names = {t.id for t in ast.walk(statement) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)}
-    return sum(source.reads(name, statement) for name in names) > 1
 
 
 # --- one function a kind of operator ---------------------------------------------------------------------------
@@ -335,7 +318,8 @@ def _below(at: Spot, high: str) -> Idea:
     if at.expr.op in ("sinh", "cosh"):
         return _inside(at, f"-{high}", high)
     idea = at.idea(f"Keep IT at {high} or below", why, at.expr.args[0], lambda pen, x: pen.ceiling(x, high))
-    return replace(idea, carriers=BOUNDED)
+    # Near the end of the range, arithmetic behind the guard may lead beyond it.
+    return replace(idea, carriers=BOUNDED) if float(high) < 80 else idea
 
 
 @guard("div", "reciprocal", "floor_divide", "remainder", "fmod")

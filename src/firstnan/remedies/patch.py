@@ -143,6 +143,22 @@ def _hunk(lines: list[str], at: int) -> tuple[Hunk, int]:
     return hunk, at
 
 
+def moved(diff: str, file: str, line: int) -> int:
+    """Where a line of a file (both as they are now) stands after the diff; as it is where the diff is about others."""
+    shift = 0
+    for change in parse(diff):
+        if os.path.realpath(located(change.path)) != os.path.realpath(file):
+            continue
+        for hunk in change.hunks:
+            at = hunk.start if hunk.old else hunk.start + 1
+            for entry in hunk.lines:
+                if at >= line and entry.mark != "+":
+                    break
+                shift += (entry.mark == "+") - (entry.mark == "-")
+                at += entry.mark != "+"
+    return line + shift
+
+
 # --- applying it --------------------------------------------------------------------------------------------------
 
 

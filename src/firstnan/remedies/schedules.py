@@ -121,7 +121,7 @@ def lower_peak(job: Job) -> Iterator[Remedy]:
             for peak, factor in ((p, f) for p in given[:1] for f in (0.1, 0.01) if at is not None):
                 edit, value = times(job.desk, Spelled(source, peak), factor)
                 to = written(value) if value is not None else f"{written(factor)} times what it was"
-                why = "The schedule raised the rate to where every step overshot; a lower peak stays below that."
+                why = "The schedule raised the rate to where steps overshot; a lower peak stays below that."
                 yield job.remedy(f"Peak of the schedule: {to}", why, edit, kind="setting")
 
 

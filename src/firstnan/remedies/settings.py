@@ -36,7 +36,7 @@ def smaller_rate(job: Job) -> Iterator[Remedy]:
                 f"Learning rate {written(value)} instead of {written(value / factor)}"
                 if value is not None
                 else f"Learning rate {written(factor)} times what it was",
-                "Every step overshot and made the next gradient larger; a smaller step does not.",
+                "Steps of this size overshoot, and what is too large grows further; smaller ones do not.",
                 *edits,
                 kind="setting",
             )
@@ -177,6 +177,8 @@ def enough_eps(job: Job) -> Iterator[Remedy]:
     given = setup.setting("eps")
     value = EPS.get(job.dtype, 1e-8)
     now = setup.settings["eps"]
+    if isinstance(now, int | float) and now >= value:  # more of it is needed, if any
+        return
     if given is not None:
         edit = replaced(job.desk, given, value, now if isinstance(now, int | float) else None)
     elif setup.takes("eps"):
@@ -204,6 +206,8 @@ def eps_in_own_update(job: Job) -> Iterator[Remedy]:
         return
     eps = EPS.get(job.dtype, 1e-8)
     why = f"Where the gradient was always 0 the denominator is now {written(eps)}, and 0 divided by it is 0."
+    if not job.scene.nan:
+        why = f"Where the denominator was 0 it is now {written(eps)}: what is divided by it is large there, but finite."
     guarded = f"{atom(place.source, below)} + {written(eps)}"
     yield job.remedy(f"Add {written(eps)} to the denominator", why, put(place.source, below, guarded))
     clamped = f"{atom(place.source, below)}.clamp_min({written(eps)})"

@@ -88,7 +88,8 @@ def _birth(origin: Origin) -> str:
         case "optimizer":
             return "born in the optimizer's update" + (f" of {origin.label}" if origin.label else "")
         case "input":
-            return ("born in the data" if origin.op else "came in with the data") + (f" ({label})" if label else "")
+            where = "a buffer" if origin.role == "buffer" else "the data"
+            return f"{'born in' if origin.op else 'came in with'} {where}" + (f" ({label})" if label else "")
         case "parameter":
             kept = origin.role if origin.role in ("buffer", "state") else "parameter"
             return f"{'born' if origin.op else 'was already'} in {kept} {label}".rstrip()
@@ -158,7 +159,7 @@ def at_expression(origin: Origin) -> str:
         case "optimizer":
             return f"the update made {what}"
         case "input" if not origin.op:
-            return "the bad data enters the step here"
+            return f"the bad {'buffer' if origin.role == 'buffer' else 'data'} enters the step here"
         case "parameter" if not origin.op:
             return f"{origin.label or 'it'} was {what} before this line ran"
         case _:
@@ -197,7 +198,7 @@ def _values(stat: TensorStat) -> str:
         words.append(f"zeros {stat.zeros}  negative {stat.negative}")
     if stat.smallest and stat.smallest < 1e-6:
         words.append(f"smallest {number(stat.smallest)}")
-    if stat.binary:
+    if stat.binary and stat.min != stat.max:
         words.append("only 0 and 1")
     return "   ".join(words)
 

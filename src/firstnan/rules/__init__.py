@@ -48,7 +48,7 @@ def from_history(history: History) -> Cause | None:
     rise = growth(history)
     if rise is None or rise.factor < CLEAR_GROWTH:
         return None
-    why = f"In the steps before, {rise.sentence()}: every step made it worse, until the numbers ran out of range."
+    why = f"In the steps before, {rise.sentence()}: {rise.worse()}, until the numbers ran out of range."
     return Cause("divergence_lr", catalogue()["divergence_lr"].title, why, rise.lines(), SECOND)
 
 
@@ -65,6 +65,9 @@ def _unexplained(scene: Scene) -> Cause:
     except Exception:  # as in a rule: an odd record must not cost the user the report
         evidence, counts, code = (), "a non-finite value", _origin_name(scene)
     why = f"`{code}` produced {counts}, and no known cause fits. The numbers it read are listed below."
+    if scene.raised:
+        why = f"`{code}` raised an error instead of returning a value, and no known cause fits."
+        evidence = (f"torch said: {scene.raised}", *evidence)
     return Cause("unexplained", catalogue()["unexplained"].title, why, evidence, 0.1)
 
 

@@ -87,7 +87,7 @@ def _is_label(scene: Scene) -> bool:
 
 @rule("nan_label", phases=INPUT)
 def nan_label(scene: Scene) -> Finding | None:
-    if not _is_label(scene):
+    if scene.origin.role == "buffer" or not _is_label(scene):
         return None
     stat = scene.origin.produced or scene.made
     name = scene.origin.label or _journey(scene).label or "targets"
@@ -100,11 +100,25 @@ def nan_label(scene: Scene) -> Finding | None:
 
 @rule("nan_input", phases=INPUT)
 def nan_input(scene: Scene) -> Finding | None:
+    if scene.origin.role == "buffer":
+        return None
     stat = scene.origin.produced or scene.made
     name = scene.origin.label or _journey(scene).label or "input"
     why = (
         f"The input data of this batch ({name}) holds {_what(stat)}, before the model touches it. The model "
         "only passes it on; the data, or the code that reads it, has to be cleaned."
+    )
+    return Finding(why, 0.6 if scene.event is None else 0.4, (describe(stat, name),) if stat else ())
+
+
+@rule("nan_input", title="Non-finite value in a buffer", phases=INPUT)
+def nan_buffer(scene: Scene) -> Finding | None:
+    if scene.origin.role != "buffer":
+        return None
+    stat, name = scene.origin.produced or scene.made, scene.origin.label or "a buffer"
+    why = (
+        f"The buffer {name} holds {_what(stat)} before step {scene.origin.step} computes anything. No operator of the "
+        "step made it: it came with the model, or the code that fills it has to be looked at."
     )
     return Finding(why, 0.6 if scene.event is None else 0.4, (describe(stat, name),) if stat else ())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from firstnan.rules import story
 from firstnan.rules.base import Finding, rule
 from firstnan.rules.scene import Scene, has_zero, number
@@ -19,6 +21,7 @@ DIVISIONS: dict[str, tuple[str, str]] = {
 }
 NORMALISERS = ("layer_norm", "group_norm", "batch_norm", "instance_norm", "weight_norm_interface")
 PRODUCTS = ("mul", "mm", "addmm", "bmm", "baddbmm", "dot", "mv", "addmv", "prod", "cumprod", "addcmul", "convolution")
+ONE_BY_ONE = ("sub", "rsub", "add", "div")
 ELSEWHERE = 0.3
 
 
@@ -94,6 +97,9 @@ def inf_minus_inf(scene: Scene) -> Finding | None:
     infinite = sum(t.inf for t in scene.tensors)
     if not infinite or any(t.nan for t in scene.tensors):
         return None
+    seen = [v for n, v in scene.event.witness if n != "result"] if scene.event is not None else []
+    if seen and scene.op in ONE_BY_ONE and not any(math.isinf(v) for v in seen):
+        return None  # the infinities are elsewhere in it
     kind = "divides one infinity by another" if scene.op == "div" else "subtracts one infinity from another"
     why = (
         f"`{scene.code}` reads {infinite} infinite element(s) and {kind}. That has no value, so {scene.nan} "

@@ -28,6 +28,9 @@ class Growth:
     """The most that the steps up to the first showed."""
     left_step: int | None = None
     """The step from which on it was never back in the healthy band."""
+    rises: int = 0
+    """How many of the steps on the way made it larger, and how many there were."""
+    moves: int = 0
 
     @property
     def factor(self) -> float:
@@ -47,6 +50,10 @@ class Growth:
         if self.left_step is None:
             return (rise,)
         return (rise, f"step {self.left_step} left the healthy band for good (up to {BAND * self.usual:.4g})")
+
+    def worse(self) -> str:
+        """How steadily it grew: `every step made it worse`, where that is so."""
+        return f"{'every step' if self.rises == self.moves else f'{self.rises} of {self.moves} steps'} made it worse"
 
     def sentence(self) -> str:
         return (
@@ -95,7 +102,7 @@ def _rise(what: str, points: list[tuple[int, float]]) -> Growth | None:
     usual = max(values[: low + 1])
     inside = [i for i, v in enumerate(values) if v <= BAND * usual]
     left = points[inside[-1] + 1][0] if inside and inside[-1] + 1 < len(points) else None
-    rise = Growth(what, points[low][0], values[low], points[-1][0], values[-1], usual, left)
+    rise = Growth(what, points[low][0], values[low], points[-1][0], values[-1], usual, left, rises, len(tail) - 1)
     long = len(tail) >= 4 and rise.factor >= 10
     steep = len(tail) >= 3 and values[-1] > 1e6 * max(statistics.median(values), TINY)
     abrupt = len(points) <= 4 and rise.factor >= 1e4

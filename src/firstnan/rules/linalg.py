@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from firstnan.rules.base import ANY, Finding, rule
 from firstnan.rules.scene import Scene, words
 
@@ -9,21 +11,24 @@ SOLVERS = words(
     "inv inv_ex inverse solve solve_ex solve_triangular triangular_solve lu_solve cholesky_solve "
     "cholesky_inverse lstsq lu_factor_ex pinv"
 )
+FACTORISATIONS = words(
+    "svd eig eigh eigvals eigvalsh qr cholesky cholesky_ex ldl_factor ldl_factor_ex lu lu_factor lu_unpack matrix_exp "
+    "matrix_power matrix_rank det slogdet logdet geqrf ormqr tensorinv tensorsolve cond check_errors"
+)
+SAYS_SO = re.compile(
+    r"linalg|converge|decompos|factori[sz]|\b(svd|eigh?|eigen\w*|cholesky|lapack|magma)\b", re.IGNORECASE
+)
+"""What torch and LAPACK say of a matrix that they could not handle."""
 SINGULAR_NODES = words("inv inverse solve slogdet det logdet cholesky solvetriangular lusolve choleskysolve lstsq")
-
-
-def _raised(scene: Scene) -> str:
-    return (scene.event.raised or "") if scene.event else ""
 
 
 @rule("not_positive_definite", phases=ANY)
 def not_positive_definite(scene: Scene) -> Finding | None:
-    text = _raised(scene)
+    said = scene.raised
     factored = scene.op.startswith("cholesky") and "solve" not in scene.op and "inverse" not in scene.op
-    said_so = "positive-definite" in text or "positive definite" in text
+    said_so = "positive-definite" in said or "positive definite" in said
     if scene.phase == "backward" or not (said_so or factored):
         return None
-    said = text.strip().splitlines()[0] if text.strip() else ""
     why = (
         f"`{scene.code}` needs a positive definite matrix, and this one has an eigenvalue that is 0 or "
         "negative. Rounding alone does that to a covariance of too few or nearly equal rows."
@@ -47,16 +52,15 @@ def determinant_not_positive(scene: Scene) -> Finding | None:
 
 @rule("singular_matrix", phases=ANY)
 def singular_matrix(scene: Scene) -> Finding | None:
-    text = _raised(scene)
+    said = scene.raised
     if scene.phase == "backward":
         fits = bool(scene.family & SINGULAR_NODES) and scene.op in SOLVERS and not scene.fed_by_nonfinite
     else:
-        fits = "singular" in text or (
+        fits = "singular" in said or (
             scene.op in SOLVERS and bool(scene.nan or scene.inf) and not scene.fed_by_nonfinite
         )
     if not fits:
         return None
-    said = text.strip().splitlines()[0] if text.strip() else ""
     why = (
         f"`{scene.code}` has to invert a matrix that has no inverse. A row or column is zero or a combination "
         "of others, so the solver divides by 0."
@@ -66,11 +70,8 @@ def singular_matrix(scene: Scene) -> Finding | None:
 
 @rule("decomposition_failed", phases=ANY)
 def decomposition_failed(scene: Scene) -> Finding | None:
-    text = _raised(scene)
-    if not text:
+    algebra = "linalg" in scene.origin.aten or scene.op in SOLVERS | FACTORISATIONS
+    if not scene.raised or not (algebra or SAYS_SO.search(scene.raised)):
         return None
-    why = (
-        f"`{scene.code}` raised an error instead of returning a value. torch said: "
-        f"{text.strip().splitlines()[0] if text.strip() else text}"
-    )
+    why = f"`{scene.code}` raised an error instead of returning a value. torch said: {scene.raised}"
     return Finding(why, 0.3, scene.input_lines())

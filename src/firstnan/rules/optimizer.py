@@ -7,7 +7,7 @@ from typing import Any
 
 from firstnan.records import Phase
 from firstnan.rules.base import Finding, rule
-from firstnan.rules.division import DIVISIONS
+from firstnan.rules.division import DIVISIONS, div_by_zero, zero_over_zero
 from firstnan.rules.overflow import STATE_OPS, overflowed
 from firstnan.rules.scene import Scene, has_zero, is_number, number
 
@@ -71,15 +71,46 @@ def optimizer_eps(scene: Scene) -> Finding | None:
     if not fits or (scene.phase == "parameter" and not moved):
         return None
     names = DIVISIONS.get(scene.op, ("grads", "exp_avg_sqs"))
+    own = not fused and _own_code(scene)
+    if own and eps is not None and not _made_with(scene, names[1], eps):
+        return None
     name = f"{scene.history.optimizer or 'The optimizer'}"
     shown = f" with eps = {number(eps)}" if eps is not None else ""
     low = " In float16 any eps below 6e-8 is 0." if scene.dtype == "float16" else ""
-    result = "Weights that got no gradient then become 0/0" if scene.nan else "The update is infinite"
+    result = "Weights that got no gradient then become 0/0" if scene.nan else "The result is infinite"
+    what = f"in `{scene.code}`" if own else "the update"
     why = (
-        f"{name} divides the update by a number that is exactly 0{shown}.{low} {result}: "
+        f"{name} divides {what} by a number that is exactly 0{shown}.{low} {result}: "
         f"{scene.nan + scene.inf} element(s) of {scene.origin.label or 'it'}."
     )
     return Finding(why, 0.96 if moved else 0.25, scene.input_lines(*(n for n in names if n)))
+
+
+def _own_code(scene: Scene) -> bool:
+    """The operator stands in an update that the user wrote, not in one of torch's."""
+    return scene.event is not None and scene.event.library_site is None and scene.event.site is not None
+
+
+def _made_with(scene: Scene, name: str, eps: float) -> bool:
+    """The argument is a sum with eps, or was kept at it: what else is 0 has nothing to do with that setting."""
+    makers = [scene.trace.events[i.producer] for i in scene.operands(name) if i.producer is not None]
+    events = [e for maker in makers for e in (maker, *scene.trace.feeding(maker, 3))]
+    return any(math.isclose(v, eps, rel_tol=1e-3) for e in events for _, given in e.scalars for v in _numbers(given))
+
+
+@rule("zero_over_zero", phases=frozenset({"optimizer"}))
+def zero_over_zero_in_own_update(scene: Scene) -> Finding | None:
+    return _as_anywhere(scene, zero_over_zero(scene))
+
+
+@rule("div_by_zero", phases=frozenset({"optimizer"}))
+def div_by_zero_in_own_update(scene: Scene) -> Finding | None:
+    return _as_anywhere(scene, div_by_zero(scene))
+
+
+def _as_anywhere(scene: Scene, found: Finding | None) -> Finding | None:
+    """In an update that the user wrote a division is what it is elsewhere, where no eps has to do with it."""
+    return found if _own_code(scene) and optimizer_eps(scene) is None else None
 
 
 @rule("optimizer_overflow", phases=frozenset({"optimizer"}))

@@ -134,8 +134,8 @@ def divergence_lr(scene: Scene) -> Finding | None:
     lr = scene.lr()
     rate = f" The learning rate is {number(lr)}." if lr is not None else ""
     why = (
-        f"Before {_operator(scene)} overflowed in step {scene.origin.step}, {growth.sentence()}: every step "
-        f"made it worse.{rate} The operator is only where the numbers ran out of range."
+        f"Before {_operator(scene)} overflowed in step {scene.origin.step}, {growth.sentence()}: "
+        f"{growth.worse()}.{rate} The operator is only where the numbers ran out of range."
     )
     # Gradients that grow while loss and weights stay put are the depth of the graph, not the step size.
     only_gradients = scene.phase == "backward" and scene.growth_of_loss is None
@@ -262,3 +262,21 @@ def overflow_elsewhere(scene: Scene) -> Finding | None:
         f"{_sizes(scene)}"
     )
     return Finding(why, 0.25, scene.input_lines())
+
+
+@rule("overflow", title="A number that does not fit its type", phases=ANY)
+def refused_number(scene: Scene) -> Finding | None:
+    """torch raises where a number of Python's is larger than what the type of the tensor holds."""
+    if "without overflow" not in scene.raised:
+        return None
+    dtype = scene.tensors[0].dtype if scene.tensors else "float32"
+    settings = scene.history.settings if scene.phase == "optimizer" else ()
+    numbers = (*settings, *(scene.event.scalars if scene.event else ()))
+    given = [(name, float(v)) for name, v in numbers if isinstance(v, int | float)]
+    name, value = next(((n, v) for n, v in given if abs(v) > dtype_max(dtype)), ("", 0.0))
+    what = f"{name} = {number(value)}" if name else "a number"
+    owner = (
+        f"{scene.history.optimizer or 'The optimizer'}'s update" if scene.phase == "optimizer" else f"`{scene.code}`"
+    )
+    why = f"{owner} was given {what}, which {dtype} cannot hold: it ends at {number(dtype_max(dtype))}."
+    return Finding(why, 0.9, (f"torch said: {scene.raised}",))

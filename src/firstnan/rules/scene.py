@@ -31,6 +31,9 @@ BLENDERS = words(
 )
 """Operators after which one element is no longer to be told from the others."""
 
+STEEP = words("exp expm1 exp2 sinh cosh prod cumprod ldexp logaddexp softplus")
+"""Operators that are defined everywhere and leave the range even of float64 for numbers that float32 holds."""
+
 
 def number(value: float | None) -> str:
     """A number for reading: four digits, no trailing noise."""
@@ -129,6 +132,12 @@ class Scene:
     @property
     def inf(self) -> int:
         return self.made.inf if self.made else 0
+
+    @cached_property
+    def raised(self) -> str:
+        """What torch said, in one line, where the operator raised an error instead of returning."""
+        text = ((self.event.raised or "") if self.event else "").strip()
+        return text.splitlines()[0] if text else ""
 
     @cached_property
     def tensors(self) -> tuple[TensorStat, ...]:
@@ -233,7 +242,14 @@ class Scene:
             return ()
         if known == "finite":
             return (f"the same operator on the same numbers in float64 stays finite: {self.dtype} is too narrow here",)
+        if self.inf and not self.nan and self._grows_without_bound:
+            return ("the same operator in float64 is infinite too: too large for float64 too",)
         return ("the same operator in float64 is non-finite too: undefined in any precision",)
+
+    @property
+    def _grows_without_bound(self) -> bool:
+        """No pole: an infinite result is only larger than the type. Single products of float32 fit into float64."""
+        return self.op in STEEP or (self.op == "pow" and not self.zero_at("self"))
 
     def input_lines(self, *names: str) -> tuple[str, ...]:
         """A line of evidence for each input of these names (without names: for each)."""

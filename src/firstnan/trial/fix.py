@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import os
 import secrets
+import shlex
 import shutil
 from pathlib import Path
 from typing import TextIO
 
 from firstnan.records import Remedy, Report
-from firstnan.remedies.patch import PatchError, Source, new_contents, with_paths
+from firstnan.remedies.patch import PatchError, Source, located, new_contents, parse, with_paths
 from firstnan.report.chars import Charset
 from firstnan.report.words import remedy_result, short_path
 
@@ -36,7 +37,7 @@ def choose(report: Report, number: int | None = None) -> Remedy | None:
 
 
 def show(report: Report, number: int | None, stream: TextIO) -> None:
-    """Prints what was tried, then the diff; `patch -p1` takes the whole of it."""
+    """Prints what was tried, then the diff; `patch -p1` takes the whole of it, in the folder that is named."""
     chosen = choose(report, number)
     chars = Charset(getattr(stream, "encoding", None) or "utf-8")
     for i, remedy in enumerate(report.remedies, 1):
@@ -45,24 +46,35 @@ def show(report: Report, number: int | None, stream: TextIO) -> None:
     if chosen is None:
         stream.write(_NONE_PROVEN if report.remedies else _NONE)
     else:
-        diff = portable(chosen.diff, os.getcwd())
+        diff, folder = portable(chosen.diff, os.getcwd())
+        command = how_to_apply(folder, os.getcwd())
+        if command:
+            stream.write(f"\nfor {chars.show(command)}:\n")
         # Raw where another program reads it: a line may hold characters that a terminal would obey.
         stream.write("\n" + ("\n".join(map(chars.show, diff.split("\n"))) if stream.isatty() else diff))
     stream.flush()
 
 
-def portable(diff: str, folder: str) -> str:
-    """The diff with paths below the folder written from there, as `patch -p1` and `git apply` want them.
+def portable(diff: str, folder: str) -> tuple[str, str]:
+    """The diff with paths as `patch -p1` and `git apply` want them, and the folder from which they are written.
 
-    Of a file elsewhere the whole path stays, which only `firstnan fix --apply` follows.
+    That is the given one where all files lie below it, else the one that they have in common: of one file its own.
     """
+    try:
+        files = {change.path: os.path.realpath(located(change.path)) for change in parse(diff)}
+    except PatchError:
+        return diff, folder
+    base = os.path.realpath(folder)
+    if any(not file.startswith(os.path.join(base, "")) for file in files.values()):
+        base = os.path.commonpath([os.path.dirname(file) for file in files.values()])
+    return with_paths(diff, lambda name: Path(os.path.relpath(files[name], base)).as_posix()), base
 
-    def below(path: str) -> str:
-        path = os.path.realpath(path)
-        relative = os.path.relpath(path, os.path.realpath(folder))
-        return path if relative.startswith(os.pardir) else Path(relative).as_posix()
 
-    return with_paths(diff, below)
+def how_to_apply(folder: str, here: str, patch: str = "") -> str:
+    """The command that makes a change whose paths are written from another folder than the one we are in."""
+    if os.path.realpath(folder) == os.path.realpath(here):
+        return ""
+    return f"patch -p1 -d {shlex.quote(folder)}" + (f" < {shlex.quote(patch)}" if patch else "")
 
 
 def apply(remedy: Remedy, stream: TextIO) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from firstnan.child import Start
 from firstnan.records import Noticed, Remedy, Report
-from firstnan.remedies.patch import PatchError, new_contents
+from firstnan.remedies.patch import PatchError, moved, new_contents
 from firstnan.runner import Program
 
 STEPS = 20
@@ -36,7 +36,7 @@ class Outcome:
     """What the child saw of the changed program; travels as a small JSON file."""
 
     passed: int = 0
-    """Steps gone through, their updates included."""
+    """Steps gone through, their updates included; of several optimizers that one's whose step failed."""
     noticed: str = ""
     """What was not finite: the loss, a gradient, an output..."""
     bad_step: int | None = None
@@ -125,7 +125,7 @@ class Trials:
             return replace(remedy, note=f"the change does not fit: {error}")
         contents = {os.path.realpath(source.path): content for source, content in changes}
         try:
-            outcome, stopped = self._outcome(contents, report, self.steps)
+            outcome, stopped = self._outcome(contents, report, self.steps, remedy.diff)
             result = judged(remedy, outcome, report, stopped)
             if result.failing_step_finite and outcome is not None and not self._is_repeatable(outcome, report):
                 self._fails_again = False
@@ -133,12 +133,17 @@ class Trials:
             return replace(remedy, note=f"the program cannot be run again: {error}")
         return result
 
-    def _outcome(self, contents: dict[str, bytes], report: Report, steps: int) -> tuple[Outcome | None, str]:
+    def _outcome(
+        self, contents: dict[str, bytes], report: Report, steps: int, diff: str = ""
+    ) -> tuple[Outcome | None, str]:
         """What came of one run, and why it was stopped, if it was."""
-        bad = last_bad_step(report)
+        bad, site = last_bad_step(report), report.history.made_at
+        made = (site.file, moved(diff, site.file, site.line) if diff else site.line) if site is not None else None
         began = time.monotonic()
         seconds = min(self.limits.one, max(self.until - began, 1.0))
-        data, in_time = self.start.try_out(self.program, contents, step=bad, last=bad + steps, seconds=seconds)
+        data, in_time = self.start.try_out(
+            self.program, contents, step=bad, last=bad + steps, seconds=seconds, made=made
+        )
         self._longest = max(self._longest, time.monotonic() - began)
         return Outcome.of(data) if data is not None else None, "" if in_time else f"stopped after {seconds:.0f} s"
 
@@ -186,7 +191,7 @@ def _verdict(remedy: Remedy, outcome: Outcome, report: Report) -> tuple[bool | N
     if outcome.noticed:
         when = outcome.bad_step if outcome.bad_step is not None else bad
         where = f"in step {when}"
-        if when > bad:
+        if when > bad and reached:
             return True, None, f"{outcome.noticed} is not finite {where}"
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.error:
