@@ -16,7 +16,17 @@ from torch import Tensor, nn
 from firstnan import NaNDetector, NonFiniteError, find_bad_samples
 from firstnan.records import Batch, Report
 from firstnan.samples.cut import CutError, cut
-from firstnan.samples.search import MOST, NO_SINGLE, TOGETHER, WHOEVER, Finding, Replaced, most_for_one, search
+from firstnan.samples.search import (
+    MOST,
+    NO_SINGLE,
+    ONLY_WITH_OTHERS,
+    TOGETHER,
+    WHOEVER,
+    Finding,
+    Replaced,
+    most_for_one,
+    search,
+)
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -82,10 +92,37 @@ def test_samples_that_fail_only_together() -> None:
 def test_whatever_stands_in_the_batch() -> None:
     answer = found(64, lambda batch: True)
     assert (answer.bad, answer.note) == (None, NO_SINGLE)
-    assert answer.replays <= 4
-    # A place that is bad by chance: the origin knows it, the samples are not to blame.
+    assert answer.replays <= most_for_one(64) + 1
+    # A place that is bad by chance: the samples that stand there are not to blame.
     answer = found(64, lambda batch: True, [7])
-    assert (answer.bad, answer.confirmed, answer.note) == ((7,), False, WHOEVER)
+    assert (answer.bad, answer.confirmed, answer.note) == (None, False, WHOEVER)
+
+
+def minds_equals(bad: int) -> Callable[[list[int]], bool]:
+    """Of a loss that is undefined for a batch of equal samples as well, and wherever the first two are missing."""
+    return lambda batch: bad in batch or len(set(batch)) == 1 or not {0, 1} & set(batch)
+
+
+@pytest.mark.parametrize("size", [4, 7, 24, 64, 500])
+def test_no_sample_can_stand_in_for_all_others(size: int) -> None:
+    for bad in range(2, size) if size < 100 else (2, 250, 499):
+        for suspects in ((), (bad,), ((bad + 1) % size,)):
+            answer = found(size, minds_equals(bad), suspects)
+            assert (answer.bad, answer.confirmed) == ((bad,), True), suspects
+            assert answer.replays <= 2 * most_for_one(size)
+
+
+def test_a_sample_is_not_confirmed_where_another_one_has_its_share() -> None:
+    answer = found(16, lambda batch: len(set(batch)) == 1 or (3 in batch and 12 in batch))
+    assert answer.bad in ((3,), (12,))
+    assert not answer.confirmed
+    assert answer.note == ONLY_WITH_OTHERS
+
+
+def test_the_first_stand_ins_may_be_bad_themselves() -> None:
+    for bad in ((0, 32), (0, 32, 63), (0, 31, 32, 40)):
+        answer = found(64, holding(*bad))
+        assert (answer.bad, answer.confirmed) == (bad, True)
 
 
 def test_most_of_the_batch_is_no_sample() -> None:
