@@ -165,7 +165,10 @@ class Replayer:
         return source
 
     def epoch_begins(self, iterator: Any) -> None:
-        self._source(iterator).pending_indices.clear()
+        """Workers that stay alive keep their iterator over all epochs; its batches are counted anew."""
+        source = self._source(iterator)
+        source.count = 0
+        source.pending_indices.clear()
 
     def sampled(self, iterator: Any, indices: Any) -> None:
         """The sampler chose these for a batch to come: batches arrive in the order in which they were chosen."""
