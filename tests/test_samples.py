@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from firstnan import NaNDetector, NonFiniteError, find_bad_samples
 from firstnan.records import Batch, Report
+from firstnan.replayer import samples_in
 from firstnan.samples.cut import CutError, cut
 from firstnan.samples.search import (
     MOST,
@@ -231,9 +232,23 @@ def test_a_batch_that_cannot_be_cut_says_which_member_it_is(batch: Any, name: st
 def test_the_sampler_knows_the_size_where_the_shapes_do_not() -> None:
     assert cut((torch.zeros(6, 4, 3), torch.zeros(4, 3)), [8, 1, 2, 5]).size == 4
     assert cut((torch.zeros(8, 3),), [8, 1, 2, 5]).size == 8  # two views of each
+    assert cut((torch.zeros(3, 3),), [8, 1, 2, 5]).size == 3  # one was left out
+    with pytest.raises(CutError):
+        cut((torch.zeros(9, 3),), [8, 1, 2, 5])  # nodes or tokens, as many as each happens to have
+
+
+def test_rows_are_samples_only_if_the_sampler_may_have_chosen_them() -> None:
+    nodes, owners, targets = torch.zeros(9, 3), torch.zeros(9), torch.zeros(4)
+    assert samples_in((nodes, owners, targets), [8, 1, 2, 5]) == 4
+    assert samples_in((nodes, owners, targets), None) == 9
+    assert samples_in((torch.zeros(6, 4, 3), targets), [8, 1, 2, 5]) == 4  # time first
+    assert samples_in((torch.zeros(8, 3), torch.zeros(8)), [8, 1, 2, 5]) == 8
+    assert samples_in([torch.zeros(8, 3)] * 4, [8, 1, 2, 5]) == 4
+    assert samples_in((torch.zeros(3, 2), torch.zeros(3)), [None] * 4) == 3  # the end of a stream
 
 
 def test_features_are_what_the_other_samples_do_not_have() -> None:
+    torch.manual_seed(0)
     x = torch.rand(8, 5) + 1
     x[3, 2], x[6, 1], y = 900.0, float("nan"), torch.ones(8, 3)
     y[:, 1] = torch.arange(8) + 2
@@ -547,3 +562,52 @@ def test_a_loop_that_stops_early_keeps_what_is_known(firstnan: Zygote, tmp_path:
     assert result.origin["op"] == "log"
     assert "AssertionError" not in result.stderr
     assert "ended early" in result.found["batch"]["note"]
+
+
+GRAPHS = """
+def joined(items):
+    sizes = [2 + len(item["name"]) % 3 for item in items]
+    nodes = torch.cat([item["x"].repeat(n, 1) for item, n in zip(items, sizes)])
+    return nodes, torch.arange(12).repeat_interleave(torch.tensor(sizes)), torch.stack([i["y"] for i in items])
+
+for nodes, owner, y in DataLoader(Data(), 12, collate_fn=joined):
+    out = torch.zeros(12, 1).index_add(0, owner, model(nodes) + NODES.sum(1, keepdim=True))
+    loss = (out.squeeze(1) - y).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bad"),
+    [("nodes.log()", [5]), ("(nodes + 0 * model[0].bias[0]).sqrt()", None)],
+    ids=["forward", "backward"],
+)
+def test_the_nodes_of_graphs_are_no_samples(firstnan: Zygote, tmp_path: Path, nodes: str, bad: list[int]) -> None:
+    batch = firstnan(["run", program(tmp_path, GRAPHS.replace("NODES", nodes))], cwd=tmp_path).found["batch"]
+    assert (batch["size"], batch["bad_samples"], batch["confirmed"]) == (12, bad, False)
+    assert "cannot be cut" in batch["note"]
+
+
+BY_HAND = """
+for step in range(6):
+    nodes = torch.rand(GIVEN, 5) + 0.1
+    if step == 4:
+        nodes[7, 2] = 0.0
+    out = model(nodes.log()) if step else model(nodes)
+    loss = torch.zeros(ROWS, 1).index_add(0, torch.arange(GIVEN) % ROWS, out).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(("rows", "bad"), [(29, [7]), (58, [7]), (5, None)], ids=["each", "several of each", "other"])
+def test_without_a_loader_rows_are_samples_if_the_loss_is_made_of_them(
+    firstnan: Zygote, tmp_path: Path, rows: int, bad: list[int] | None
+) -> None:
+    loop = BY_HAND.replace("GIVEN", "29").replace("ROWS", str(rows))
+    found = firstnan(["run", program(tmp_path, loop)], cwd=tmp_path).found
+    assert found["step"] == 4
+    assert (found["batch"] or {}).get("bad_samples") == bad

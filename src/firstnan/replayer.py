@@ -335,3 +335,21 @@ def batch_size(batch: Any) -> int | None:
     """The common first dimension of the tensors in a batch."""
     sizes = [t.shape[0] for _, t in tensors_in(batch) if t.dim()]
     return max(set(sizes), key=sizes.count) if sizes else None
+
+
+def samples_in(batch: Any, indices: Any) -> int | None:
+    """How many samples a batch has: as many as the sampler chose, unless each of its rows is one all the same."""
+    if not isinstance(indices, list | tuple) or not indices or None in indices:  # None is all that a stream tells
+        return batch_size(batch)
+    if isinstance(batch, list | tuple) and len(batch) == len(indices):
+        return len(indices)  # never put together
+    rows = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}
+    return rows.pop() if len(rows) == 1 and rows_are_samples(min(rows), len(indices)) else len(indices)
+
+
+def rows_are_samples(rows: int, chosen: int) -> bool:
+    """Whether the rows of a batch may be its samples: several views of each that was chosen, or some were left out.
+
+    Otherwise they are the nodes of graphs, the tokens of texts, as many as each sample happens to have.
+    """
+    return rows % chosen == 0 or rows < chosen
