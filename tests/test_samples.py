@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, default_collate
 
 from firstnan import NaNDetector, NonFiniteError, find_bad_samples
 from firstnan.records import Batch, Report
 from firstnan.replayer import samples_in
 from firstnan.samples.cut import CutError, cut
+from firstnan.samples.dataset import Maker
 from firstnan.samples.search import (
     MOST,
     NO_SINGLE,
@@ -262,6 +265,83 @@ def test_features_are_what_the_other_samples_do_not_have() -> None:
     assert cut((x[[0, 1, 2, 4, 5, 7]],)).features([2]) == ()
 
 
+# --- what they are in the data set ------------------------------------------------------------------------------
+
+
+class Texts(Dataset[Any]):
+    """Sequences of different lengths, drawn at random where `chance`."""
+
+    def __init__(self, chance: bool = False) -> None:
+        self.chance, self.fetched = chance, 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        self.fetched += 1
+        torch.rand(1)
+        x = torch.randn(1 + i * 7 % 5, 3, generator=None if self.chance else torch.Generator().manual_seed(i))
+        return {"x": x, "tokens": list(range(i, i + 3)), "weight": i / 7, "label": i % 2, "name": f"text {i}"}
+
+
+def padded(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "x": pad_sequence([item["x"] for item in items], batch_first=True),
+        "length": torch.tensor([len(item["x"]) for item in items]),
+        "tokens": torch.tensor([item["tokens"] for item in items]),
+        "weight": torch.tensor([item["weight"] for item in items]),
+        "label": torch.tensor([item["label"] for item in items]),
+        "name": [item["name"] for item in items],
+    }
+
+
+def longest_first(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return padded(sorted(items, key=lambda item: -len(item["x"])))
+
+
+def without_short_ones(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return padded([item for item in items if len(item["x"]) > 2])
+
+
+def in_lists(items: list[dict[str, Any]]) -> tuple[Any, ...]:
+    return tuple(zip(*((item["x"], item["weight"], item["name"]) for item in reversed(items)), strict=True))
+
+
+@pytest.mark.parametrize("collate", [padded, longest_first, without_short_ones])
+def test_a_sample_is_found_in_the_data_set_though_the_batch_was_sorted(collate: Any) -> None:
+    dataset, chosen = Texts(), [3, 14, 7, 11, 2, 19, 5]
+    batch = collate([dataset[i] for i in chosen])
+    pieces = cut(batch, chosen)
+    names, before = batch["name"], torch.get_rng_state()
+    for at, name in enumerate(names):
+        assert Maker(dataset, collate).in_dataset([at], pieces, chosen) == (int(name[5:]),)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_samples_in_lists_are_found_in_the_data_set() -> None:
+    dataset, chosen = [(torch.rand(n + 1, 2), n / 7) for n in range(8)], [3, 1, 7, 6, 2]
+    batch = tuple(zip(*(dataset[i] for i in sorted(chosen)), strict=True))
+    assert Maker(dataset, in_lists).in_dataset([0, 4], cut(batch, chosen), chosen) == (1, 7)
+
+
+def test_where_it_does_not_show_no_element_is_named() -> None:
+    chosen = [3, 14, 7, 11, 2]
+    fresh = Texts(chance=True)
+    pieces = cut(longest_first([fresh[i] for i in chosen]), chosen)
+    assert Maker(fresh, longest_first).in_dataset([1], pieces, chosen) is None
+    twins = [torch.ones(2)] * 20
+    assert Maker(twins, torch.stack).in_dataset([1], cut(torch.ones(5, 2), chosen), chosen) is None
+    assert Maker({}, torch.stack).in_dataset([1], pieces, chosen) is None  # KeyError
+    assert Maker(None, None).in_dataset([1], pieces, chosen) is None
+    assert Maker(Texts(), default_collate).in_dataset([1], pieces, [None] * 5) is None
+
+
+def test_what_torch_put_together_is_not_fetched_again() -> None:
+    dataset = Texts()
+    assert Maker(dataset, default_collate).in_dataset([1, 3], cut(torch.ones(4, 2)), [8, 5, 2, 9]) == (5, 9)
+    assert dataset.fetched == 0
+
+
 # --- a step of one's own ------------------------------------------------------------------------------------------
 
 
@@ -415,6 +495,7 @@ def test_a_body_that_raises_while_samples_are_replaced(by_step: bool) -> None:
     assert report.batch is not None
     assert report.batch.bad_samples == (13,)
     assert report.batch.confirmed is by_step  # a function can be called again, a loop that was left cannot
+    assert by_step or report.batch.note.endswith("with samples replaced, the program raised ValueError: enough")
 
 
 def test_a_loop_that_is_left_while_samples_are_replaced() -> None:
@@ -430,7 +511,7 @@ def test_a_loop_that_is_left_while_samples_are_replaced() -> None:
     batch = caught.value.report.batch
     assert batch is not None
     assert (batch.bad_samples, batch.confirmed) == ((13,), False)
-    assert "ended early" in batch.note
+    assert "ended early: with samples replaced, the program left its loop" in batch.note
 
 
 def test_where_training_goes_on_nothing_is_searched() -> None:
@@ -560,8 +641,8 @@ def test_a_loop_that_stops_early_keeps_what_is_known(firstnan: Zygote, tmp_path:
     )
     result = firstnan(["run", program(tmp_path, stopping, bad="range(0, 96, 2)")], cwd=tmp_path)
     assert result.origin["op"] == "log"
-    assert "AssertionError" not in result.stderr
-    assert "ended early" in result.found["batch"]["note"]
+    assert "Traceback" not in result.stderr
+    assert "ended early: with samples replaced, the program raised AssertionError" in result.found["batch"]["note"]
 
 
 GRAPHS = """
@@ -611,3 +692,24 @@ def test_without_a_loader_rows_are_samples_if_the_loss_is_made_of_them(
     found = firstnan(["run", program(tmp_path, loop)], cwd=tmp_path).found
     assert found["step"] == 4
     assert (found["batch"] or {}).get("bad_samples") == bad
+
+
+SORTED = """
+def sorted_by_y(items):
+    items = sorted(items, key=lambda item: item["y"])
+    return torch.stack([item["x"] for item in items]), torch.stack([item["y"] for item in items])
+
+for x, y in DataLoader(Data(), 12, shuffle=True, collate_fn=sorted_by_y):
+    if (y.diff() < 0).any():
+        raise RuntimeError("the batch must be sorted")
+    loss = (model(x).squeeze(1) - x.log().sum(1)).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+def test_a_program_that_sorts_its_batches(firstnan: Zygote, tmp_path: Path) -> None:
+    batch = firstnan(["run", program(tmp_path, SORTED)], cwd=tmp_path).found["batch"]
+    assert batch["dataset_indices"] == [41]
+    assert "with samples replaced, the program raised RuntimeError: the batch must be sorted" in batch["note"]

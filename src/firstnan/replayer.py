@@ -261,6 +261,10 @@ class Replayer:
     def knows(self, iterator: Any) -> bool:
         return iterator in self.sources
 
+    def iterator_of(self, handout: Handout) -> Any:
+        """What gave out this batch; None where it is gone."""
+        return next((it for it, s in list(self.sources.items()) if any(h is handout for h in s.recent)), None)
+
     def stop_again(self) -> None:
         """What is left of a replay is not handed out any more."""
         for source in self.sources.values():

@@ -23,7 +23,7 @@ WITHOUT = "without it the step is finite, and with it the step fails whichever h
 WITHOUT_THESE = "without these samples the step is finite; which of them it takes is not known"
 ONLY_WITH_OTHERS = "without these samples the step is finite, but it takes others of the batch too"
 NOT_ALONE = "no single sample: no part of the batch fails alone"
-ENDED = "the search for bad samples ended early: the loop went on without it"
+ENDED = "the search for bad samples ended early: "
 
 Replaced = dict[int, int]
 """Which sample of the batch takes the place of which."""
