@@ -60,7 +60,7 @@ class Evidence:
     def conclude(self, tracer: Tracer, events: list[int], how: str) -> Report | None:
         """The report, or None where everything that was seen was put there on purpose."""
         starts = events + [e for t in self.tensors if (e := tracer.last_bad(t)) is not None]
-        trace = tracer.trace()
+        trace = tracer.trace(self.models.parts())
         finite = self.noticed.what not in ("loss", "output", "value")
         verdict = blame(trace, dict.fromkeys(starts), loss_is_finite=finite)
         if self.noticed.what == "output" and (verdict.origin is None or verdict.innocent):
