@@ -303,11 +303,15 @@ def without_short_ones(items: list[dict[str, Any]]) -> dict[str, Any]:
     return padded([item for item in items if len(item["x"]) > 2])
 
 
+def cut_off(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return padded([item | {"x": item["x"][:2]} for item in reversed(items)])
+
+
 def in_lists(items: list[dict[str, Any]]) -> tuple[Any, ...]:
     return tuple(zip(*((item["x"], item["weight"], item["name"]) for item in reversed(items)), strict=True))
 
 
-@pytest.mark.parametrize("collate", [padded, longest_first, without_short_ones])
+@pytest.mark.parametrize("collate", [padded, longest_first, without_short_ones, cut_off])
 def test_a_sample_is_found_in_the_data_set_though_the_batch_was_sorted(collate: Any) -> None:
     dataset, chosen = Texts(), [3, 14, 7, 11, 2, 19, 5]
     batch = collate([dataset[i] for i in chosen])

@@ -95,10 +95,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _begins(row: Tensor, part: Tensor) -> bool:
-    """Whether a row has this at its beginning; what comes after it was added to make all of one length."""
-    if row.dim() != part.dim() or any(have < want for have, want in zip(row.shape, part.shape, strict=True)):
+    """Whether both begin alike, as far as both go: samples are filled up or cut off to make all of one length."""
+    if row.dim() != part.dim():
         return False
-    beginning = row.detach()[tuple(slice(n) for n in part.shape)].to(torch.float64)
+    both = tuple(slice(min(sizes)) for sizes in zip(row.shape, part.shape, strict=True))
+    beginning, part = row.detach()[both].to(torch.float64), part.detach()[both]
     if row.is_floating_point():
-        part = part.detach().to(row)  # it may be rounded
+        part = part.to(row)  # it may be rounded
     return bool(torch.isclose(beginning, part.to(beginning), rtol=0.0, atol=0.0, equal_nan=True).all())
