@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from firstnan.modules import ModuleStack, readable_path
+import firstnan
+from firstnan.modules import ModuleStack, readable_path, whole_path
+from firstnan.names import Models
 
 
 class Spy(nn.Module):
@@ -20,7 +22,7 @@ class Spy(nn.Module):
         self.seen, self.stack = seen, stack
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.stack.here())
+        self.seen.append(self.stack.here()[:2])
         return x
 
 
@@ -44,7 +46,7 @@ def test_paths_below_the_outermost_module(stack: ModuleStack, seen: list[tuple[s
     net = nn.Sequential(Spy(seen, stack), nn.Sequential(nn.Identity(), Spy(seen, stack)))
     net(X)
     assert seen == [("0", "Spy"), ("1.1", "Spy")]
-    assert stack.here() == ("", "")
+    assert stack.here() == ("", "", None)
 
 
 def test_the_outermost_module_itself(stack: ModuleStack, seen: list[tuple[str, str]]) -> None:
@@ -81,7 +83,7 @@ def test_a_layer_called_twice_and_one_that_calls_itself(stack: ModuleStack, seen
 
     nn.Sequential(Recursive())(X)
     assert [path for path, _ in seen] == ["0.leaf"] * 3
-    assert stack.here() == ("", "")
+    assert stack.here() == ("", "", None)
 
 
 def test_layers_that_nobody_registered(stack: ModuleStack, seen: list[tuple[str, str]]) -> None:
@@ -139,7 +141,7 @@ def test_an_exception_on_the_way(stack: ModuleStack, seen: list[tuple[str, str]]
     with pytest.raises(ValueError, match="no"):
         nn.Sequential(Bad())(X)
     assert seen == [("spy", "Spy")]
-    assert stack.here() == ("", "")
+    assert stack.here() == ("", "", None)
 
 
 def test_a_hook_of_the_program_that_raises(stack: ModuleStack) -> None:
@@ -151,7 +153,7 @@ def test_a_hook_of_the_program_that_raises(stack: ModuleStack) -> None:
     net[0].register_forward_pre_hook(refuse)
     with pytest.raises(KeyError):
         net(X)
-    assert stack.here() == ("", "")
+    assert stack.here() == ("", "", None)
 
 
 def test_attached_in_the_middle_of_a_call(seen: list[tuple[str, str]]) -> None:
@@ -170,7 +172,7 @@ def test_attached_in_the_middle_of_a_call(seen: list[tuple[str, str]]) -> None:
     try:
         nn.Sequential(Late())(X)
         assert seen == [("0", "Spy")]
-        assert stack.here() == ("", "")
+        assert stack.here() == ("", "", None)
     finally:
         stack.detach()
 
@@ -206,3 +208,43 @@ def test_no_hook_and_no_attribute_is_left() -> None:
 )
 def test_readable_paths(name: str, path: str) -> None:
     assert readable_path(name) == path
+
+
+def test_a_part_that_is_called_by_itself_has_its_path_in_the_model(stack: ModuleStack) -> None:
+    places = []
+
+    class Place(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            places.append(stack.here())
+            return x
+
+    model = nn.ModuleList([nn.Sequential(Place(), nn.Sequential(Place())) for _ in range(3)])
+    for part in (model[2], model[1][1], Place(), nn.Sequential(nn.Sequential(Place()))):
+        part(X)
+    parts = Models({"": model}).parts()
+    assert [whole_path(place, parts) for place in places] == ["2.0", "2.1.0", "1.1.0", "", "0.0"]
+    assert [whole_path(place, {}) for place in places] == ["0", "1.0", "0", "", "0.0"]
+    del model, part
+    parts = {key: (nn.Identity(), path) for key, (_, path) in parts.items()}  # others, where those were in memory
+    assert [whole_path(place, parts) for place in places] == ["0", "1.0", "0", "", "0.0"]
+
+
+def test_a_model_that_is_entered_by_a_method_of_its_own() -> None:
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Softplus()) for _ in range(3))
+
+        def log_prob(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    model = Flow()
+    with torch.no_grad():
+        model.layers[1][0].weight.fill_(3e38)  # type: ignore[index, union-attr, operator]
+    with pytest.raises(firstnan.NonFiniteError) as caught, firstnan.trace():
+        model.log_prob(torch.ones(4, 2)).backward()  # type: ignore[no-untyped-call]
+    origin = caught.value.report.origin
+    assert origin is not None
+    assert (origin.module, origin.module_type) == ("layers.1.0", "Linear")

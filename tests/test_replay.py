@@ -67,6 +67,15 @@ def test_the_sampler_tells_the_samples_of_each_batch() -> None:
     assert replayer.fetched(iterator, next(iterator), 0).indices == [4, 5]
 
 
+def test_workers_that_stay_alive_count_their_batches_anew_in_every_epoch() -> None:
+    replayer = Replayer()
+    iterator = iter(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
+    for updates in range(60):  # long enough that one object serves for all batches
+        if updates % 3 == 0:
+            replayer.epoch_begins(iterator)
+        assert replayer.fetched(iterator, [torch.zeros(2)], updates).index == updates % 3
+
+
 def test_the_buffers_of_each_step_are_those_at_its_beginning() -> None:
     replayer, source, norm = Replayer(), Source(), nn.BatchNorm1d(3)
     replayer.watch_buffers([Slot(norm, name, name) for name in norm._buffers])

@@ -12,11 +12,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, default_collate
 
 from firstnan import NaNDetector, NonFiniteError, find_bad_samples
 from firstnan.records import Batch, Report
+from firstnan.replayer import samples_in
 from firstnan.samples.cut import CutError, cut
-from firstnan.samples.search import MOST, NO_SINGLE, TOGETHER, WHOEVER, Finding, Replaced, most_for_one, search
+from firstnan.samples.dataset import Maker
+from firstnan.samples.search import (
+    MOST,
+    NO_SINGLE,
+    ONLY_WITH_OTHERS,
+    TOGETHER,
+    WHOEVER,
+    Finding,
+    Replaced,
+    most_for_one,
+    search,
+)
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -82,10 +96,37 @@ def test_samples_that_fail_only_together() -> None:
 def test_whatever_stands_in_the_batch() -> None:
     answer = found(64, lambda batch: True)
     assert (answer.bad, answer.note) == (None, NO_SINGLE)
-    assert answer.replays <= 4
-    # A place that is bad by chance: the origin knows it, the samples are not to blame.
+    assert answer.replays <= most_for_one(64) + 1
+    # A place that is bad by chance: the samples that stand there are not to blame.
     answer = found(64, lambda batch: True, [7])
-    assert (answer.bad, answer.confirmed, answer.note) == ((7,), False, WHOEVER)
+    assert (answer.bad, answer.confirmed, answer.note) == (None, False, WHOEVER)
+
+
+def minds_equals(bad: int) -> Callable[[list[int]], bool]:
+    """Of a loss that is undefined for a batch of equal samples as well, and wherever the first two are missing."""
+    return lambda batch: bad in batch or len(set(batch)) == 1 or not {0, 1} & set(batch)
+
+
+@pytest.mark.parametrize("size", [4, 7, 24, 64, 500])
+def test_no_sample_can_stand_in_for_all_others(size: int) -> None:
+    for bad in range(2, size) if size < 100 else (2, 250, 499):
+        for suspects in ((), (bad,), ((bad + 1) % size,)):
+            answer = found(size, minds_equals(bad), suspects)
+            assert (answer.bad, answer.confirmed) == ((bad,), True), suspects
+            assert answer.replays <= 2 * most_for_one(size)
+
+
+def test_a_sample_is_not_confirmed_where_another_one_has_its_share() -> None:
+    answer = found(16, lambda batch: len(set(batch)) == 1 or (3 in batch and 12 in batch))
+    assert answer.bad in ((3,), (12,))
+    assert not answer.confirmed
+    assert answer.note == ONLY_WITH_OTHERS
+
+
+def test_the_first_stand_ins_may_be_bad_themselves() -> None:
+    for bad in ((0, 32), (0, 32, 63), (0, 31, 32, 40)):
+        answer = found(64, holding(*bad))
+        assert (answer.bad, answer.confirmed) == (bad, True)
 
 
 def test_most_of_the_batch_is_no_sample() -> None:
@@ -194,9 +235,23 @@ def test_a_batch_that_cannot_be_cut_says_which_member_it_is(batch: Any, name: st
 def test_the_sampler_knows_the_size_where_the_shapes_do_not() -> None:
     assert cut((torch.zeros(6, 4, 3), torch.zeros(4, 3)), [8, 1, 2, 5]).size == 4
     assert cut((torch.zeros(8, 3),), [8, 1, 2, 5]).size == 8  # two views of each
+    assert cut((torch.zeros(3, 3),), [8, 1, 2, 5]).size == 3  # one was left out
+    with pytest.raises(CutError):
+        cut((torch.zeros(9, 3),), [8, 1, 2, 5])  # nodes or tokens, as many as each happens to have
+
+
+def test_rows_are_samples_only_if_the_sampler_may_have_chosen_them() -> None:
+    nodes, owners, targets = torch.zeros(9, 3), torch.zeros(9), torch.zeros(4)
+    assert samples_in((nodes, owners, targets), [8, 1, 2, 5]) == 4
+    assert samples_in((nodes, owners, targets), None) == 9
+    assert samples_in((torch.zeros(6, 4, 3), targets), [8, 1, 2, 5]) == 4  # time first
+    assert samples_in((torch.zeros(8, 3), torch.zeros(8)), [8, 1, 2, 5]) == 8
+    assert samples_in([torch.zeros(8, 3)] * 4, [8, 1, 2, 5]) == 4
+    assert samples_in((torch.zeros(3, 2), torch.zeros(3)), [None] * 4) == 3  # the end of a stream
 
 
 def test_features_are_what_the_other_samples_do_not_have() -> None:
+    torch.manual_seed(0)
     x = torch.rand(8, 5) + 1
     x[3, 2], x[6, 1], y = 900.0, float("nan"), torch.ones(8, 3)
     y[:, 1] = torch.arange(8) + 2
@@ -208,6 +263,87 @@ def test_features_are_what_the_other_samples_do_not_have() -> None:
     assert second.value != second.value
     assert (third.member, third.index, third.value, third.low, third.high) == ("batch[1]", None, 0.0, 1.0, 9.0)
     assert cut((x[[0, 1, 2, 4, 5, 7]],)).features([2]) == ()
+
+
+# --- what they are in the data set ------------------------------------------------------------------------------
+
+
+class Texts(Dataset[Any]):
+    """Sequences of different lengths, drawn at random where `chance`."""
+
+    def __init__(self, chance: bool = False) -> None:
+        self.chance, self.fetched = chance, 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        self.fetched += 1
+        torch.rand(1)
+        x = torch.randn(1 + i * 7 % 5, 3, generator=None if self.chance else torch.Generator().manual_seed(i))
+        return {"x": x, "tokens": list(range(i, i + 3)), "weight": i / 7, "label": i % 2, "name": f"text {i}"}
+
+
+def padded(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "x": pad_sequence([item["x"] for item in items], batch_first=True),
+        "length": torch.tensor([len(item["x"]) for item in items]),
+        "tokens": torch.tensor([item["tokens"] for item in items]),
+        "weight": torch.tensor([item["weight"] for item in items]),
+        "label": torch.tensor([item["label"] for item in items]),
+        "name": [item["name"] for item in items],
+    }
+
+
+def longest_first(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return padded(sorted(items, key=lambda item: -len(item["x"])))
+
+
+def without_short_ones(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return padded([item for item in items if len(item["x"]) > 2])
+
+
+def cut_off(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return padded([item | {"x": item["x"][:2]} for item in reversed(items)])
+
+
+def in_lists(items: list[dict[str, Any]]) -> tuple[Any, ...]:
+    return tuple(zip(*((item["x"], item["weight"], item["name"]) for item in reversed(items)), strict=True))
+
+
+@pytest.mark.parametrize("collate", [padded, longest_first, without_short_ones, cut_off])
+def test_a_sample_is_found_in_the_data_set_though_the_batch_was_sorted(collate: Any) -> None:
+    dataset, chosen = Texts(), [3, 14, 7, 11, 2, 19, 5]
+    batch = collate([dataset[i] for i in chosen])
+    pieces = cut(batch, chosen)
+    names, before = batch["name"], torch.get_rng_state()
+    for at, name in enumerate(names):
+        assert Maker(dataset, collate).in_dataset([at], pieces, chosen) == (int(name[5:]),)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_samples_in_lists_are_found_in_the_data_set() -> None:
+    dataset, chosen = [(torch.rand(n + 1, 2), n / 7) for n in range(8)], [3, 1, 7, 6, 2]
+    batch = tuple(zip(*(dataset[i] for i in sorted(chosen)), strict=True))
+    assert Maker(dataset, in_lists).in_dataset([0, 4], cut(batch, chosen), chosen) == (1, 7)
+
+
+def test_where_it_does_not_show_no_element_is_named() -> None:
+    chosen = [3, 14, 7, 11, 2]
+    fresh = Texts(chance=True)
+    pieces = cut(longest_first([fresh[i] for i in chosen]), chosen)
+    assert Maker(fresh, longest_first).in_dataset([1], pieces, chosen) is None
+    twins = [torch.ones(2)] * 20
+    assert Maker(twins, torch.stack).in_dataset([1], cut(torch.ones(5, 2), chosen), chosen) is None
+    assert Maker({}, torch.stack).in_dataset([1], pieces, chosen) is None  # KeyError
+    assert Maker(None, None).in_dataset([1], pieces, chosen) is None
+    assert Maker(Texts(), default_collate).in_dataset([1], pieces, [None] * 5) is None
+
+
+def test_what_torch_put_together_is_not_fetched_again() -> None:
+    dataset = Texts()
+    assert Maker(dataset, default_collate).in_dataset([1, 3], cut(torch.ones(4, 2)), [8, 5, 2, 9]) == (5, 9)
+    assert dataset.fetched == 0
 
 
 # --- a step of one's own ------------------------------------------------------------------------------------------
@@ -363,6 +499,7 @@ def test_a_body_that_raises_while_samples_are_replaced(by_step: bool) -> None:
     assert report.batch is not None
     assert report.batch.bad_samples == (13,)
     assert report.batch.confirmed is by_step  # a function can be called again, a loop that was left cannot
+    assert by_step or report.batch.note.endswith("with samples replaced, the program raised ValueError: enough")
 
 
 def test_a_loop_that_is_left_while_samples_are_replaced() -> None:
@@ -378,7 +515,7 @@ def test_a_loop_that_is_left_while_samples_are_replaced() -> None:
     batch = caught.value.report.batch
     assert batch is not None
     assert (batch.bad_samples, batch.confirmed) == ((13,), False)
-    assert "ended early" in batch.note
+    assert "ended early: with samples replaced, the program left its loop" in batch.note
 
 
 def test_where_training_goes_on_nothing_is_searched() -> None:
@@ -508,5 +645,75 @@ def test_a_loop_that_stops_early_keeps_what_is_known(firstnan: Zygote, tmp_path:
     )
     result = firstnan(["run", program(tmp_path, stopping, bad="range(0, 96, 2)")], cwd=tmp_path)
     assert result.origin["op"] == "log"
-    assert "AssertionError" not in result.stderr
-    assert "ended early" in result.found["batch"]["note"]
+    assert "Traceback" not in result.stderr
+    assert "ended early: with samples replaced, the program raised AssertionError" in result.found["batch"]["note"]
+
+
+GRAPHS = """
+def joined(items):
+    sizes = [2 + len(item["name"]) % 3 for item in items]
+    nodes = torch.cat([item["x"].repeat(n, 1) for item, n in zip(items, sizes)])
+    return nodes, torch.arange(12).repeat_interleave(torch.tensor(sizes)), torch.stack([i["y"] for i in items])
+
+for nodes, owner, y in DataLoader(Data(), 12, collate_fn=joined):
+    out = torch.zeros(12, 1).index_add(0, owner, model(nodes) + NODES.sum(1, keepdim=True))
+    loss = (out.squeeze(1) - y).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bad"),
+    [("nodes.log()", [5]), ("(nodes + 0 * model[0].bias[0]).sqrt()", None)],
+    ids=["forward", "backward"],
+)
+def test_the_nodes_of_graphs_are_no_samples(firstnan: Zygote, tmp_path: Path, nodes: str, bad: list[int]) -> None:
+    batch = firstnan(["run", program(tmp_path, GRAPHS.replace("NODES", nodes))], cwd=tmp_path).found["batch"]
+    assert (batch["size"], batch["bad_samples"], batch["confirmed"]) == (12, bad, False)
+    assert "cannot be cut" in batch["note"]
+
+
+BY_HAND = """
+for step in range(6):
+    nodes = torch.rand(GIVEN, 5) + 0.1
+    if step == 4:
+        nodes[7, 2] = 0.0
+    out = model(nodes.log()) if step else model(nodes)
+    loss = torch.zeros(ROWS, 1).index_add(0, torch.arange(GIVEN) % ROWS, out).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(("rows", "bad"), [(29, [7]), (58, [7]), (5, None)], ids=["each", "several of each", "other"])
+def test_without_a_loader_rows_are_samples_if_the_loss_is_made_of_them(
+    firstnan: Zygote, tmp_path: Path, rows: int, bad: list[int] | None
+) -> None:
+    loop = BY_HAND.replace("GIVEN", "29").replace("ROWS", str(rows))
+    found = firstnan(["run", program(tmp_path, loop)], cwd=tmp_path).found
+    assert found["step"] == 4
+    assert (found["batch"] or {}).get("bad_samples") == bad
+
+
+SORTED = """
+def sorted_by_y(items):
+    items = sorted(items, key=lambda item: item["y"])
+    return torch.stack([item["x"] for item in items]), torch.stack([item["y"] for item in items])
+
+for x, y in DataLoader(Data(), 12, shuffle=True, collate_fn=sorted_by_y):
+    if (y.diff() < 0).any():
+        raise RuntimeError("the batch must be sorted")
+    loss = (model(x).squeeze(1) - x.log().sum(1)).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+def test_a_program_that_sorts_its_batches(firstnan: Zygote, tmp_path: Path) -> None:
+    batch = firstnan(["run", program(tmp_path, SORTED)], cwd=tmp_path).found["batch"]
+    assert batch["dataset_indices"] == [41]
+    assert "with samples replaced, the program raised RuntimeError: the batch must be sorted" in batch["note"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from firstnan.gate import Gate
 from firstnan.names import Models
 from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
 from firstnan.remedies import propose
-from firstnan.replayer import Replayer, batch_size
+from firstnan.replayer import Replayer, samples_in
 from firstnan.rules import explain, transient
 from firstnan.site import Ownership, Spot, resolve
 from firstnan.tracer import Tracer
@@ -59,7 +60,7 @@ class Evidence:
     def conclude(self, tracer: Tracer, events: list[int], how: str) -> Report | None:
         """The report, or None where everything that was seen was put there on purpose."""
         starts = events + [e for t in self.tensors if (e := tracer.last_bad(t)) is not None]
-        trace = tracer.trace()
+        trace = tracer.trace(self.models.parts())
         finite = self.noticed.what not in ("loss", "output", "value")
         verdict = blame(trace, dict.fromkeys(starts), loss_is_finite=finite)
         if self.noticed.what == "output" and (verdict.origin is None or verdict.innocent):
@@ -139,7 +140,9 @@ class Evidence:
         """The failing batch; without a loader all that is known is how many samples the model was `given`."""
         latest = self.replayer.latest
         batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
-        size = batch_size(batch) if latest is not None else given
+        size = samples_in(batch, latest.indices) if latest is not None else given
+        if latest is None and size is not None and not _are_averaged(size, trace):
+            return None
         if size is not None:
             return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
         size = _averaged(trace)
@@ -169,12 +172,22 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
     if size == 1 and origin.phase in ("forward", "backward"):
         return (0,)
     if origin.phase == "input" and batch is not None:
-        rows = bad_rows(batch)
+        rows = bad_rows(batch, size)
     elif origin.event is not None and origin.produced is not None and origin.produced.shape[:1] == (size,):
         rows = origin.event.bad_rows
     elif origin.event is not None and origin.phase in ("forward", "input"):
         rows = _rows_after(origin.event, trace, size)
     return rows if 0 < len(rows) <= max(1, size // 2) else None
+
+
+def _are_averaged(size: int, trace: Trace) -> bool:
+    """Whether what a model was called with may be samples: some loss is made of as many numbers, or of several of each.
+
+    A model that is called with one row may be called with others too, or for each sample.
+    """
+    losses = [e for e in trace.events if e.phase == "forward" and e.grad and e.outputs and not e.outputs[0].shape]
+    numbers = [prod(i.stat.shape) for e in losses for i in e.inputs[:1] if i.stat is not None and i.stat.shape]
+    return size > 1 and (not numbers or any(n % size == 0 for n in numbers))
 
 
 def _averaged(trace: Trace) -> int | None:

@@ -39,11 +39,11 @@ def find_maker(iterator: Any, handout: Handout, ownership: Ownership) -> tuple[O
     return None
 
 
-def bad_rows(batch: Any) -> tuple[int, ...]:
-    """The samples of a batch that hold something non-finite."""
+def bad_rows(batch: Any, size: int | None = None) -> tuple[int, ...]:
+    """The samples of a batch that hold something non-finite; of tensors with `size` rows, where that is known."""
     rows: set[int] = set()
     for _, t in tensors_in(batch, "batch"):
-        if t.dim() and not is_finite(t):
+        if t.dim() and size in (None, t.shape[0]) and not is_finite(t):
             dense = t if t.layout is torch.strided else t.to_dense()
             rows.update((~torch.isfinite(dense)).reshape(t.shape[0], -1).any(1).nonzero().flatten().tolist())
     return tuple(sorted(rows))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 # Wrappers that put a prefix before every name.
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+Place = tuple[str, str, weakref.ref[Module] | None]
+"""Path below the outermost module of a call, the innermost module's type, the outermost module."""
+
+
+Parts = Mapping[int, tuple[Module, str]]
+"""Modules by identity, with their paths in the models that they are part of."""
 
 
 class ModuleStack:
@@ -39,21 +48,20 @@ class ModuleStack:
         self._local = threading.local()
         self._paths.clear()
 
-    def here(self) -> tuple[str, str]:
-        """Path below the outermost module of this call, and the innermost module's type."""
+    def here(self) -> Place:
         stack = getattr(self._local, "stack", None)
-        return stack[-1][1:] if stack else ("", "")
+        return stack[-1][1:] if stack else ("", "", None)
 
     def _enter(self, module: Module, args: Any) -> None:
         stack = self._local.__dict__.setdefault("stack", [])
         if not stack:
-            path = ""
+            path, outermost = "", weakref.ref(module)
             if torch.is_grad_enabled():
                 self._training()
                 self.batch_size = next((a.shape[0] for a in args if isinstance(a, Tensor) and a.dim()), self.batch_size)
         else:
-            path = self._path(stack[0][0], stack[-1][1], module)
-        stack.append((module, path, type(module).__name__))
+            path, outermost = self._path(stack[0][0], stack[-1][1], module), stack[0][3]
+        stack.append((module, path, type(module).__name__, outermost))
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
         stack = getattr(self._local, "stack", None)
@@ -81,6 +89,16 @@ def _names(root: Module) -> dict[int, list[str]]:
     for name, child in root.named_modules(remove_duplicate=False):
         names.setdefault(id(child), []).append(readable_path(name))
     return names
+
+
+def whole_path(place: Place, parts: Parts) -> str:
+    """The path from the model on, where what was called was a part of it: `model.log_prob(x)` calls its layers only."""
+    path, _, outermost = place
+    module = outermost() if outermost is not None else None
+    known, above = parts.get(id(module), (None, ""))
+    if module is None or known is not module or not above:
+        return path
+    return f"{above}.{path}" if path else above
 
 
 def readable_path(name: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from firstnan.alive import alive
-from firstnan.modules import readable_path
+from firstnan.modules import Parts, readable_path
 
 
 class Slot:
@@ -40,10 +40,12 @@ class Models:
         self.parameters: dict[int, tuple[Tensor, str]] = {}
         self.buffers: dict[int, tuple[Tensor, str]] = {}
         self.slots: list[Slot] = []
+        self._roots: list[weakref.ref[Any]] = []
         for prefix, root in outermost() if roots is None else roots.items():
             self._collect(root, prefix)
 
     def _collect(self, root: Any, prefix: str) -> None:
+        self._roots.append(weakref.ref(root))
         for name, parameter in root.named_parameters(prefix, remove_duplicate=False):
             self.parameters.setdefault(id(parameter), (parameter, readable_path(name)))
         for name, buffer in root.named_buffers(prefix, remove_duplicate=False):
@@ -51,6 +53,15 @@ class Models:
         for path, module in root.named_modules(prefix=prefix):
             for name in module._buffers:
                 self.slots.append(Slot(module, name, readable_path(f"{path}.{name}" if path else name)))
+
+    def parts(self) -> Parts:
+        """Every module below these models."""
+        found: dict[int, tuple[Module, str]] = {}
+        for root in filter(None, [ref() for ref in self._roots]):
+            for path, module in root.named_modules():
+                if path:
+                    found.setdefault(id(module), (module, readable_path(path)))
+        return found
 
     def name(self, tensor: Tensor) -> str:
         """The name of a parameter, of a buffer, or of the parameter whose gradient this is; empty if unknown."""

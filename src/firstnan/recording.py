@@ -9,6 +9,7 @@ import torch
 
 from firstnan.examine import Detail
 from firstnan.memory import Memory
+from firstnan.modules import Parts, Place, whole_path
 from firstnan.ops import OpInfo
 from firstnan.records import Operand, OpEvent, TensorStat, Trace
 from firstnan.site import Spot, resolve
@@ -41,7 +42,7 @@ class Raw:
     backward: str
     node: str | None
     forward: int | None
-    module: tuple[str, str]
+    module: Place
     reads: list[Read]
     outputs: list[tuple[Any, torch.dtype, float | None, float | None]]
     writes: list[int]
@@ -57,12 +58,12 @@ class Raw:
     grad: bool
 
 
-def finished(raws: list[Raw], memory: Memory) -> Trace:
-    """Everything recorded so far, as plain values; source is read only now."""
-    return Trace(tuple(_event(raws, memory, i, raw) for i, raw in enumerate(raws)))
+def finished(raws: list[Raw], memory: Memory, parts: Parts) -> Trace:
+    """Everything recorded so far, as plain values; source is read only now, and paths begin at the models."""
+    return Trace(tuple(_event(raws, memory, i, raw, whole_path(raw.module, parts)) for i, raw in enumerate(raws)))
 
 
-def _event(raws: list[Raw], memory: Memory, index: int, raw: Raw) -> OpEvent:
+def _event(raws: list[Raw], memory: Memory, index: int, raw: Raw, module: str) -> OpEvent:
     detail, roles = raw.detail, memory.roles
     role, label = next((roles[k] for k in raw.writes if k in roles), (None, ""))
     return OpEvent(
@@ -76,7 +77,7 @@ def _event(raws: list[Raw], memory: Memory, index: int, raw: Raw) -> OpEvent:
         scalars=raw.scalars,
         site=resolve(raw.spot) if raw.spot else None,
         library_site=resolve(raw.inner) if raw.inner and (detail or raw.raised) else None,
-        module=raw.module[0],
+        module=module,
         module_type=raw.module[1],
         node=raw.node,
         forward=raw.forward,

@@ -165,7 +165,10 @@ class Replayer:
         return source
 
     def epoch_begins(self, iterator: Any) -> None:
-        self._source(iterator).pending_indices.clear()
+        """Workers that stay alive keep their iterator over all epochs; its batches are counted anew."""
+        source = self._source(iterator)
+        source.count = 0
+        source.pending_indices.clear()
 
     def sampled(self, iterator: Any, indices: Any) -> None:
         """The sampler chose these for a batch to come: batches arrive in the order in which they were chosen."""
@@ -258,6 +261,10 @@ class Replayer:
     def knows(self, iterator: Any) -> bool:
         return iterator in self.sources
 
+    def iterator_of(self, handout: Handout) -> Any:
+        """What gave out this batch; None where it is gone."""
+        return next((it for it, s in list(self.sources.items()) if any(h is handout for h in s.recent)), None)
+
     def stop_again(self) -> None:
         """What is left of a replay is not handed out any more."""
         for source in self.sources.values():
@@ -332,3 +339,21 @@ def batch_size(batch: Any) -> int | None:
     """The common first dimension of the tensors in a batch."""
     sizes = [t.shape[0] for _, t in tensors_in(batch) if t.dim()]
     return max(set(sizes), key=sizes.count) if sizes else None
+
+
+def samples_in(batch: Any, indices: Any) -> int | None:
+    """How many samples a batch has: as many as the sampler chose, unless each of its rows is one all the same."""
+    if not isinstance(indices, list | tuple) or not indices or None in indices:  # None is all that a stream tells
+        return batch_size(batch)
+    if isinstance(batch, list | tuple) and len(batch) == len(indices):
+        return len(indices)  # never put together
+    rows = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}
+    return rows.pop() if len(rows) == 1 and rows_are_samples(min(rows), len(indices)) else len(indices)
+
+
+def rows_are_samples(rows: int, chosen: int) -> bool:
+    """Whether the rows of a batch may be its samples: several views of each that was chosen, or some were left out.
+
+    Otherwise they are the nodes of graphs, the tokens of texts, as many as each sample happens to have.
+    """
+    return rows % chosen == 0 or rows < chosen

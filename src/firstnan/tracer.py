@@ -20,7 +20,7 @@ from firstnan.compare import mark
 from firstnan.examine import examine, numbers_in
 from firstnan.finite import extremes, readable, surely_finite
 from firstnan.memory import Memory
-from firstnan.modules import ModuleStack
+from firstnan.modules import ModuleStack, Parts
 from firstnan.ops import OpInfo, info, stay_finite, tensors_of
 from firstnan.recording import Raw, Read, finished
 from firstnan.records import Role, Trace
@@ -365,9 +365,9 @@ class Tracer:
         raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
         raw.module = self.modules.here() if recomputing or raw.forward is None else self.raws[raw.forward].module
 
-    def trace(self) -> Trace:
-        """Everything recorded so far, as plain values."""
-        return finished(self.raws, self.memory)
+    def trace(self, parts: Parts | None = None) -> Trace:
+        """Everything recorded so far, as plain values; layers that are parts of models have their paths in these."""
+        return finished(self.raws, self.memory, parts or {})
 
 
 def _in_checkpoint(frame: Any) -> bool:

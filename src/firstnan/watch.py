@@ -311,6 +311,7 @@ class Watch:
         if isinstance(error, Stop | KeyboardInterrupt) or self.mode is Mode.DONE or self._suspect is not None:
             return
         if self._sift is not None:  # What it says of a replay is no news to anyone: the output stays hidden to the end.
+            self._sift.error = error
             return
         if isinstance(error, SystemExit) and error.code in (0, None):
             return

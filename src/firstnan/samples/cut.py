@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firstnan.finite import tensors_in, unravel
 from firstnan.records import Feature
-from firstnan.replayer import copied
+from firstnan.replayer import copied, rows_are_samples
 
 _MOST_FEATURES = 3
 _FEW = 4
@@ -69,9 +69,9 @@ def cut(batch: Any, indices: Any = None) -> Cut:
         return Cut(batch, len(indices))
     except CutError:
         firsts = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}
-        if len(firsts) != 1:
+        if len(firsts) != 1 or not rows_are_samples(min(firsts), len(indices)):
             raise
-        return Cut(batch, firsts.pop())  # several rows for each that was chosen
+        return Cut(batch, firsts.pop())
 
 
 def _size(batch: Any) -> int:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from math import ceil, log2
 
 MOST = 64
 """So many replays at most, however many bad samples there are."""
 
 TOGETHER = "it takes these samples together: none of them fails alone"
-NO_SINGLE = "no single sample: the step fails whichever samples are replaced, so it is the whole batch or the weights"
-WHOEVER = (
-    "the value is born in these places whichever samples stand there: random numbers or the weights are the reason"
+NO_SINGLE = (
+    "no sample was found that it takes: the step fails whichever half of the batch takes the place of the other,"
+    " so it is likely the whole batch or the weights"
 )
+WHOEVER = (
+    "no sample is to blame: the step fails as well with others where the value is born,"
+    " so it is likely random numbers or the weights"
+)
+WITHOUT = "without it the step is finite, and with it the step fails whichever half of the others is replaced"
+WITHOUT_THESE = "without these samples the step is finite; which of them it takes is not known"
 ONLY_WITH_OTHERS = "without these samples the step is finite, but it takes others of the batch too"
 NOT_ALONE = "no single sample: no part of the batch fails alone"
-ENDED = "the search for bad samples ended early: the loop went on without it"
+ENDED = "the search for bad samples ended early: "
 
 Replaced = dict[int, int]
 """Which sample of the batch takes the place of which."""
@@ -67,11 +74,12 @@ class _Counted:
         self.repeated: bool | None = None
         self.known: tuple[int, ...] | None = None
 
-    def finite(self, replaced: Iterable[int], stand_in: int) -> Generator[Replaced, bool, bool]:
+    def finite(self, replaced: Iterable[int], *stand_ins: int) -> Generator[Replaced, bool, bool]:
+        """Several stand-ins take turns: not every step bears a batch of equal samples."""
         if self.replays >= MOST:
             raise _EnoughError
         self.replays += 1
-        return (yield {i: stand_in for i in sorted(replaced) if i != stand_in})
+        return (yield dict(zip(sorted(frozenset(replaced).difference(stand_ins)), cycle(stand_ins), strict=False)))
 
     def fails_alone(self, kept: Iterable[int], stand_in: int) -> Generator[Replaced, bool, bool]:
         return not (yield from self.finite(self.everyone - frozenset(kept), stand_in))
@@ -86,8 +94,13 @@ def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
     without = bool(suspects) and (yield from ask.finite(suspects, others[0]))
     stand_in = yield from _stand_in(ask, others if len(others) > 1 or without else [*others, *suspects])
     if stand_in is None:
+        found = yield from _by_others(ask, suspects if without else ask.everyone)
+        if found is not None:
+            return found
+        stand_in = yield from _stand_in(ask, others, (1, 3))
+    if stand_in is None:
         # Rows that the origin shows may be bad by chance or by their place, whatever data stands there.
-        return Finding(ask.known, note=ONLY_WITH_OTHERS if without else WHOEVER if suspects else NO_SINGLE)
+        return Finding(None, note=WHOEVER if suspects else NO_SINGLE)
     if without and (yield from ask.fails_alone(suspects, stand_in)):
         return (yield from _each(ask, suspects, stand_in))
     if without:
@@ -95,9 +108,11 @@ def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
     return (yield from _halves(ask, stand_in))
 
 
-def _stand_in(ask: _Counted, others: Sequence[int]) -> Generator[Replaced, bool, int | None]:
+def _stand_in(
+    ask: _Counted, others: Sequence[int], quarters: tuple[int, ...] = (0, 2)
+) -> Generator[Replaced, bool, int | None]:
     """A sample that is healthy even where it is the only one; two are tried, since one may be the bad one."""
-    for candidate in dict.fromkeys((others[0], others[len(others) // 2])):
+    for candidate in dict.fromkeys(others[len(others) * quarter // 4] for quarter in quarters):
         if (yield from ask.finite(ask.everyone, candidate)):
             return candidate
     return None
@@ -152,3 +167,43 @@ def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Repla
     if candidates and (seen or (yield from ask.fails_alone(candidates, stand_in))):
         return candidates[0]
     return None
+
+
+def _by_others(ask: _Counted, candidates: frozenset[int]) -> Generator[Replaced, bool, Finding | None]:
+    """Where no sample can stand in for all the others: which samples it takes, by letting others take their places.
+
+    The parts that are tried differ in one bit of their numbers, so that any two samples are in different parts
+    once: one of them may be what keeps the step finite without the other. None where no part makes a difference.
+    """
+    narrowed = True
+    while narrowed and len(candidates) > 1:
+        narrowed = False
+        for bit in reversed(range(max(ask.everyone).bit_length())):
+            for part in (frozenset(i for i in candidates if i >> bit & 1 == side) for side in (0, 1)):
+                if part and part != candidates and (yield from ask.finite(part, *_others(ask, candidates, part))):
+                    candidates, narrowed = part, True
+                    break
+        ask.known = tuple(sorted(candidates)) if len(candidates) < len(ask.everyone) else None
+    whole, others = tuple(sorted(candidates)), sorted(ask.everyone - candidates)
+    if not others:
+        return None
+    if len(whole) == 1:
+        return (yield from _with_either_half(ask, whole, others))
+    # Both that were tried alone may have been among the bad ones.
+    if (yield from ask.finite(ask.everyone, others[0])) and (yield from ask.fails_alone(candidates, others[0])):
+        return (yield from _each(ask, candidates, others[0]))
+    return Finding(whole if len(whole) <= len(ask.everyone) // 4 else None, note=WITHOUT_THESE)
+
+
+def _others(ask: _Counted, candidates: frozenset[int], part: frozenset[int]) -> list[int]:
+    """Who takes the places of a part: samples that are not to blame, as far as that is known."""
+    return sorted(ask.everyone - candidates) or sorted(candidates - part)
+
+
+def _with_either_half(ask: _Counted, one: tuple[int, ...], others: list[int]) -> Search:
+    """A sample without which the step is finite: does it fail with it, whichever others are there?"""
+    half = len(others) // 2
+    for gone, there in ((others[:half], others[half:]), (others[half:], others[:half])):
+        if gone and there and (yield from ask.finite(gone, *there)):
+            return Finding(one, note=ONLY_WITH_OTHERS)
+    return Finding(one, confirmed=True, note=WITHOUT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from time import monotonic
 from typing import Any
 
@@ -11,6 +13,7 @@ from firstnan.conclude import not_repeated
 from firstnan.records import Batch, Report
 from firstnan.replayer import Handout, Replayer, copied, is_alone
 from firstnan.samples.cut import Cut, cut
+from firstnan.samples.dataset import Maker
 from firstnan.samples.search import ENDED, Finding, Search, search
 
 _SECONDS = 30.0
@@ -21,6 +24,7 @@ class _Subject:
     """One batch of the step: how it can be cut, and the search in it."""
 
     handout: Handout
+    maker: Maker
     cut: Cut | None
     why_not: str
     search: Search
@@ -31,33 +35,36 @@ def begin_search(report: Report, replayer: Replayer) -> Sift | None:
     handouts, origin = replayer.latest_first(), report.origin
     if origin is None or not handouts or origin.phase not in ("forward", "backward", "input") or not is_alone():
         return None
-    return Sift(handouts, report.batch.bad_samples or () if report.batch else ())
+    makers = [Maker.of(replayer.iterator_of(handout)) for handout in handouts]
+    return Sift(handouts, makers, report.batch.bad_samples or () if report.batch else ())
 
 
 class Sift:
     """One search: hands out the batches of the step, one of them with samples replaced, and hears what became of it."""
 
-    def __init__(self, handouts: list[Handout], suspects: tuple[int, ...]) -> None:
+    def __init__(self, handouts: list[Handout], makers: list[Maker], suspects: tuple[int, ...]) -> None:
         self.finding: Finding | None = None
+        self.error: BaseException | None = None
+        """What the program raised while it was played again."""
         self.finite: bool | None = True
         """What the replay under way came to; None while that is open."""
-        self._rest = handouts[1:]
+        self._rest = list(zip(handouts, makers, strict=True))
         """A step may take several batches: these are looked at where the first has no bad sample."""
         self._suspects = suspects
-        self._subject = self._found_in = self._begun(handouts[0])
+        self._subject = self._found_in = self._begun(*self._rest.pop(0))
         self._question: dict[int, int] | None = None
         self._replays = 0
         self._deadline = monotonic() + _SECONDS
 
-    def _begun(self, handout: Handout) -> _Subject:
+    def _begun(self, handout: Handout, maker: Maker) -> _Subject:
         if handout.pristine is None:
             handout.pristine = copied(handout.batch)
         try:
             pieces = cut(handout.pristine, handout.indices)
         except Exception as error:  # CutError, or whatever a container says that is made of other parts
-            return _Subject(handout, None, f"the batch cannot be cut into samples: {error}", search(1))
+            return _Subject(handout, maker, None, f"the batch cannot be cut into samples: {error}", search(1))
         suspects = [i for i in self._suspects if i < pieces.size]
-        return _Subject(handout, pieces, "", search(pieces.size, suspects))
+        return _Subject(handout, maker, pieces, "", search(pieces.size, suspects))
 
     @property
     def decided(self) -> bool:
@@ -90,7 +97,7 @@ class Sift:
             self.finding, self._found_in = finding, self._subject
         if finding.confirmed or not finding.repeated or not self._rest:
             return False
-        self._subject, self._question = self._begun(self._rest.pop(0)), None
+        self._subject, self._question = self._begun(*self._rest.pop(0)), None
         return self.goes_on()
 
     def batch(self, handout: Handout) -> Any:
@@ -111,20 +118,27 @@ class Sift:
             return not_repeated(report, difference)
         if report.batch is None:
             return report
-        found = self.finding or Finding(report.batch.bad_samples, note=ENDED)
+        found = self.finding or Finding(report.batch.bad_samples, note=ENDED + self._why_ended())
         return replace(report, batch=self._told(report.batch, replace(found, replays=self._replays)))
+
+    def _why_ended(self) -> str:
+        if monotonic() >= self._deadline:
+            return f"it took more than {_SECONDS:.0f} seconds"
+        how = "with samples replaced" if self._question else "played again with the same batch"
+        error = self.error or sys.exc_info()[1]  # whoever leaves a `with` does so by it
+        if not isinstance(error, Exception):
+            return f"{how}, the program left its loop"
+        text = str(error).partition("\n")[0]
+        return f"{how}, the program raised {type(error).__name__}" + (f": {shorten(text, 120)}" if text else "")
 
     def _told(self, batch: Batch, found: Finding) -> Batch:
         pieces, bad = self._found_in.cut, found.bad
         if pieces is None:
             return replace(batch, replays=found.replays, note=self._found_in.why_not)
         return Batch(
-            self._found_in.handout.index, pieces.size, bad, found.confirmed, self._dataset(bad or (), pieces.size),
+            self._found_in.handout.index, pieces.size, bad, found.confirmed, self._dataset(bad or (), pieces),
             pieces.features(bad) if bad else (), found.replays, found.note,
         )  # fmt: skip
 
-    def _dataset(self, bad: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-        chosen = self._found_in.handout.indices
-        if not bad or not isinstance(chosen, list | tuple) or len(chosen) != size:
-            return None
-        return tuple(chosen[i] for i in bad) if all(isinstance(chosen[i], int) for i in bad) else None
+    def _dataset(self, bad: tuple[int, ...], pieces: Cut) -> tuple[int, ...] | None:
+        return self._found_in.maker.in_dataset(bad, pieces, self._found_in.handout.indices)
