@@ -399,3 +399,13 @@ def test_nothing_is_kept_alive_or_left_behind() -> None:
     del scheduler
     gc.collect()
     assert Schedules.of([optimizer]).schedulers == []
+
+
+def test_a_gradient_scaler_that_is_switched_off_has_no_scale() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+    scalers = [torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=8.0)]
+    scalers[1].scale(torch.ones(()))
+    kept = Schedules.of([optimizer])
+    scalers[1].update(2.0)
+    kept.put_back()
+    assert [scaler.get_scale() for scaler in scalers] == [1.0, 8.0]

@@ -57,7 +57,7 @@ class Models:
     def parts(self) -> Parts:
         """Every module below these models."""
         found: dict[int, tuple[Module, str]] = {}
-        for root in filter(None, [ref() for ref in self._roots]):
+        for root in [one for ref in self._roots if (one := ref()) is not None]:  # not all say whether they are true
             for path, module in root.named_modules():
                 if path:
                     found.setdefault(id(module), (module, readable_path(path)))

@@ -150,7 +150,8 @@ class Schedules:
         self.schedulers = schedulers
         self._kept = Kept()
         for scaler in scalers:
-            self._kept.add([scaler._scale, scaler._growth_tracker])
+            for name in ("_scale", "_growth_tracker"):  # one that is switched off has neither
+                self._kept.add(vars(scaler).get(name))
         for scheduler in schedulers:
             # The functions of a LambdaLR may be objects that have a state.
             for holder in (scheduler, *getattr(scheduler, "lr_lambdas", ())):
