@@ -698,6 +698,30 @@ def test_without_a_loader_rows_are_samples_if_the_loss_is_made_of_them(
     assert (found["batch"] or {}).get("bad_samples") == bad
 
 
+OF_ONE = """
+for step in range(6):
+    x = torch.rand(1 if step == 4 else 3, 5)
+    losses = [model(row[None]) if EACH else None for row in x]
+    out = torch.cat(losses) if EACH else model(x)
+    loss = ((out - x.mean(1, keepdim=True)) / x[:, 0].std()).pow(2).mean() if step == 4 else out.pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+def test_a_batch_of_one_without_a_loader(firstnan: Zygote, tmp_path: Path) -> None:
+    found = firstnan(["run", program(tmp_path, OF_ONE.replace("EACH", "False"))], cwd=tmp_path).found
+    assert (found["batch"]["size"], found["batch"]["bad_samples"]) == (1, [0])
+
+
+def test_a_model_that_is_called_for_each_sample(firstnan: Zygote, tmp_path: Path) -> None:
+    loop = (
+        OF_ONE.replace("EACH", "True").replace("1 if step == 4 else 3", "3").replace("x[:, 0].std()", "x[:1, 0].std()")
+    )
+    assert firstnan(["run", program(tmp_path, loop)], cwd=tmp_path).found["batch"] is None
+
+
 SORTED = """
 def sorted_by_y(items):
     items = sorted(items, key=lambda item: item["y"])

@@ -183,11 +183,13 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
 def _are_averaged(size: int, trace: Trace) -> bool:
     """Whether what a model was called with may be samples: some loss is made of as many numbers, or of several of each.
 
-    A model that is called with one row may be called with others too, or for each sample.
+    A model that is called with one row may be called for each sample: then the loss is made of more.
     """
     losses = [e for e in trace.events if e.phase == "forward" and e.grad and e.outputs and not e.outputs[0].shape]
     numbers = [prod(i.stat.shape) for e in losses for i in e.inputs[:1] if i.stat is not None and i.stat.shape]
-    return size > 1 and (not numbers or any(n % size == 0 for n in numbers))
+    if size == 1:
+        return set(numbers) == {1}
+    return not numbers or any(n % size == 0 for n in numbers)
 
 
 def _averaged(trace: Trace) -> int | None:

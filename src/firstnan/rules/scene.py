@@ -243,7 +243,7 @@ class Scene:
         if known == "finite":
             return (f"the same operator on the same numbers in float64 stays finite: {self.dtype} is too narrow here",)
         if self.inf and not self.nan and self._grows_without_bound:
-            return ("the same operator in float64 is infinite too: too large for float64 too",)
+            return ("the same operator in float64 is infinite too: the number is too large for any precision",)
         return ("the same operator in float64 is non-finite too: undefined in any precision",)
 
     @property
