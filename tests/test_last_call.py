@@ -261,6 +261,7 @@ def test_a_model_of_ready_made_layers_names_no_line_of_whoever_watches(kits: Any
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     kit = kits(model)
     with torch.no_grad():
+        model[0].bias.fill_(99.0)
         model[1].weight.fill_(3e38)
     model(torch.full((2, 4), 3.0))
     assert kit.again().bad

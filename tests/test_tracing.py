@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstnan
-from firstnan import NonFiniteError, Report, tracer, tracing
+from firstnan import NonFiniteError, Report, conclude, tracer, tracing
 from firstnan.gate import Gate
 from firstnan.tracer import Tracer
 from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
@@ -130,6 +130,17 @@ def test_an_exception_without_a_nan_is_left_alone() -> None:
         {}[torch.ones(2).sum().item()]
     assert not hasattr(caught.value, "__notes__")
     assert block.report is None
+
+
+def test_a_batch_that_cannot_be_looked_at_costs_no_more_than_its_samples(monkeypatch: Any) -> None:
+    monkeypatch.setattr(conclude, "_bad_samples", lambda *_: 1 // 0)
+    model = seeded()
+    x, y = with_bad_target(batches(1), 0)[0]
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        (model(x) * y.log()).mean().backward()  # born: odd batch
+    assert birthplace(found(caught)) == "odd batch"
+    assert found(caught).cause.slug == "log_of_negative"
+    assert "could not be looked at (ZeroDivisionError" in found(caught).notes[0]
 
 
 # Silence.

@@ -70,15 +70,21 @@ class Evidence:
         seen, steps = verdict.origin, trace
         verdict, trace = self._look_into_dataset(verdict, trace)
         origin = self._at_the_loop(verdict.origin)
+        notes = [f"not every operator could be recorded ({tracer.trouble})"] if tracer.trouble else []
+        batch = None
+        try:
+            batch = self.batch(origin, trace, tracer.modules.batch_size)
+        except Exception as error:  # an odd batch must cost no more than the word of its samples
+            notes.append(f"the samples of the batch could not be looked at ({type(error).__name__}: {error})")
         report = replace(
             self.preliminary(),
             step=self._step_of(origin),
-            batch=self.batch(origin, trace, tracer.modules.batch_size),
+            batch=batch,
             origin=origin,
             path=verdict.path,
             reproduced="not_replayed" if how == AS_IT_RAN else "deterministic",
             replay=how,
-            notes=(f"not every operator could be recorded ({tracer.trouble})",) if tracer.trouble else (),
+            notes=tuple(notes),
         )
         if origin is None:
             return report
@@ -187,8 +193,8 @@ def _are_averaged(size: int, trace: Trace) -> bool:
     """
     losses = [e for e in trace.events if e.phase == "forward" and e.grad and e.outputs and not e.outputs[0].shape]
     numbers = [prod(i.stat.shape) for e in losses for i in e.inputs[:1] if i.stat is not None and i.stat.shape]
-    if size == 1:
-        return set(numbers) == {1}
+    if size <= 1:
+        return size == 1 and set(numbers) == {1}
     return not numbers or any(n % size == 0 for n in numbers)
 
 
