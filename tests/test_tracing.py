@@ -584,6 +584,15 @@ def test_a_scaler_that_is_switched_off_excuses_nothing() -> None:
     assert birthplace(found(caught)) == "derivative in the model"
 
 
+def test_the_derivative_of_a_view() -> None:
+    x = torch.zeros(1, requires_grad=True)
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        y = x.expand(4)  # born: expand
+        (y * 2e38).sum().backward()
+    assert birthplace(found(caught)) == "expand"
+    assert found(caught).origin.phase == "backward"
+
+
 # Blocks in which nothing is trained.
 
 

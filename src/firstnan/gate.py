@@ -57,7 +57,7 @@ class Gate:
         after every eighth update only, or after one that `look_closely` asks for."""
         self.look_closely = False
         self.is_safe = False
-        """Of the update under way it is known that it keeps finite parameters finite."""
+        """Of the update under way it is known that it keeps finite parameters finite: said before each, or never."""
         self.reads = Reads(decides)
         self.on_good_loss: Callable[[], None] = lambda: None
         """Called when backward begins from a loss that did not trip."""
@@ -215,7 +215,7 @@ class Gate:
         if not self.is_safe and (not self.frugal or closely or self.steps.total % ROUND == 1):
             parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self.look_closely)
             size = self._size(parts, _PARAMETER)
-        self.look_closely = self.is_safe = False
+        self.look_closely = False
         self._steps.append((step, self._loss, self.norm, rate_of(optimizer), size if whole else None))
         self._loss = None
         try:
