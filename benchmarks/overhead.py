@@ -50,6 +50,7 @@ class Model:
 MODELS = {
     "gpt30m": Model("GPT 30 M", 10),
     "gpt": Model("GPT 4 M", 16, turn=32, first=16),
+    "gpt_512": Model("GPT 4 M, 512 tokens", 16, turn=32, first=16),
     "gpt_clipped": Model("GPT 4 M, clipped", 16, turn=32, first=16),
     "cnn": Model("CNN", 12, turn=64, first=70),
     "mlp": Model("tiny MLP", 48, turn=256, row=8, first=70),

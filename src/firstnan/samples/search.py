@@ -35,7 +35,7 @@ class Finding:
 
     bad: tuple[int, ...] | None
     confirmed: bool = False
-    """The bad samples fail without the others, and without them the step is finite."""
+    """Without the bad samples the step is finite; it fails with them alone, or whichever half of the others is there."""
     note: str = ""
     replays: int = 0
     repeated: bool | None = None
@@ -47,7 +47,7 @@ Search = Generator[Replaced, bool, Finding]
 
 
 def most_for_one(size: int) -> int:
-    """The bound for one bad sample; the search takes about half of it."""
+    """The bound for one bad sample, about twice what is taken; more where no sample can stand in for all."""
     return 2 * ceil(log2(max(size, 1))) + 4
 
 
