@@ -35,7 +35,7 @@ class Finding:
 
     bad: tuple[int, ...] | None
     confirmed: bool = False
-    """Without the bad samples the step is finite; it fails with them alone, or whichever half of the others is there."""
+    """Without them the step is finite; it fails with them alone, or whichever half of the others is there."""
     note: str = ""
     replays: int = 0
     repeated: bool | None = None
