@@ -247,6 +247,10 @@ def test_rows_are_samples_only_if_the_sampler_may_have_chosen_them() -> None:
     assert samples_in((torch.zeros(6, 4, 3), targets), [8, 1, 2, 5]) == 4  # time first
     assert samples_in((torch.zeros(8, 3), torch.zeros(8)), [8, 1, 2, 5]) == 8
     assert samples_in([torch.zeros(8, 3)] * 4, [8, 1, 2, 5]) == 4
+    assert samples_in((nodes, owners), [8, 1, 2, 5]) == 4
+    assert samples_in((torch.zeros(3, 2), torch.zeros(3)), [8, 1, 2, 5]) == 3  # one was left out
+    with pytest.raises(CutError):
+        cut((nodes, owners), [8, 1, 2, 5])
     assert samples_in((torch.zeros(3, 2), torch.zeros(3)), [None] * 4) == 3  # the end of a stream
 
 
