@@ -72,7 +72,7 @@ def measure_whole(path: Path, steps: int, rounds: int) -> Seconds:
 
 def tracing() -> AbstractContextManager[object]:
     """The tracer for one step; the one place here that knows its name."""
-    from firstnan.tracer import Tracer
+    from firstnan.tracing.tracer import Tracer
 
     return Tracer()
 

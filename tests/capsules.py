@@ -11,11 +11,11 @@ import torch
 
 from firstnan.capsule import file
 from firstnan.capsule.capture import Capture
-from firstnan.capsule.living import Living
-from firstnan.gate import Gate
-from firstnan.randomness import RandomState
+from firstnan.capsule.training_objects import Living
+from firstnan.gate.gate import Gate
 from firstnan.records import Report
-from firstnan.replayer import Handout
+from firstnan.tensors.batches import Handout
+from firstnan.tensors.randomness import RandomState
 
 PREFIX = 8 + len(file._PREFIX)
 

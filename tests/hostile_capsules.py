@@ -22,8 +22,8 @@ import torch
 from capsules import net, put_together, signed, taken_apart, trained
 from firstnan.capsule.content import load
 from firstnan.capsule.file import CapsuleError
-from firstnan.capsule.living import Living
-from firstnan.capsule.putting import Putting
+from firstnan.capsule.restore import Putting
+from firstnan.capsule.training_objects import Living
 
 torch.set_num_threads(1)
 FORBIDDEN = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from firstnan.alive import alive
+from firstnan.tensors.live_objects import alive
 
 
 class Kind:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from conftest import torch_state
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate import Gate
-from firstnan.microscope import Microscope
-from firstnan.replayer import Replayer
-from firstnan.site import Ownership
+from firstnan.engine.handouts import Replayer
+from firstnan.engine.microscope import Microscope
+from firstnan.gate.gate import Gate
+from firstnan.observe.sites import Ownership
 from loops import Net, batches, birthplace, differences, seeded, state_of, with_bad_target
 
 

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import firstnan
 from firstnan import find_bad_batch
-from firstnan.bad_batch.late import Row, onset
-from firstnan.bad_batch.order import Fetched
-from firstnan.detector.snapshot import Snapshot
-from firstnan.names import Models
-from firstnan.randomness import RandomState
+from firstnan.engine.batch_search.checkpoints import Row, onset
+from firstnan.engine.batch_search.order import Fetched
+from firstnan.tensors.names import Models
+from firstnan.tensors.randomness import RandomState
+from firstnan.tensors.snapshot import Snapshot
 
 Pair = tuple[Tensor, Tensor]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from firstnan.blame import blame
+from firstnan.diagnose.blame import blame
 from firstnan.records import Operand, OpEvent, Role, Site, TensorStat, Trace
-from firstnan.tracer import Tracer
+from firstnan.tracing.tracer import Tracer
 from traced import bad_of, run_snippet, trace_of
 
 INF = math.inf

@@ -12,9 +12,9 @@ from capsules import Silent
 from firstnan.capsule import file
 from firstnan.capsule.capture import Capture
 from firstnan.capsule.content import Capsule, load
-from firstnan.capsule.living import Living
-from firstnan.capsule.putting import Putting
-from firstnan.gate import Gate
+from firstnan.capsule.restore import Putting
+from firstnan.capsule.training_objects import Living
+from firstnan.gate.gate import Gate
 from firstnan.records import Report
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.causes import catalogue, families
-from firstnan.causes.pages import documents, listing, page
-from firstnan.rules.base import RULES
+from firstnan.diagnose.causes import catalogue, families
+from firstnan.diagnose.causes.pages import documents, listing, page
+from firstnan.diagnose.rules.base import RULES
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -120,7 +120,7 @@ def test_near_miss_is_not(firstnan: Zygote, tmp_path: Path, slug: str) -> None:
 
 
 def test_documents_are_current() -> None:
-    """`python -m firstnan.causes docs/causes` writes them."""
+    """`python -m firstnan.diagnose.causes docs/causes` writes them."""
     written = {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
     assert written == documents()
 

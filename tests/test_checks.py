@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import report_samples
-from firstnan.checks import Finding, check, check_gradients, check_weights
-from firstnan.errors import NonFiniteError
+from firstnan.api.checks import Finding, check, check_gradients, check_weights
 from firstnan.records import Noticed, Report
+from firstnan.records.errors import NonFiniteError
 from firstnan.report import render_text
 from firstnan.report.words import short_path
 

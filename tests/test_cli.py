@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import firstnan
-from firstnan import cli
+from firstnan.cli import main as cli
 from firstnan.records import Report
 from firstnan.report import write
 
@@ -326,7 +326,7 @@ def test_show_takes_a_reader_that_leaves_early_in_good_part(saved: Path) -> None
 
 
 def test_demo_lists_every_program(tmp_path: Path) -> None:
-    from firstnan.demos import demos
+    from firstnan.cli.demos import demos
 
     done = call(tmp_path, "demo")
     assert done.returncode == 0
@@ -334,14 +334,14 @@ def test_demo_lists_every_program(tmp_path: Path) -> None:
 
 
 def test_demo_suggests_a_name_that_is_close(capsys: pytest.CaptureFixture[str]) -> None:
-    from firstnan.demos import demos
+    from firstnan.cli.demos import demos
 
     name = demos()[0].name
     assert refused(capsys, "demo", name + "x") == f"no demo {name + 'x'!r}; did you mean {name!r}?"
 
 
 def test_demo_runs_a_program_that_fails(tmp_path: Path) -> None:
-    from firstnan.demos import demos
+    from firstnan.cli.demos import demos
 
     done = call(tmp_path, "demo", demos()[0].name)
     assert done.returncode == 3

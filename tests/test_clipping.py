@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.clipping import Clipping
-from firstnan.gate import Gate
-from firstnan.unwritten import Unwritten
+from firstnan.gate.clipping import Clipping
+from firstnan.gate.gate import Gate
+from firstnan.tensors.versions import Unwritten
 from spoiled import WAYS, spoil
 
 
@@ -60,7 +60,7 @@ def test_the_norm_is_that_of_the_clipped_gradients(limit: float) -> None:
 def test_clipped_gradients_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = training()
     read: list[list[Tensor]] = []
-    monkeypatch.setattr("firstnan.gate.plain_norm", lambda tensors: read.append(tensors) or 1.0)
+    monkeypatch.setattr("firstnan.gate.gate.plain_norm", lambda tensors: read.append(tensors) or 1.0)
     with NaNDetector(model, optimizer) as detector:
         for number, x in enumerate(detector.batches([torch.randn(8, 1200)] * 2)):
             optimizer.zero_grad()

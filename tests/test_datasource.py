@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from firstnan.datasource import LineWatch, bad_rows, find_maker
+from firstnan.engine.data_origin import LineWatch, bad_rows, find_maker
+from firstnan.engine.handouts import RandomState
+from firstnan.observe.sites import Ownership
 from firstnan.records import Origin
-from firstnan.replayer import Handout, RandomState
-from firstnan.site import Ownership
+from firstnan.tensors.batches import Handout
 
 
 class Logs(Dataset[Any]):
@@ -208,7 +209,7 @@ def watch(function: Any, *args: Any) -> tuple[int, str] | None:
         function(*args)
     if lines.first is None:
         return None
-    from firstnan.site import resolve
+    from firstnan.observe.sites import resolve
 
     spot, name, _ = lines.first
     return resolve(spot).line - function.__code__.co_firstlineno, name

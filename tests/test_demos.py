@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.demos import Demo, demos, find
+from firstnan.cli.demos import Demo, demos, find
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from firstnan.detector.events import EventLog
+from firstnan.engine.events import EventLog
 from firstnan.records import NaNEvent
 
 

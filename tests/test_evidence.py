@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from firstnan.diagnose.rules import explain
+from firstnan.diagnose.rules.growth import growth
 from firstnan.records import Cause, History, StepRecord
-from firstnan.rules import explain
-from firstnan.rules.growth import growth
 from traced import run_snippet
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from firstnan.examine import examine, mask_like
-from firstnan.finite import stat
-from firstnan.ops import info, plain_name
 from firstnan.records import OpEvent
+from firstnan.tensors.finite import stat
+from firstnan.tracing.examine import examine, mask_like
+from firstnan.tracing.operators import info, plain_name
 from traced import trace_of
 
 NAN, INF = math.nan, math.inf

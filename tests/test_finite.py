@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from firstnan.finite import extremes, is_finite, norms, plain_norm, readable, stat, surely_finite, tensors_in, unravel
+from firstnan.tensors.finite import (
+    extremes,
+    is_finite,
+    norms,
+    plain_norm,
+    readable,
+    stat,
+    surely_finite,
+    tensors_in,
+    unravel,
+)
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

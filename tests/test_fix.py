@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from firstnan import cli
+from firstnan.cli import main as cli
+from firstnan.cli.fix import FixError, apply, choose, how_to_apply, portable, show
 from firstnan.records import Remedy, Report
 from firstnan.report import write
-from firstnan.trial.fix import FixError, apply, choose, how_to_apply, portable, show
 
 OLD = "import torch\n\n\ndef f(x):\n    return torch.log(x)\n"
 NEW = OLD.replace("log(x)", "log(x.clamp_min(1e-8))")

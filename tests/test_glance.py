@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.glance import Glance
+from firstnan.gate.quick_check import Glance
 
 
 def tiny() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name of the trade
 from torch import Tensor, nn
 
-from firstnan.guard import Alarm, Guard
+from firstnan.gate.growth_guard import Alarm, Guard
 
 Step = tuple[float | None, float]
 """The gradient norm and the loss of one step."""

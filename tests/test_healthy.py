@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from firstnan.engine.watch import Watch
+from firstnan.observe.sites import Ownership
 from firstnan.records import Report
-from firstnan.site import Ownership
-from firstnan.watch import Watch
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

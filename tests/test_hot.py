@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.hot import HotGradients
+from firstnan.observe.gradient_hooks import HotGradients
 from spoiled import WAYS, spoil
 
 
 @pytest.fixture(autouse=True)
 def _smaller_models_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("firstnan.hot._LARGE_MODEL", 1 << 20)
+    monkeypatch.setattr("firstnan.observe.gradient_hooks._LARGE_MODEL", 1 << 20)
 
 
 def large() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -173,7 +173,7 @@ def written_again(steps: int, clips: str, micro: int) -> HotGradients:
 def test_measuring_ends_where_it_is_of_no_use(
     monkeypatch: pytest.MonkeyPatch, clips: str, micro: int, useless: bool
 ) -> None:
-    monkeypatch.setattr("firstnan.hot._TRIAL", 8)
+    monkeypatch.setattr("firstnan.observe.gradient_hooks._TRIAL", 8)
     assert written_again(12, clips, micro)._useless == useless
 
 

@@ -1,4 +1,4 @@
-"""Keeps the room table of docs/design.md true: who imports what, what stays free of torch, how long a file may be."""
+"""Keeps the room table of docs/design.md true: which way imports point, and what stays free of torch."""
 
 from __future__ import annotations
 
@@ -14,33 +14,24 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "firstnan"
-LONGEST_FILE = 450
 # What `firstnan run` and `firstnan show` load before they know whether torch is wanted.
 TORCH_FREE = [
     "records",
-    "errors",
-    "guard",
-    "site",
-    "blame",
-    "causes",
-    "rules",
+    "diagnose",
+    "repair",
     "report",
-    "runner",
-    "importing",
-    "trial.overlay",
-    "child",
-    "trial.trials",
-    "trial.fix",
-    "investigate",
-    "demos",
+    "observe.imports",
+    "observe.runner",
+    "observe.sites",
+    "observe.source_overlay",
+    "gate.growth_guard",
+    "engine.second_run",
+    "engine.trials",
+    "engine.investigation",
     "cli",
 ]
-
-
-@dataclass(frozen=True)
-class Row:
-    early: frozenset[str]
-    late: frozenset[str]
+# Programs that are run as a user's would be: they import what a user imports.
+PROGRAMS = (PACKAGE / "cli" / "demos" / "programs", PACKAGE / "diagnose" / "causes" / "examples")
 
 
 @dataclass(frozen=True)
@@ -50,22 +41,17 @@ class Import:
     late: bool
 
 
-def read_table(text: str) -> dict[str, Row]:
-    """Room -> what it may import, from the table of the section "The house"."""
+def read_table(text: str) -> dict[str, frozenset[str]]:
+    """Room -> the packages it may import, in the order of the table of the section "The house"."""
     section = text.split("The house\n", 1)[1].split("\n## ", 1)[0]
-    rows = {}
-    for room, cell in re.findall(r"^\| `([^`]+)` \|[^|]*\|([^|]*)\|$", section, flags=re.MULTILINE):
-        names = [name.strip() for name in cell.split(",") if name.strip() != "stdlib only"]
-        late = frozenset(name.removesuffix(" (late)") for name in names if name.endswith(" (late)"))
-        rows[room] = Row(frozenset(names) - {f"{name} (late)" for name in late}, late)
-    return rows
+    rows = re.findall(r"^\| `([a-z_]+)/` \|[^|]*\|([^|]*)\|$", section, flags=re.MULTILINE)
+    return {room: frozenset(name.strip() for name in cell.split(",")) - {"none"} for room, cell in rows}
 
 
-def room_of(path: Path, rooms: dict[str, Row]) -> str | None:
-    """The row a file belongs to: itself, or the nearest folder that has one."""
-    name = path.relative_to(PACKAGE).as_posix()
-    fitting = [room for room in rooms if name == room or (room.endswith("/") and name.startswith(room))]
-    return max(fitting, key=len, default=None)
+def room_of(path: Path) -> str:
+    """The folder directly below the package; empty for the package's own files."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
 
 
 def imports_of(source: str, package: str) -> list[Import]:
@@ -80,7 +66,7 @@ def imports_of(source: str, package: str) -> list[Import]:
             if node.level:
                 parents = package.split(".")
                 base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
-            # `from firstnan import gate` names a module, `from firstnan.gate import Gate` a thing inside one.
+            # `from firstnan import gate` names a module, `from firstnan.gate.gate import Gate` a thing inside one.
             found.extend(Import(f"{base}.{alias.name}", node.lineno, late) for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for child in node.body:
@@ -117,51 +103,46 @@ def package_of(path: Path) -> str:
     return ".".join(["firstnan", *path.relative_to(PACKAGE).parts[:-1]])
 
 
-def breaches(path: Path, rooms: dict[str, Row]) -> Iterator[str]:
-    room = room_of(path, rooms)
-    assert room is not None, f"{path.name} is in no row of the table"
+def breaches(path: Path, rooms: dict[str, frozenset[str]]) -> Iterator[str]:
+    order, room = list(rooms), room_of(path)
     for item in imports_of(path.read_text(encoding="utf-8"), package_of(path)):
+        where = f"{path.relative_to(ROOT)}:{item.line} imports {item.module}"
         file = target_file(item.module)
         if file is None:
             name = item.module.split(".")[0]
-            if name in sys.stdlib_module_names:
-                continue
-        else:
-            home = room_of(file, rooms)
-            if home in (room, "__init__.py"):  # the package itself is loaded by every import
-                continue
-            name = str(home).removesuffix(".py").removesuffix("/")
-        if name in rooms[room].early or (item.late and name in rooms[room].late):
-            continue
-        yield f"{path.relative_to(ROOT)}:{item.line} imports {item.module}: the row of {room} does not allow {name}"
+            if name not in sys.stdlib_module_names and name not in rooms[room]:
+                yield f"{where}: the row of {room} does not name {name}"
+        elif room_of(file) and order.index(room_of(file)) > order.index(room):
+            yield f"{where}: {room_of(file)} is below {room}"
 
 
 ROOMS = read_table((ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+OWN = [path for path in files() if room_of(path) and not any(p in path.parents for p in PROGRAMS)]
 
 
-def test_every_file_has_a_row_and_every_row_a_file() -> None:
-    homes = {path: room_of(path, ROOMS) for path in files()}
-    assert [path.name for path, room in homes.items() if room is None] == []
-    assert sorted(set(ROOMS) - {room for room in homes.values() if room}) == []
+def test_every_folder_has_a_row_and_every_row_a_folder() -> None:
+    assert sorted(ROOMS) == sorted({room_of(path) for path in files()} - {""})
+    assert len(ROOMS) <= 14
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_imports_are_those_of_the_table(path: Path) -> None:
+def test_only_the_public_names_and_the_command_are_outside_the_rooms() -> None:
+    assert [path.name for path in files() if not room_of(path)] == ["__init__.py", "__main__.py"]
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_point_up_the_table(path: Path) -> None:
     assert list(breaches(path, ROOMS)) == []
 
 
-def test_table_names_only_rooms_and_known_packages() -> None:
-    known = {room.removesuffix(".py").removesuffix("/") for room in ROOMS} | {"torch", "rich", "safetensors", "jinja2"}
-    named = {name for row in ROOMS.values() for name in row.early | row.late}
-    assert named - known == set()
+def test_table_names_only_known_packages() -> None:
+    assert set().union(*ROOMS.values()) <= {"torch", "rich", "safetensors", "jinja2"}
 
 
-@pytest.mark.parametrize("room", TORCH_FREE)
-def test_room_does_not_reach_torch(room: str) -> None:
-    start = [
-        p for p in files() if (room_of(p, ROOMS) or "").removesuffix(".py").removesuffix("/") == room.replace(".", "/")
-    ]
-    assert start, f"no file in room {room}"
+@pytest.mark.parametrize("place", TORCH_FREE)
+def test_place_does_not_reach_torch(place: str) -> None:
+    stem = PACKAGE.joinpath(*place.split("."))
+    start = [stem.with_suffix(".py")] if stem.with_suffix(".py").is_file() else [p for p in OWN if stem in p.parents]
+    assert start, f"nothing at {place}"
     assert path_to_torch(start) is None
 
 
@@ -187,47 +168,43 @@ def path_to_torch(start: list[Path]) -> str | None:
     return None
 
 
-def test_importing_the_torch_free_rooms_does_not_load_torch() -> None:
-    names = ", ".join(f"firstnan.{room}" for room in TORCH_FREE)
-    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+def test_importing_the_torch_free_places_does_not_load_torch() -> None:
+    names = ", ".join(f"firstnan.{place}" for place in TORCH_FREE)
+    code = f"import sys, {names}, firstnan.cli.main; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr or "torch was loaded"
-
-
-@pytest.mark.parametrize("folder", ["src", "benchmarks"])
-def test_files_fit_in_the_head(folder: str) -> None:
-    lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / folder).rglob("*.py")}
-    assert {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > LONGEST_FILE} == {}
 
 
 def test_walker_sees_late_relative_and_guarded_imports() -> None:
     source = (
         "import torch.nn as nn\n"
-        "from . import site\n"
+        "from . import words\n"
         "from ..records import Site\n"
         "if TYPE_CHECKING:\n    from torch import Tensor\n"
         "try:\n    import rich\nexcept ImportError:\n    pass\n"
-        "def f():\n    from firstnan.gate import Gate\n"
+        "def f():\n    from firstnan.gate.gate import Gate\n"
     )
     assert [(i.module, i.late) for i in imports_of(source, "firstnan.report")] == [
         ("torch.nn", False),
-        ("firstnan.report.site", False),
+        ("firstnan.report.words", False),
         ("firstnan.records.Site", False),
         ("torch.Tensor", True),
         ("rich", False),
-        ("firstnan.gate.Gate", True),
+        ("firstnan.gate.gate.Gate", True),
     ]
 
 
 def test_breach_is_told() -> None:
-    rooms = dict(ROOMS)
-    rooms["finite.py"] = Row(frozenset({"records"}), frozenset({"torch"}))
-    told = list(breaches(PACKAGE / "finite.py", rooms))
+    finite = PACKAGE / "tensors" / "finite.py"
+    told = list(breaches(finite, {**ROOMS, "tensors": frozenset()}))
     assert told
-    assert all("does not allow torch" in line for line in told)
+    assert all("does not name torch" in line for line in told)
+    told = list(breaches(finite, dict(reversed(ROOMS.items()))))
+    assert told
+    assert all("records is below tensors" in line for line in told)
 
 
 def test_way_to_torch_is_found_through_another_room() -> None:
-    way = path_to_torch([PACKAGE / "tracer.py"])
+    way = path_to_torch([PACKAGE / "tracing" / "tracer.py"])
     assert way is not None
     assert way.startswith("tracer.py -> ")

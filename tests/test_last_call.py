@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from firstnan.detector.last_call import LastCalls
-from firstnan.gate import Gate
-from firstnan.microscope import Microscope
-from firstnan.names import Models
-from firstnan.replayer import Replayer
-from firstnan.site import Ownership
+from firstnan.engine.handouts import Replayer
+from firstnan.engine.microscope import Microscope
+from firstnan.engine.model_calls import LastCalls
+from firstnan.gate.gate import Gate
+from firstnan.observe.sites import Ownership
+from firstnan.tensors.names import Models
 from loops import Rooted, differences, randomness, seeded, state_of
 
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import architectures as arch
 from architectures import ARCHITECTURES, break_backward, break_forward, faithful
-from firstnan import finite
-from firstnan.detector.layers import Found, LayerWatch
+from firstnan.observe.layers import Found, LayerWatch
+from firstnan.tensors import finite
 
 
 class Collector:

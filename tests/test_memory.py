@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from firstnan.memory import Memory, Region, covers, overlap
+from firstnan.tracing.memory import Memory, Region, covers, overlap
 
 VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda t: t,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 import firstnan
-from firstnan.modules import ModuleStack, readable_path, whole_path
-from firstnan.names import Models
+from firstnan.observe.module_stack import ModuleStack, whole_path
+from firstnan.tensors.names import Models, readable_path
 
 
 class Spy(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.detector import recovery
+from firstnan.engine import recovery
 from loops import birthplace, differences, state_of
 
 

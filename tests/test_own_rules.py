@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import firstnan as package
+from firstnan.diagnose.rules import explain
+from firstnan.diagnose.rules.base import RULES
+from firstnan.diagnose.rules.scene import Scene
 from firstnan.records import Cause, History, Operand, OpEvent, Origin, TensorStat, Trace
-from firstnan.rules import explain
-from firstnan.rules.base import RULES
-from firstnan.rules.scene import Scene
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.remedies.patch import PatchError, Source, apply, located, moved, new_contents, parse, with_paths
+from firstnan.repair.patch import PatchError, Source, apply, located, moved, new_contents, parse, with_paths
 
 OLD = "import torch\n\n\ndef f(x):\n    y = x + 1\n    return torch.log(y)\n\n\nprint(f(torch.ones(2)))\n"
 NEW = OLD.replace("torch.log(y)", "torch.log(y.clamp_min(1e-8))")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from firstnan.patches import Hook, Patches
+from firstnan.observe.patches import Hook, Patches
 
 
 class Library:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from firstnan.cli.fix import choose
 from firstnan.records import Report
-from firstnan.remedies.patch import new_contents
-from firstnan.trial.fix import choose
+from firstnan.repair.patch import new_contents
 from test_cases import CASES, FAILING
 from zygote import Zygote
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import firstnan.finite
-import firstnan.gate
-import firstnan.glance
-import firstnan.reads
+import firstnan.gate.device_reads
+import firstnan.gate.gate
+import firstnan.gate.quick_check
+import firstnan.tensors.finite
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.reads import Reads
+from firstnan.gate.device_reads import Reads
 from firstnan.records import Noticed
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
@@ -40,16 +40,16 @@ class Reading(TorchDispatchMode):
 def read_all(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many values each read of many took; nothing is read for free."""
     taken: list[int] = []
-    really = firstnan.reads.read_all
+    really = firstnan.gate.device_reads.read_all
 
     def counted(values: list[Tensor]) -> list[float]:
         taken.append(len(values))
         return really(values)
 
-    monkeypatch.setattr(firstnan.reads, "read_all", counted)
-    for room in (firstnan.gate, firstnan.glance):
+    monkeypatch.setattr(firstnan.gate.device_reads, "read_all", counted)
+    for room in (firstnan.gate.gate, firstnan.gate.quick_check):
         monkeypatch.setattr(room, "reads_are_free", lambda t: False)
-    for room in (firstnan.finite, firstnan.glance):
+    for room in (firstnan.tensors.finite, firstnan.gate.quick_check):
         monkeypatch.setattr(room, "is_plain", lambda t: False)
     return taken
 

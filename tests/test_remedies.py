@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from firstnan.diagnose.rules import explain
 from firstnan.records import Cause, History, Remedy
-from firstnan.remedies import propose
-from firstnan.rules import explain
+from firstnan.repair import propose
 from test_blame_snippets import GUILTY
 from traced import STEP, Outcome, run_snippet
 from zygote import Zygote

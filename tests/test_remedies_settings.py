@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from firstnan.records import Cause, History, OpEvent, Origin, Remedy, Site, StepRecord, TensorStat, Trace
-from firstnan.remedies import propose
-from firstnan.remedies.base import Desk
-from firstnan.remedies.numbers import Spelled, literal, written
-from firstnan.remedies.source import Source
+from firstnan.repair import propose
+from firstnan.repair.base import Desk
+from firstnan.repair.numbers import Spelled, literal, written
+from firstnan.repair.source import Source
 from test_remedies import apply, changed_lines
 from zygote import Zygote
 

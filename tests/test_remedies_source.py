@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from firstnan.records import Site
-from firstnan.remedies.edits import after, argument, atom, before, diff, put, remove, without
-from firstnan.remedies.source import Source
+from firstnan.repair.edits import after, argument, atom, before, diff, put, remove, without
+from firstnan.repair.source import Source
 
 
 def node_of(source: Source, code: str) -> ast.expr:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.causes import catalogue
+from firstnan.diagnose.causes import catalogue
 from firstnan.records import Report
-from firstnan.remedies.patch import new_contents
+from firstnan.repair.patch import new_contents
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

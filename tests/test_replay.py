@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from firstnan import replayer as room
-from firstnan.names import Slot
-from firstnan.replayer import Replayer
+from firstnan.engine import handouts as room
+from firstnan.engine.handouts import Replayer
+from firstnan.tensors.names import Slot
 
 
 class Source:

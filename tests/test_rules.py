@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from firstnan.diagnose.rules import explain
+from firstnan.diagnose.rules.base import RULES
+from firstnan.diagnose.rules.growth import growth
+from firstnan.diagnose.rules.scene import Scene
 from firstnan.records import History, Operand, OpEvent, Origin, Site, StepRecord, TensorStat, Trace
-from firstnan.rules import explain
-from firstnan.rules.base import RULES
-from firstnan.rules.growth import growth
-from firstnan.rules.scene import Scene
 
 NAN, INF = math.nan, math.inf
 Case = tuple[Origin, Trace, History]
@@ -596,7 +596,7 @@ def test_a_rule_that_fails_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ZeroDivisionError
 
     broken_rules = [replace(r, look=broken) if r.slug == "log_of_zero" else r for r in RULES]
-    monkeypatch.setattr("firstnan.rules.RULES", broken_rules)
+    monkeypatch.setattr("firstnan.diagnose.rules.RULES", broken_rules)
     assert explain(*POSITIVE["log_of_zero"][0]())[0].slug != "log_of_zero"
     assert explain(*POSITIVE["exp_overflow"][0]())[0].slug == "exp_overflow"
 
@@ -669,5 +669,5 @@ def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:
 
 
 def test_rules_do_not_import_torch() -> None:
-    code = "import sys, firstnan.rules; sys.exit('torch' in sys.modules)"
+    code = "import sys, firstnan.diagnose.rules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from firstnan.blame import blame
+from firstnan.diagnose.blame import blame
+from firstnan.diagnose.rules import explain
 from firstnan.records import Cause, History
-from firstnan.rules import explain
-from firstnan.tracer import Tracer
+from firstnan.tracing.tracer import Tracer
 
 INF, NAN = float("inf"), float("nan")
 Make = Callable[[Callable[..., Tensor]], Tensor]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from firstnan import runner
+from firstnan.observe import runner
 
 SOURCE = Path(runner.__file__).parents[1]
 
@@ -432,7 +432,7 @@ def test_flags_of_python_keep_their_meaning(both: Both, flags: tuple[str, ...]) 
     # -I also hides PYTHONPATH, by which the driver finds firstnan; it is not on the plain program's path either.
     if "-I" in flags:
         both.driver.write_text(
-            f"import sys; sys.path.append({str(SOURCE)!r}); import firstnan.runner; del sys.path[-1]\n" + DRIVER
+            f"import sys; sys.path.append({str(SOURCE)!r}); import firstnan.observe.runner; del sys.path[-1]\n" + DRIVER
         )
     both.same("train.py", flags=flags)
 

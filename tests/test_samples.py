@@ -16,11 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 
 from firstnan import NaNDetector, NonFiniteError, find_bad_samples
-from firstnan.records import Batch, Report
-from firstnan.replayer import samples_in
-from firstnan.samples.cut import CutError, cut
-from firstnan.samples.dataset import Maker
-from firstnan.samples.search import (
+from firstnan.engine.samples.cut import CutError, cut
+from firstnan.engine.samples.dataset import Maker
+from firstnan.engine.samples.strategy import (
     MOST,
     NO_SINGLE,
     ONLY_WITH_OTHERS,
@@ -31,6 +29,8 @@ from firstnan.samples.search import (
     most_for_one,
     search,
 )
+from firstnan.records import Batch, Report
+from firstnan.tensors.batches import samples_in
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-import firstnan.site
+import firstnan.observe.sites
+from firstnan.observe.sites import Ownership, Spot, resolve, whole_statement
 from firstnan.records import Site
-from firstnan.site import Ownership, Spot, resolve, whole_statement
 
 _numbers = count()
 
@@ -221,7 +221,7 @@ def test_libraries(tmp_path: Path) -> None:
 
     assert not owns(torch.__file__)
     assert not owns(os.__file__)
-    assert not owns(firstnan.site.__file__)
+    assert not owns(firstnan.observe.sites.__file__)
     assert not owns("<string>")
     assert not owns("<frozen importlib._bootstrap>")
     assert not owns(tmp_path / "lib" / "python3.11" / "site-packages" / "einops" / "einops.py")
@@ -255,7 +255,7 @@ def test_an_interpreter_inside_the_folder_of_the_program() -> None:
 
 
 def test_this_package_inside_the_folder_of_the_program() -> None:
-    package = Path(firstnan.site.__file__).parent
+    package = Path(firstnan.observe.sites.__file__).parent
     assert not owns(package / "tracer.py", package.parents[1])
     demos = package / "demos" / "programs"
     assert owns(demos / "log.py", demos)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lrs
 
-from firstnan.detector.snapshot import Kept, Schedules, Snapshot
-from firstnan.names import Slot
+from firstnan.tensors.names import Slot
+from firstnan.tensors.snapshot import Kept, Schedules, Snapshot
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, 0.1),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from firstnan.diagnose.rules import explain
+from firstnan.diagnose.rules.growth import growth
 from firstnan.records import History, StepRecord
-from firstnan.rules import explain
-from firstnan.rules.growth import growth
 from test_rules import one, stat
 from test_rules import reads as r
 from test_rules import w as wrote

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from firstnan.records import OpEvent, Trace
-from firstnan.tracer import Tracer
+from firstnan.tracing.tracer import Tracer
 from traced import bad_of, events_of, trace_of
 
 INF, NAN = math.inf, math.nan

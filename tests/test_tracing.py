@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstnan
-from firstnan import NonFiniteError, Report, conclude, tracer, tracing
-from firstnan.gate import Gate
-from firstnan.tracer import Tracer
+from firstnan import NonFiniteError, Report
+from firstnan.api import trace as tracing
+from firstnan.engine import conclude
+from firstnan.gate.gate import Gate
+from firstnan.tracing import tracer
+from firstnan.tracing.tracer import Tracer
 from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
 
 

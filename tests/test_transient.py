@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.compare import Difference, digest, first_difference
 from firstnan.records import Report
-from firstnan.tracer import Tracer
+from firstnan.tracing.compare import Difference, digest, first_difference
+from firstnan.tracing.tracer import Tracer
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

@@ -20,13 +20,13 @@ import numpy
 import pytest
 import torch
 
-from firstnan.child import Start
-from firstnan.investigate import Options, reason_not_to_try
+from firstnan.engine import trials as trial
+from firstnan.engine.investigation import Options, reason_not_to_try
+from firstnan.engine.second_run import Start
+from firstnan.engine.trials import Limits, Outcome, Trials, judged, keeps_numbers, last_bad_step, loss_change, ranked
+from firstnan.observe.runner import Program
 from firstnan.records import History, Noticed, Origin, Remedy, Report, Site, StepRecord, TensorStat
 from firstnan.report import load
-from firstnan.runner import Program
-from firstnan.trial import trials as trial
-from firstnan.trial.trials import Limits, Outcome, Trials, judged, keeps_numbers, last_bad_step, loss_change, ranked
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -555,7 +555,7 @@ def test_order_in_the_report() -> None:
 
 COMMAND = """
     import sys
-    import firstnan.conclude as room
+    import firstnan.engine.conclude as room
     from firstnan.cli import main
     from firstnan.records import Remedy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from firstnan import turns
-from firstnan.turns import Rounds, Steps
+from firstnan.gate import step_counter as turns
+from firstnan.gate.step_counter import Rounds, Steps
 
 
 class Optimizer:

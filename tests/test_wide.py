@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from firstnan.observe.sites import Ownership
 from firstnan.records import OpEvent
-from firstnan.site import Ownership
-from firstnan.tracer import Tracer
+from firstnan.tracing.tracer import Tracer
 
 HALF = torch.tensor([300.0, 2.0], dtype=torch.float16)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from firstnan.blame import Verdict, blame
-from firstnan.finite import is_finite, tensors_in
+from firstnan.diagnose.blame import Verdict, blame
 from firstnan.records import OpEvent, Origin, Trace
-from firstnan.tracer import Tracer
+from firstnan.tensors.finite import is_finite, tensors_in
+from firstnan.tracing.tracer import Tracer
 
 MARK, STEP = "# <-- here", "# step"
 _numbers = count()

@@ -3,16 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from firstnan.bad_batch import find_bad_batch
-    from firstnan.checks import check, check_gradients, check_weights
-    from firstnan.detector import NaNDetector
-    from firstnan.errors import NonFiniteError
+    from firstnan.api.bad_batch import find_bad_batch
+    from firstnan.api.bad_samples import find_bad_samples
+    from firstnan.api.checks import check, check_gradients, check_weights
+    from firstnan.api.detector import NaNDetector
+    from firstnan.api.replay import replay
+    from firstnan.api.trace import trace
+    from firstnan.diagnose.rules import rule
     from firstnan.records import NaNEvent, Report
-    from firstnan.replaying import replay
+    from firstnan.records.errors import NonFiniteError
     from firstnan.report import load
-    from firstnan.rules import rule
-    from firstnan.samples.door import find_bad_samples
-    from firstnan.tracing import trace
 
 __all__ = [
     "NaNDetector",
@@ -33,19 +33,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "NaNDetector": "detector",
+    "NaNDetector": "api.detector",
     "NaNEvent": "records",
-    "NonFiniteError": "errors",
+    "NonFiniteError": "records.errors",
     "Report": "records",
-    "check": "checks",
-    "check_gradients": "checks",
-    "check_weights": "checks",
-    "find_bad_batch": "bad_batch",
-    "find_bad_samples": "samples.door",
+    "check": "api.checks",
+    "check_gradients": "api.checks",
+    "check_weights": "api.checks",
+    "find_bad_batch": "api.bad_batch",
+    "find_bad_samples": "api.bad_samples",
     "load": "report",
-    "replay": "replaying",
-    "rule": "rules",
-    "trace": "tracing",
+    "replay": "api.replay",
+    "rule": "diagnose.rules",
+    "trace": "api.trace",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from firstnan.cli import main
+from firstnan.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

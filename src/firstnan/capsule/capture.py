@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from firstnan.capsule.file import FORMAT, VERSION, CapsuleError, Part, readable_size
-from firstnan.capsule.living import Living
 from firstnan.capsule.packing import Packer
-from firstnan.finite import is_finite
-from firstnan.gate import Gate
-from firstnan.randomness import RandomState
-from firstnan.replayer import Handout
+from firstnan.capsule.training_objects import Living
+from firstnan.gate.gate import Gate
+from firstnan.tensors.batches import Handout
+from firstnan.tensors.finite import is_finite
+from firstnan.tensors.randomness import RandomState
 
 
 class Capture:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from firstnan.capsule.file import Opened, Part
 from firstnan.capsule.values import DEEPEST, DTYPES, RAW, Array, Foreign, Missing, Packed, Sparse
-from firstnan.finite import dtype_name
+from firstnan.tensors.finite import dtype_name
 
 _MOST_VALUES = 200_000
 _CHUNK = 4 << 20

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast, get_args, get_type_hints
 
-from firstnan.causes import catalogue
+from firstnan.diagnose.causes import catalogue
 from firstnan.records import (
     FORMAT,
     VERSION,

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from firstnan.causes import catalogue
+from firstnan.diagnose.causes import catalogue
 from firstnan.records import Cause, Origin, Remedy, Report
 from firstnan.report import words
 from firstnan.report.chars import Charset

@@ -1,0 +1,84 @@
+"""`find_bad_batch`: the door to both searches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn import Module
+
+from firstnan.engine.batch_search.checkpoints import LateSearch
+from firstnan.engine.batch_search.order import Order
+from firstnan.engine.batch_search.result import BatchSearch
+from firstnan.engine.batch_search.scan import scan
+from firstnan.engine.batch_search.state import Everything, SavedState
+from firstnan.engine.batch_search.training import Training
+from firstnan.engine.batch_search.watched_step import WatchedStep
+
+
+def find_bad_batch(
+    step: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    model: Module,
+    optimizer: Any = None,
+    checkpoints: Iterable[tuple[int, Any]] | None = None,
+    all: bool = False,
+    progress: bool = True,
+) -> BatchSearch:
+    """Finds the first batch of a loader that breaks `step(batch)`, or the step from which a training went wrong.
+
+        found = firstnan.find_bad_batch(train_step, loader, model=model, optimizer=optimizer)
+        print(found)
+
+    `step` is one's own function: forward and loss, with or without backward and `optimizer.step()`. A batch is bad if
+    it holds a NaN, or if the loss, a gradient or a buffer is not finite after it; each is tried from the model's state
+    as it is now, and no update is made. `all` lists every bad batch.
+
+    `checkpoints` are states of a run that failed late: pairs (number of updates made by then, state), where a state
+    is a file of `torch.save`, a dict with the state dicts "model" and "optimizer", or a model's state dict. A binary
+    search finds the first state that is not finite or out of the healthy band of those before it; then the steps
+    from the last good one on are made again. Batch i of the loader is taken to belong to step i.
+
+    Model, optimizers, schedules, scalers, gradients and random generators are as before at the end, however it ends;
+    what else `step` changes is not known here.
+    """
+    training = Training(model, optimizer)
+    states = [SavedState(number, state) for number, state in checkpoints] if checkpoints is not None else None
+    if states == []:
+        raise ValueError("there are no checkpoints to search")
+    if states is None and (bad := training.bad_state(optimizers=False)) is not None:
+        return BatchSearch("scan", weights=bad)
+    watched = WatchedStep(step, training)
+    order = Order(loader, watched.replayer)
+    length = order.length if states is None else None
+    with (
+        Everything(training, loader) as everything,
+        watched.installed(),
+        _bar(progress, length) as bar,
+    ):
+        if states is None:
+            return scan(watched, order, everything, all, bar)
+        return LateSearch(watched, order, everything, states, training, bar).search()
+
+
+@contextmanager
+def _bar(wanted: bool, length: int | None) -> Iterator[Callable[[str], None]]:
+    """A progress bar on a terminal; called once a batch with what there is to say."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    columns = (
+        TextColumn("firstnan:"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=length, text="")
+        yield lambda text: bar.update(task, advance=1, text=text)

@@ -1,0 +1,272 @@
+"""`NaNDetector`: protection inside a training loop that one owns."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from torch.nn import Module
+
+from firstnan.api import options
+from firstnan.capsule import LIMIT, Wanted
+from firstnan.engine.detector_capsules import Function
+from firstnan.engine.events import EventLog
+from firstnan.engine.journal import Counts
+from firstnan.engine.mode import SEARCHING, WAITING
+from firstnan.engine.policy import Policy, Settings
+from firstnan.engine.session import Session
+from firstnan.engine.statistics import Statistics
+from firstnan.observe.layers import LayerWatch, Sink
+from firstnan.observe.sites import Ownership, directories
+from firstnan.records import NaNEvent, Report
+from firstnan.records.errors import NonFiniteError
+from firstnan.tensors.batches import NamelessSource
+from firstnan.tensors.optimizers import parameters_of
+
+log = logging.getLogger("firstnan")
+
+
+class NaNDetector:
+    """Watches the training of a model: finds the first NaN or Inf, explains it, and keeps it out of the weights.
+
+        with NaNDetector(model, optimizer) as detector:
+            for batch in detector.batches(loader):
+                ...  # the training step, unchanged
+
+    `model` is a module, several, or a mapping of names to modules; `optimizer` one or several, or None where the
+    weights are updated by hand. `on_nonfinite`: "raise" NonFiniteError with the report; "warn" and go on; "skip" the
+    step; "rollback" to the last good state, kept every `snapshot_every` steps. More than `streak` bad steps in a row
+    end training under "skip" and "rollback" too.
+
+    `layers` watches every leaf layer (or those that `trackable(name, module)` picks, without those that `skip` names
+    by type, name or glob); `stats` keeps magnitudes of the last so many steps per layer. `guard` watches the norm of
+    the gradients: "warn", "clip" or "off"; `max_grad_norm` is an absolute limit for it. `events` holds what was
+    noticed, at most `max_events`; `on_event` hears of each. `capsule_dir` is a folder for the failing step, one file of
+    at most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`.
+    """
+
+    def __init__(
+        self,
+        model: Module | Iterable[Module] | Mapping[str, Module],
+        optimizer: Any = None,
+        *,
+        on_nonfinite: Policy = "raise",
+        streak: int = 10,
+        snapshot_every: int = 100,
+        layers: bool = False,
+        trackable: Callable[[str, Module], bool] | None = None,
+        skip: type | str | Iterable[type | str] = (),
+        stats: int = 0,
+        guard: str = "warn",
+        max_grad_norm: float | None = None,
+        max_events: int = 1000,
+        on_event: Callable[[NaNEvent], None] | None = None,
+        capsule_dir: str | os.PathLike[str] | None = None,
+        capsule_limit: int = LIMIT,
+    ) -> None:
+        self._roots, self._optimizers = models_given(model), optimizers_given(optimizer)
+        if on_nonfinite not in get_args(Policy):
+            raise ValueError(f"on_nonfinite is one of {', '.join(get_args(Policy))}, not {on_nonfinite!r}")
+        if on_nonfinite in ("skip", "rollback") and not self._optimizers:
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} needs the optimizer")
+        if guard not in ("warn", "clip", "off"):
+            raise ValueError(f"guard is warn, clip or off, not {guard!r}")
+        if max_grad_norm is not None:
+            options.positive("max_grad_norm", max_grad_norm)
+            if guard == "off":
+                raise ValueError(
+                    f"guard='off' and max_grad_norm={max_grad_norm!r} exclude each other: it is the guard's"
+                )
+        whole = {"streak": streak, "stats": stats, "max_events": max_events, "capsule_limit": capsule_limit}
+        for name, value in whole.items():
+            options.whole(name, value, 0)
+        options.whole("snapshot_every", snapshot_every, 1)
+        options.flag("layers", layers)
+        for name, called in (("trackable", trackable), ("on_event", on_event)):
+            if called is not None:
+                options.function(name, called)
+        capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
+        self._settings = Settings(on_nonfinite, streak, snapshot_every, guard, max_grad_norm, capsules)  # type: ignore[arg-type]
+        self._layers, self._trackable, self._skip = layers, trackable, options.types_and_names("skip", skip)
+        self.events = EventLog(max_events, on_event)
+        """What was noticed, as NaNEvent records: the first ones and the last ones."""
+        self.stats = Statistics(stats) if stats else None
+        """Magnitudes per layer of the last steps: `dump()`, `select(pattern)`, `clear()`."""
+        self._ownership = Ownership(tuple(directories(sys._getframe(1))))
+        self._lock = threading.RLock()
+        self._session: Session | None = None
+        self._last: Session | None = None
+        self._counts, self._before = Counts(), Counts()
+        """Like the events they go on where the detector is used again."""
+
+    def attach(self) -> NaNDetector:
+        """Begins to watch; does nothing where it already does."""
+        with self._lock:
+            if self._session is None:
+                watches = self._layers or self._trackable is not None or self.stats is not None
+                session = Session(
+                    self._roots,
+                    self._optimizers,
+                    self._settings,
+                    self._ownership,
+                    self.events,
+                    self.stats,
+                    self._layer_watch if watches else None,
+                )
+                session.journal.counts = self._counts
+                self._before = replace(self._counts)
+                try:
+                    session.begin()
+                except BaseException:
+                    session.end()
+                    raise
+                self._session = self._last = session
+                self._warn_of_strangers(session)
+        return self
+
+    def _warn_of_strangers(self, session: Session) -> None:
+        wanted = {id(p) for p, _ in session.models.parameters.values() if p.requires_grad}
+        trained = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
+        if wanted and trained and wanted.isdisjoint(trained):
+            log.warning("firstnan: the optimizer trains no parameter of the model: was one of them made anew?")
+
+    def _layer_watch(self, sink: Sink) -> LayerWatch:
+        before = self._last.layers if self._last is not None else None
+        return LayerWatch(
+            self._roots,
+            sink,
+            trackable=self._trackable,
+            skip=self._skip,
+            statistics=self.stats is not None,
+            in_turn=self._on_cpu(),
+            steps=before.steps if before is not None else 0,
+        )
+
+    def _on_cpu(self) -> bool:
+        """Elsewhere the loss is known too late to decide what is looked at."""
+        return all(p.is_cpu for root in self._roots.values() for p in root.parameters())
+
+    def detach(self) -> None:
+        """Leaves model, optimizer and torch as they were; what was found stays here."""
+        with self._lock:
+            session, self._session = self._session, None
+            if session is None:
+                return
+            session.end()
+            counts, before = self._counts, self._before
+            bad = counts.nonfinite > before.nonfinite and self._settings.policy != "raise"
+            if bad or counts.warnings > before.warnings:
+                log.warning("firstnan: %s", _counted(self.summary()))
+
+    def __enter__(self) -> NaNDetector:
+        return self.attach()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        session = self._session
+        report, searching = None, session is not None and session.mode is SEARCHING
+        try:
+            report = session.left(error) if session is not None else None
+        finally:
+            self.detach()
+        if report is None:
+            return
+        if searching and isinstance(error, Exception):  # raised by what only we wanted to be done
+            raise NonFiniteError(report) from None
+        if error is not None:
+            error.add_note(str(NonFiniteError(report)))
+        elif self._settings.policy == "raise":
+            raise NonFiniteError(report)
+        else:
+            log.warning("%s", NonFiniteError(report))
+
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """The loader's batches; one that fails is handed out again, so that the loop body shows why."""
+        return Batches(self._attached, loader)
+
+    def step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, which makes one training step; where that fails it is called again, and explained."""
+        session = self._attached()
+        session.plays_again()
+        session.body_ended()
+        session.handed_out(session.own_source, [Function(function), args, kwargs])
+        result = function(*args, **kwargs)
+        if session.mode is WAITING:
+            for again, given, named in session.again(session.own_source):
+                with session.replays.excused():
+                    result = again.call(*given, **named)
+        session.body_ended()
+        return result
+
+    @property
+    def report(self) -> Report | None:
+        """The last failure."""
+        return self._last.report if self._last is not None else None
+
+    def summary(self) -> dict[str, int]:
+        """How many steps were made, and how many were not finite, skipped, rolled back, clipped or warned of."""
+        return {**asdict(self._counts), "events": len(self.events), "events_dropped": self.events.dropped}
+
+    def _attached(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("the detector is not attached: use `with NaNDetector(...) as detector:` or attach()")
+        return self._session
+
+
+class Batches:
+    """A loader's batches, each pass over them an epoch; a batch whose step fails comes a second time."""
+
+    def __init__(self, session: Callable[[], Session], loader: Iterable[Any]) -> None:
+        self._session, self._loader = session, loader
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
+
+    def __iter__(self) -> Iterator[Any]:
+        session = self._session()
+        session.plays_again()
+        session.journal.epoch = 0 if session.journal.epoch is None else session.journal.epoch + 1
+        iterator = iter(self._loader)
+        source = iterator if hasattr(iterator, "__weakref__") else NamelessSource()
+        for batch in iterator:
+            session.handed_out(source, batch)
+            yield batch
+            if session.mode is WAITING:
+                yield from session.again(source)
+            session.body_ended()
+
+
+def models_given(model: Any) -> dict[str, Module]:
+    """Each model with the prefix of its names: none for a single one."""
+    if isinstance(model, Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        found = {str(name): m for name, m in model.items()}
+    elif isinstance(model, Iterable):
+        found = {str(i): m for i, m in enumerate(model)}
+    else:
+        found = {"": model}
+    for name, one in found.items():
+        if not isinstance(one, Module):
+            raise TypeError(f"model{f'[{name}]' if name else ''} is no torch.nn.Module but {type(one).__name__}")
+    if not found:
+        raise ValueError("there is no model to watch")
+    return found
+
+
+def optimizers_given(optimizer: Any) -> list[Any]:
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
+    for one in given:
+        if not hasattr(one, "register_step_pre_hook") or not hasattr(one, "param_groups"):
+            raise TypeError(f"optimizer is no torch.optim.Optimizer but {type(one).__name__}")
+    return given
+
+
+def _counted(summary: dict[str, int]) -> str:
+    told = [f"{n} {name.replace('_', ' ')}" for name, n in summary.items() if n and name != "events"]
+    return ", ".join(told)

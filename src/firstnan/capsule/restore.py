@@ -1,0 +1,189 @@
+"""Puts a captured state into the models, optimizers and generators of this process, as far as they are the same."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.capsule.content import Capsule, GroupState, ModelState, OptimizerState
+from firstnan.capsule.packing import Unpacker
+from firstnan.capsule.training_objects import Living, Model
+from firstnan.capsule.values import Missing, Packed
+from firstnan.tensors.optimizers import parameters_of
+
+_NAMED = 3
+
+
+class Putting:
+    """One capsule and the things of this process that it belongs to; `notes` says what did not fit."""
+
+    def __init__(self, capsule: Capsule, living: Living) -> None:
+        self.capsule, self.living = capsule, living
+        self.unpacker = Unpacker(capsule.opened)
+        self.notes: list[str] = []
+        self._models = self._matched_models()
+        self.optimizers = self._matched_optimizers()
+        """The optimizer of this process, or None, for each of the capsule's."""
+
+    # Who is who.
+
+    def _matched_models(self) -> list[Model | None]:
+        """For each captured model the one with most of its names and shapes; of equals the first, of its own class."""
+        free = list(self.living.models)
+        found: list[Model | None] = []
+        for state in self.capsule.models:
+            best = max(free, key=lambda m, s=state: (_likeness(s, m), m.kind == s.kind), default=None)  # type: ignore[misc]
+            if best is None or not _likeness(state, best):
+                found.append(None)
+                if state.parameters or state.buffers:
+                    self.notes.append(f"the program has no model like the captured {state.kind}")
+                continue
+            # By identity: two models may be equal to each other.
+            free = [m for m in free if m is not best]
+            found.append(best)
+        return found
+
+    def _matched_optimizers(self) -> list[Any]:
+        free = list(self.living.optimizers)
+        found: list[Any] = []
+        for state in self.capsule.optimizers:
+            fitting = [o for o in free if self._fits(state, o)]
+            best = next((o for o in fitting if type(o).__name__ == state.kind), fitting[0] if fitting else None)
+            free = [o for o in free if o is not best]
+            found.append(best)
+            if best is None:
+                self.notes.append(f"the program has no optimizer like the captured {state.kind}")
+        return found
+
+    def _fits(self, state: OptimizerState, optimizer: Any) -> bool:
+        """Whether it trains one of the captured optimizer's parameters."""
+        own = {id(p) for p in parameters_of(optimizer)}
+        return any(p is not None and id(p) in own for _, p, _ in self._parameters(state, optimizer))
+
+    def _parameters(self, state: OptimizerState, optimizer: Any) -> Iterable[tuple[Any, Tensor | None, Any]]:
+        """Each captured parameter with the one of this process: by its name, or (one of no model) by its place."""
+        mine = parameters_of(optimizer)
+        for i, captured in enumerate(state.parameters):
+            if captured.name is None:
+                live = mine[i] if i < len(mine) else None
+                shape = getattr(captured.value, "shape", None)
+                yield captured, live if live is not None and tuple(_local(live).shape) == shape else None, i
+            else:
+                model = self._models[captured.name[0]]
+                yield captured, model.parameters.get(captured.name[1]) if model is not None else None, i
+
+    # What is put in.
+
+    def weights(self) -> None:
+        """Parameters and buffers."""
+        changed: list[str] = []
+        missing: list[str] = []
+        extra: list[str] = []
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for state, model in zip(self.capsule.models, self._models, strict=True):
+                if model is None:
+                    continue
+                buffers = {n: b for n, slot in model.slots.items() if (b := slot.tensor()) is not None}
+                for captured, here in ((state.parameters, model.parameters), (state.buffers, buffers)):
+                    missing += [name for name in captured if name not in here]
+                    changed += [n for n in captured if n in here and not self._put(here[n], captured[n])]
+                extra += [name for name in model.parameters if name not in state.parameters]
+        for names, text in (
+            (changed, "have another shape here, or could not be kept"),
+            (missing, "are not in the program's model"),
+            (extra, "are not in the capsule"),
+        ):
+            if names:
+                self.notes.append(f"{_some(names)} {text}")
+
+    def _put(self, target: Tensor, value: Any) -> bool:
+        if isinstance(value, Missing):
+            return False
+        t = self.unpacker.fresh(value) if isinstance(value, Packed) else self.unpacker.value(value)
+        here = _local(target)
+        if t.shape != here.shape:
+            return False
+        here.detach().copy_(t)
+        return True
+
+    def training(self) -> None:
+        """State and settings of the optimizers, gradient scalers, learning-rate schedulers."""
+        for state, optimizer in zip(self.capsule.optimizers, self.optimizers, strict=True):
+            if optimizer is not None:
+                self._optimizer(state, optimizer)
+        for captured, scaler in zip(self.capsule.scalers, self.living.scalers, strict=False):
+            self._try("a gradient scaler", lambda c=captured, s=scaler: self._load(c, s))
+        free = list(self.living.schedulers)
+        for kind, captured in self.capsule.schedulers:
+            scheduler = next((s for s in free if type(s).__name__ == kind), None)
+            free = [s for s in free if s is not scheduler]
+            if scheduler is not None:
+                self._try(f"a {kind}", lambda c=captured, s=scheduler: self._load(c, s))
+
+    def _load(self, captured: Any, holder: Any) -> None:
+        own = holder.state_dict()
+        if own and set(own) == set(captured):
+            holder.load_state_dict(self.unpacker.value(captured, own))
+
+    def _optimizer(self, state: OptimizerState, optimizer: Any) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for captured, p, _ in self._parameters(state, optimizer):
+                if p is None:
+                    continue
+                if captured.value is not None and not self._put(p, captured.value):
+                    self.notes.append(f"a parameter of {state.kind} has another shape here")
+                elif isinstance(captured.state, dict):
+                    optimizer.state[p] = self.unpacker.value(captured.state, home=_local(p))
+        groups = zip(state.groups, optimizer.param_groups, strict=False)
+        for one, group in groups:
+            self._settings(one, group)
+
+    def _settings(self, state: GroupState, group: dict[str, Any]) -> None:
+        for name, value in state.settings.items():
+            if name != "params" and not isinstance(value, Missing):
+                group[name] = self.unpacker.value(value, group.get(name))
+
+    def _try(self, what: str, act: Any) -> None:
+        try:
+            act()
+        except Exception as error:
+            self.notes.append(f"{what} does not take the captured state ({type(error).__name__})")
+
+    # Random numbers.
+
+    def random(self, state: Any) -> None:
+        if state is not None:
+            self._try("Python's random generator", lambda: random.setstate(state["python"]))
+            self._try("torch's random generator", lambda: torch.set_rng_state(self.unpacker.tensor(state["torch"])))
+            if state["numpy"] is not None and "numpy" in sys.modules:
+                numbers = self.unpacker.value(state["numpy"])
+                self._try("numpy's random generator", lambda: sys.modules["numpy"].random.set_state(numbers))
+            self._try("the GPU's random generator", lambda: self._cuda(state["cuda"]))
+
+    def _cuda(self, states: Sequence[Packed]) -> None:
+        if torch.cuda.is_available():
+            for i, state in enumerate(states[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(self.unpacker.tensor(state), i)
+
+
+def _likeness(state: ModelState, model: Model) -> int:
+    buffers = {n: b for n, slot in model.slots.items() if (b := slot.tensor()) is not None}
+    pairs = [(state.parameters, model.parameters), (state.buffers, buffers)]
+    both = [(v, _local(here[name])) for captured, here in pairs for name, v in captured.items() if name in here]
+    return sum(2 if tuple(t.shape) == getattr(v, "shape", None) else 1 for v, t in both)
+
+
+def _local(t: Tensor) -> Tensor:
+    """Of a sharded tensor the part that is here."""
+    local: Tensor = getattr(t, "_local_tensor", t)
+    return local
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

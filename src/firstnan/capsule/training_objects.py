@@ -1,0 +1,75 @@
+"""The models of a process and what trains them, in an order that another process finds again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+
+from firstnan.tensors.live_objects import alive
+from firstnan.tensors.names import Slot, outermost, readable_path
+from firstnan.tensors.optimizers import parameters_of
+
+
+@dataclass(frozen=True)
+class Model:
+    kind: str
+    parameters: dict[str, Tensor]
+    slots: dict[str, Slot]
+    """Places of buffers."""
+
+    @classmethod
+    def of(cls, root: Module) -> Model:
+        named = [(readable_path(n), p) for n, p in root.named_parameters() if not is_lazy(p)]
+        slots: dict[str, Slot] = {}
+        for path, module in root.named_modules():
+            for name in module._buffers:
+                label = readable_path(f"{path}.{name}" if path else name)
+                slots[label] = Slot(module, name, label)
+        return cls(type(getattr(root, "_orig_mod", root)).__name__, dict(named), slots)
+
+
+@dataclass(frozen=True)
+class Living:
+    models: list[Model]
+    optimizers: list[Any]
+    scalers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def find(
+        cls, optimizers: Iterable[Any], roots: Mapping[str, Module] | None = None, leaves: Sequence[Tensor] = ()
+    ) -> Living:
+        """The models given, or all that live in this process; those come first that an optimizer trains first.
+
+        `leaves` are tensors that are trained, perhaps without being part of any model.
+        """
+        optimizers = list(optimizers)
+        places = {id(p): i for i, p in enumerate(p for o in optimizers for p in parameters_of(o))}
+        found = list(roots.values()) if roots is not None else [root for _, root in outermost()]
+        models = [Model.of(root) for root in found]
+        if roots is None:
+            models.sort(key=lambda m: min((places.get(id(p), len(places)) for p in m.parameters.values()), default=0))
+        known = {id(p) for m in models for p in m.parameters.values()} | set(places)
+        loose = [leaf for leaf in leaves if id(leaf) not in known]
+        if loose:
+            models.append(Model("", {f"leaf {i}": leaf for i, leaf in enumerate(loose)}, {}))
+        scalers, schedulers = alive(torch.amp.GradScaler), alive(LRScheduler)
+        schedulers = [s for s in schedulers if any(vars(s).get("optimizer") is o for o in optimizers)]
+        # One that is made of others knows their state too, and puts it in last.
+        schedulers.sort(key=lambda s: hasattr(s, "_schedulers"))
+        return cls(models, optimizers, scalers, schedulers)
+
+    def names(self) -> dict[int, tuple[int, str]]:
+        """Which model a parameter belongs to, and its name there."""
+        found: dict[int, tuple[int, str]] = {}
+        for i, model in enumerate(self.models):
+            for name, parameter in model.parameters.items():
+                found.setdefault(id(parameter), (i, name))
+        return found

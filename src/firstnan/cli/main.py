@@ -1,0 +1,379 @@
+"""The command `firstnan`: parses arguments and hands over to the rooms that do the work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from firstnan import __version__
+from firstnan.observe import runner
+
+if TYPE_CHECKING:
+    from firstnan.capsule import Wanted
+
+# Nothing heavy up here: `run` starts before the user's program has imported torch, and `show` never needs it.
+
+COMMANDS = ("run", "show", "fix", "replay", "causes", "demo")
+_WITH_VALUE = ("--json", "-o", "--output", "--replay", "--verify", "--capsule", "--capsule-limit")
+
+
+class UsageError(Exception):
+    """The command line cannot be followed; the text is one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code; errors in the command line are one line on stderr and a 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _command(words)
+    except (UsageError, runner.ProgramError) as error:
+        print(f"firstnan: {error}", file=sys.stderr)
+        return 2
+    if code == runner.INTERRUPTED:
+        runner.leave(code)
+    return code
+
+
+def _command(words: list[str]) -> int:
+    if not words:
+        raise UsageError(f"no command given: {', '.join(COMMANDS)} (see firstnan --help)")
+    name, rest = words[0], words[1:]
+    if name == "run":
+        return _run(rest)
+    if name == "replay":
+        return _replay(rest)
+    if name == "show":
+        return _show(_show_parser().parse_args(rest))
+    if name == "fix":
+        return _fix(_fix_parser().parse_args(rest))
+    if name == "causes":
+        return _causes(_causes_parser().parse_args(rest))
+    if name == "demo":
+        return _demo(_demo_parser().parse_args(rest))
+    if name.startswith("-"):
+        _main_parser().parse_args(words)  # prints the help or the version and exits, or complains
+    hint = f"; to run a program: firstnan run {name}" if os.path.exists(name) else " (see firstnan --help)"
+    raise UsageError(f"no command {name!r}{hint}")
+
+
+# --- the commands -------------------------------------------------------------------------------------------------
+
+
+def _run(words: list[str]) -> int:
+    options, program = _split(words)
+    parsed = _run_parser().parse_args(options)
+    if not program:
+        what = "module" if parsed.module else "script"
+        raise UsageError(f"no {what} given: firstnan run [options] {'-m ' * parsed.module}{what} [arguments]")
+    return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
+
+
+def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
+    # The program may change its working directory, so the paths are made absolute here.
+    json, output = _writable(parsed.json), _writable(_known_format(parsed.output))
+    from firstnan.engine.investigation import Investigation, Options
+
+    fix = _writable(str((json or output or Path("firstnan")).with_suffix(".patch"))) if parsed.fix else None
+    options = Options(
+        json=json,
+        output=output,
+        trace=parsed.trace,
+        replay=parsed.replay,
+        program=program,
+        verify=parsed.verify,
+        fix=fix,
+        capsule=_capsules(parsed),
+        landing=parsed.landing,
+    )
+    return runner.run(program, Investigation(options))
+
+
+def _replay(words: list[str]) -> int:
+    options, rest = _split(words)
+    more, program = _split(rest[1:])
+    parsed = _replay_parser().parse_args(options + more)
+    if not rest or not program:
+        raise UsageError("firstnan replay [options] CAPSULE script.py [arguments]")
+    from firstnan.capsule.content import load
+    from firstnan.capsule.file import CapsuleError
+
+    try:
+        parsed.landing = load(rest[0])
+    except CapsuleError as error:
+        raise UsageError(str(error)) from None
+    return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    output = _writable(_known_format(parsed.output))
+    from firstnan.report import ReportError, load, print_text, write
+
+    try:
+        report = load(parsed.report)
+    except ReportError as error:
+        raise UsageError(str(error)) from None
+    if output is not None:
+        try:
+            write(report, output)
+        except OSError as error:
+            raise UsageError(f"can't write {parsed.output!r}: {error.strerror}") from None
+        return 0
+    with _pager_may_leave():
+        print_text(report, sys.stdout)
+    return 0
+
+
+def _fix(parsed: argparse.Namespace) -> int:
+    from firstnan.cli.fix import FixError, apply, choose, show
+    from firstnan.report import ReportError, load
+
+    try:
+        report = load(parsed.report)
+        with _pager_may_leave():
+            show(report, parsed.number, sys.stdout)
+        remedy = choose(report, parsed.number)
+        if remedy is None:
+            return 1
+        if parsed.apply:
+            apply(remedy, sys.stdout)
+    except (ReportError, FixError) as error:
+        raise UsageError(str(error)) from None
+    return 0
+
+
+def _causes(parsed: argparse.Namespace) -> int:
+    from firstnan.diagnose.causes import catalogue
+    from firstnan.diagnose.causes.pages import listing, page
+
+    if parsed.slug is None:
+        text = listing()
+    else:
+        entry = catalogue().get(parsed.slug) or _unknown("cause", parsed.slug, catalogue(), "firstnan causes")
+        text = page(entry)
+        if parsed.example:
+            if entry.example is None:
+                raise UsageError(f"there is no example of {entry.slug}")
+            text = entry.example.read_text(encoding="utf-8").rstrip()
+    with _pager_may_leave():
+        print(text, flush=True)
+    return 0
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    from firstnan.cli.demos import demos, find
+
+    if parsed.name is None:
+        known = demos()
+        width = max((len(demo.name) for demo in known), default=0)
+        lines = [f"{demo.name:<{width}}  {demo.title}" for demo in known]
+        with _pager_may_leave():
+            print(*lines, "", "firstnan demo NAME runs one.", sep="\n", flush=True)
+        return 0
+    demo = find(parsed.name)
+    demo = demo or _unknown("demo", parsed.name, [d.name for d in demos()], "firstnan demo")
+    return _investigate(_run_parser().parse_args([]), runner.Program(str(demo.path), ()))
+
+
+def _unknown(what: str, name: str, known: Iterable[str], lister: str) -> NoReturn:
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f" ({lister} lists them)"
+    raise UsageError(f"no {what} {name!r}{hint}")
+
+
+@contextmanager
+def _pager_may_leave() -> Iterator[None]:
+    """Prints in peace: a reader of stdout that has seen enough (`head`, a pager) is no error."""
+    try:
+        yield
+    except BrokenPipeError:
+        # What could not be written must not be tried again when python closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line where argparse prints its whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace("unrecognized arguments: ", "unknown option or argument: ")
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _main_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan",
+        usage="firstnan [-h] [--version] {run,show,fix,replay,causes,demo} ...",
+        description="Finds the first NaN or Inf of a PyTorch training run and says why it was born.",
+        epilog="commands:\n"
+        "  run     run a training program, unchanged, and report the first NaN or Inf\n"
+        "  show    print a saved report\n"
+        "  fix     show the change that a report has proven, or make it\n"
+        "  replay  land a program in the failing step that a capsule holds\n"
+        "  causes  list what a NaN or Inf can come from, or explain one cause\n"
+        "  demo    list small programs that fail, or run one\n"
+        "\nfirstnan COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"firstnan {__version__}")
+    return parser
+
+
+def _run_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan run",
+        usage="firstnan run [options] script.py [arguments]\n       firstnan run [options] -m module [arguments]",
+        description="Runs a program as python would and reports its first NaN or Inf on stderr.",
+        epilog="Exit code: 3 when something was found, else the program's own; 2 when it could not be started. "
+        "Everything after the script or module belongs to the program.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, also when nothing was found")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the report, in the format of the extension")
+    parser.add_argument("--trace", action="store_true", help="record every operator from the first step on (slower)")
+    parser.add_argument(
+        "--replay", choices=("auto", "never"), default="auto", help="run a failing step once more to see its operators"
+    )
+    parser.add_argument(
+        "--verify",
+        type=_steps,
+        metavar="N",
+        help="try changes of the program in copies of it, up to N steps behind the failing one (default 20; 0: do not)",
+    )
+    parser.add_argument("--fix", action="store_true", help="write the best proven change as a .patch beside the report")
+    parser.add_argument("--capsule", metavar="DIR", help="write the failing step to a file in DIR, for firstnan replay")
+    parser.add_argument("--capsule-limit", metavar="SIZE", default="2G", help="its largest size (500M, 2G; default 2G)")
+    parser.set_defaults(landing=None)
+    return parser
+
+
+def _replay_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan replay",
+        usage="firstnan replay [options] CAPSULE script.py [arguments]\n"
+        "       firstnan replay [options] CAPSULE -m module [arguments]",
+        description="Starts a program, lands in the step that a capsule holds, and reports what happens there.",
+        epilog="Exit code: 3 when it happened again, 0 when the step was finite here; 2 when it could not be started.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, also when nothing was found")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the report, in the format of the extension")
+    parser.set_defaults(trace=False, replay="never", capsule=None, verify=0, fix=False)
+    return parser
+
+
+def _steps(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a number of steps, not {text!r}")
+    return number
+
+
+def _show_parser() -> _Parser:
+    parser = _Parser(prog="firstnan show", description="Prints a saved report, or converts it.", allow_abbrev=False)
+    parser.add_argument("report", type=Path, metavar="report.json", help="a file that firstnan run --json wrote")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write it, in the format of the extension")
+    return parser
+
+
+def _fix_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan fix",
+        description="Shows the change of the program that a report has proven, and what else was tried.",
+        epilog="Exit code: 0 shown or applied, 1 nothing was proven, 2 the report or the files do not allow it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("report", type=Path, metavar="report.json", help="a file that firstnan run --json wrote")
+    parser.add_argument("--apply", action="store_true", help="change the files; each is kept as FILE.orig")
+    parser.add_argument("--number", type=_steps, metavar="K", help="the K-th change of the report, proven or not")
+    return parser
+
+
+def _causes_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan causes",
+        description="Lists what a NaN or Inf can come from, or explains one cause.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("slug", nargs="?", metavar="SLUG", help="the cause to explain, as a report names it")
+    parser.add_argument("--example", action="store_true", help="print a small program that fails in this way")
+    return parser
+
+
+def _demo_parser() -> _Parser:
+    parser = _Parser(
+        prog="firstnan demo", description="Lists small programs that fail, or runs one.", allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the program to run")
+    return parser
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """`words` cut in two: the options of `firstnan run`, then the program with everything that belongs to it.
+
+    argparse cannot do this: it takes a `--` away from the program's arguments.
+    """
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "--":
+            return words[:at], words[at + 1 :]
+        at += 2 if words[at] in _WITH_VALUE else 1
+    return words[:at], words[at:]
+
+
+def _capsules(parsed: argparse.Namespace) -> Wanted | None:
+    """What was asked for in the way of capsules."""
+    if parsed.capsule is None:
+        return None
+    from firstnan.capsule import Wanted
+
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?B)?", parsed.capsule_limit, re.IGNORECASE)
+    if size is None:
+        raise UsageError(f"--capsule-limit is a size such as 500M or 2G, not {parsed.capsule_limit!r}")
+    folder = Path(os.path.abspath(parsed.capsule))
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"can't write capsules to {parsed.capsule!r}: it is no directory")
+    return Wanted(folder, int(float(size[1]) * 1024 ** " KMGT".index(size[2].upper() or " ")))
+
+
+def _known_format(name: str | None) -> str | None:
+    if name is not None:
+        from firstnan.report import FORMATS
+
+        if Path(name).suffix.lower() not in FORMATS:
+            raise UsageError(f"can't write {name!r}: the extension must be {' or '.join(FORMATS)}")
+    return name
+
+
+def _writable(name: str | None) -> Path | None:
+    """The absolute path of a file that can be written, found out by opening it; leaves everything as it was."""
+    if name is None:
+        return None
+    try:
+        path = Path(os.path.abspath(name))
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            path.open("xb").close()
+            path.unlink()
+            return path
+        # Opening a pipe would wait for its reader.
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            path.open("ab").close()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"can't write {name!r}: {reason}") from None
+    return path

@@ -1,6 +1,0 @@
-"""The layer watch: looks at what every layer reads and writes, forward and backward, and names the first bad one."""
-
-from firstnan.detector.layers.found import Found, Sink
-from firstnan.detector.layers.watch import LayerWatch
-
-__all__ = ["Found", "LayerWatch", "Sink"]

@@ -1,0 +1,14 @@
+"""`python -m firstnan.diagnose.causes docs/causes` writes the pages of the documentation."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from firstnan.diagnose.causes.pages import documents
+
+folder = Path(sys.argv[1])
+for old in folder.glob("*.md"):
+    old.unlink()
+for name, text in documents().items():
+    (folder / name).write_text(text, encoding="utf-8")

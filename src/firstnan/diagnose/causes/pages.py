@@ -1,0 +1,67 @@
+"""The catalogue as text for a terminal and as Markdown; both say the same."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from firstnan.diagnose.causes import Entry, families
+
+WIDTH = 100
+
+
+def listing() -> str:
+    """Every slug with its title, family by family."""
+    parts = []
+    for title, entries in families().items():
+        width = max(len(entry.slug) for entry in entries)
+        parts.append("\n".join([title, *(f"  {entry.slug:<{width}}  {entry.title}" for entry in entries)]))
+    return "\n\n".join([*parts, "firstnan causes SLUG explains one."])
+
+
+def page(entry: Entry) -> str:
+    """One cause for a terminal."""
+    parts = [f"{entry.title}  [{entry.slug}]", textwrap.fill(entry.explanation, WIDTH)]
+    if entry.code:
+        parts.append("\n".join(["In code:", *(f"  {line}" for line in entry.code)]))
+    parts.append("\n".join(["What helps:", *(_point(remedy) for remedy in entry.remedies)]))
+    if entry.example is not None:
+        run = f"  firstnan run {entry.example}"
+        parts.append(f"A program that fails like this:\n{run}\n  firstnan causes {entry.slug} --example prints it.")
+    return "\n\n".join(parts)
+
+
+def _point(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+
+
+def markdown(entry: Entry) -> str:
+    """One cause as a page of the documentation."""
+    parts = [f"# {entry.title}", f"`{entry.slug}`", textwrap.fill(entry.explanation, WIDTH)]
+    if entry.code:
+        parts.append("## In code\n" + _block(entry.code))
+    parts.append("## What helps\n" + "\n".join(f"- {remedy}" for remedy in entry.remedies))
+    if entry.example is not None:
+        program = entry.example.read_text(encoding="utf-8")
+        steps = f"`firstnan causes {entry.slug} --example > example.py`, then `firstnan run example.py`."
+        parts.append(f"## A program that fails like this\n{steps}\n\n" + _block(program.splitlines()))
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(lines: tuple[str, ...] | list[str]) -> str:
+    return "\n".join(["```python", *lines, "```"])
+
+
+def index() -> str:
+    """The first page: every cause with a link to its own."""
+    parts = ["# Causes", "What `firstnan` can name as the reason of a NaN or Inf; `firstnan causes` shows the same."]
+    for title, entries in families().items():
+        rows = [f"| [`{entry.slug}`]({entry.slug}.md) | {entry.title} |" for entry in entries]
+        parts.append("\n".join([f"## {title}", "| slug | |", "| --- | --- |", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def documents() -> dict[str, str]:
+    """File name -> content of everything in docs/causes."""
+    pages = {Path(e.link).name: markdown(e) for entries in families().values() for e in entries}
+    return {"README.md": index(), **pages}

@@ -1,0 +1,85 @@
+"""From an origin to its causes: each rule is a small pure function, the best fit comes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from firstnan.diagnose.causes import catalogue
+from firstnan.diagnose.rules import (
+    data,
+    derivatives,
+    division,
+    domain,
+    linalg,
+    optimizer,
+    overflow,
+    reductions,
+    softmax,
+)
+from firstnan.diagnose.rules.base import RULES
+from firstnan.diagnose.rules.growth import growth
+from firstnan.diagnose.rules.own import rule
+from firstnan.diagnose.rules.scene import Scene
+from firstnan.diagnose.rules.transient import transient
+from firstnan.records import Cause, History, Origin, Trace
+
+__all__ = ["explain", "from_history", "rule", "transient"]
+
+FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
+"""Imported for the rules that they register."""
+
+SECOND = 0.6
+CLEAR_GROWTH = 1e6
+FAR_BEHIND = 0.5
+"""A cause less than half as likely as the best is not worth a tired reader's time."""
+
+
+def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
+    """The causes that fit, best first, each slug once; never empty, the last resort is `unexplained`."""
+    scene = Scene(origin, trace, history)
+    causes = _all(scene)
+    forward = origin.forward_event
+    if origin.phase == "backward" and forward is not None and forward.bad:
+        # The forward value was non-finite too (and hidden from the loss, or meant): its own cause comes second.
+        before = replace(origin, phase="forward", event=forward, forward_event=None, produced=None, inputs=())
+        causes += [replace(c, confidence=SECOND * c.confidence) for c in _all(Scene(before, trace, history))]
+    best: dict[str, Cause] = {}
+    for cause in sorted(causes, key=lambda c: -c.confidence):
+        if cause.confidence:
+            best.setdefault(cause.slug, cause)
+    found = list(best.values()) or [_unexplained(scene)]
+    failed = dict.fromkeys(c.why for c in causes if not c.confidence)
+    first = replace(found[0], evidence=(*found[0].evidence, *failed))
+    return [first, *(c for c in found[1:] if c.confidence >= FAR_BEHIND * first.confidence)]
+
+
+def from_history(history: History) -> Cause | None:
+    """What the steps before tell where no operator was seen: that the run was lost already, or nothing."""
+    rise = growth(history)
+    if rise is None or rise.factor < CLEAR_GROWTH:
+        return None
+    why = f"In the steps before, {rise.sentence()}: {rise.worse()}, until the numbers ran out of range."
+    return Cause("divergence_lr", catalogue()["divergence_lr"].title, why, rise.lines(), SECOND)
+
+
+def _all(scene: Scene) -> list[Cause]:
+    return [cause for cause in (rule.apply(scene) for rule in RULES) if cause is not None]
+
+
+def _unexplained(scene: Scene) -> Cause:
+    """What can be said when no rule fits: where it is and what was read."""
+    try:
+        evidence = scene.input_lines() + scene.witness_lines()
+        counts = f"{scene.nan} NaN and {scene.inf} infinite element(s)"
+        code = scene.code
+    except Exception:  # as in a rule: an odd record must not cost the user the report
+        evidence, counts, code = (), "a non-finite value", _origin_name(scene)
+    why = f"`{code}` produced {counts}, and no known cause fits. The numbers it read are listed below."
+    if scene.raised:
+        why = f"`{code}` raised an error instead of returning a value, and no known cause fits."
+        evidence = (f"torch said: {scene.raised}", *evidence)
+    return Cause("unexplained", catalogue()["unexplained"].title, why, evidence, 0.1)
+
+
+def _origin_name(scene: Scene) -> str:
+    return scene.origin.op or scene.origin.aten or "the operator"

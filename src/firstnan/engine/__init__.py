@@ -1,0 +1,1 @@
+"""One session: trip, replay, search, settle."""

@@ -1,0 +1,1 @@
+"""Which batch, or which step, training goes wrong with."""

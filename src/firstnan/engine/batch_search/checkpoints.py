@@ -1,0 +1,304 @@
+"""A run that fails late: a binary search over its saved states, then the steps after the last good one, again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.engine.batch_search.order import Fetched, Order
+from firstnan.engine.batch_search.result import BadBatch, BatchSearch, Seen
+from firstnan.engine.batch_search.state import Everything, SavedState
+from firstnan.engine.batch_search.training import Training
+from firstnan.engine.batch_search.watched_step import Outcome, WatchedStep
+from firstnan.gate.growth_guard import Guard
+from firstnan.tensors.finite import norms, readable
+
+_PROBES = 4
+"""So many batches are tried to find one that is healthy in the first saved state."""
+_LOSS, _NORM, _NORM_ALONE = 10.0, 100.0, 1e6
+"""A state is bad if the loss of the same batch has grown so many times since the first state; or, beside a loss that
+is not better than then, the norm of the gradient or of the parameters."""
+_SMALL_LOSS, _SMALL_NORM = 0.1, 1.0
+"""Less counts as this much: what is near zero leaves it by large factors all the time."""
+_FEWEST, _MOST = 4, 32
+"""A quarter of a replay shows what is usual, at least and at most so many steps."""
+_ABOVE, _SPREADS = 2.0, 3
+"""Above what is usual: twice the median, and three times the way (in logs) to the upper quartile, which is two
+standard deviations of a log-normal."""
+_FAR, _NEAR = 100.0, 4
+"""So many times what is usual, at most so many steps before: the numbers may look better for a moment after a blow."""
+
+Sizes = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step made again."""
+
+    step: int
+    fetched: Fetched
+    seen: tuple[Seen, ...]
+    sizes: Sizes
+    """The gradient norm, the size of the update, the loss, the norm of the parameters after the update."""
+
+    @property
+    def failed(self) -> bool:
+        return any(one.noticed.what != "input" for one in self.seen)
+
+
+def is_healthy(now: Sizes, first: Sizes) -> bool:
+    """Whether the numbers of a state are in the band around those that the first state had with the same batch."""
+    loss, before = now["loss"], first["loss"]
+    grown = loss is None or before is None or loss > before
+    if loss is not None and before is not None and loss > before + _LOSS * max(abs(before), _SMALL_LOSS):
+        return False
+    # Norms may grow while training gets better: where a density narrows, where a head that was zero wakes up.
+    most = _NORM if grown else _NORM_ALONE
+    pairs = [(now[name], first[name]) for name in now if name != "loss"]
+    return all(a is None or b is None or a <= most * max(b, _SMALL_NORM) for a, b in pairs)
+
+
+class LateSearch:
+    """Finds the first step from which training goes wrong."""
+
+    def __init__(
+        self,
+        step: WatchedStep,
+        order: Order,
+        everything: Everything,
+        states: Sequence[SavedState],
+        training: Training,
+        advance: Callable[[str], None],
+    ) -> None:
+        self._step, self._order, self._everything = step, order, everything
+        self._states = sorted(states, key=lambda state: state.step)
+        self._training, self._advance = training, advance
+        self._first: Sizes = {}
+        self._probe: Fetched | None = None
+        self._examined: list[int] = []
+        self._again = 0
+        self._alarmed = False
+        """Steps after the last saved state have left all bounds."""
+        self._notes: dict[str, None] = {}
+
+    def search(self) -> BatchSearch:
+        self._load(0)
+        self._examined.append(self._states[0].step)
+        bad = self._training.bad_state(optimizers=True)
+        if bad is not None:
+            return self._result(weights=bad)
+        good, wrong = self._bisect() if self._find_probe() else (0, None)
+        known: Any = {"good": self._states[good].step, "wrong": None if wrong is None else self._states[wrong].step}
+        # A generator cannot be asked again for batches before these: one state more shows what is usual.
+        start = good if self._order.repeats else max(0, good - 1)
+        rows = self._replay(start, known["wrong"])
+        if not rows or not (rows[-1].failed or self._alarmed or self._is_bad()):
+            self._tell_healthy(rows, **known)
+            return self._result(**known)
+        return self._result(**known, **self._first_wrong(start, rows))
+
+    # The saved states.
+
+    def _bisect(self) -> tuple[int, int | None]:
+        """The last good state and the first bad one: those before a good one are good, those after a bad one bad."""
+        good, wrong = 0, len(self._states)
+        while wrong - good > 1:
+            middle = (good + wrong) // 2
+            self._load(middle)
+            self._examined.append(self._states[middle].step)
+            good, wrong = (good, middle) if self._is_bad() else (middle, wrong)
+        return good, wrong if wrong < len(self._states) else None
+
+    def _load(self, at: int) -> None:
+        self._everything.put_back()
+        state = self._states[at]
+        self._advance(f"the state of step {state.step}")
+        self._notes |= dict.fromkeys(state.put(self._training))
+
+    def _find_probe(self) -> bool:
+        """A batch that is healthy in the first state; all states are tried with it."""
+        for fetched in self._order.first(_PROBES):
+            outcome = self._try(fetched)
+            if not outcome.seen:
+                self._probe, self._first = fetched, self._sizes(outcome)
+                return True
+        return False
+
+    def _is_bad(self) -> bool:
+        """Whether the state that the model is in now is out of the healthy band."""
+        if self._training.bad_state(optimizers=True) is not None:
+            return True
+        if self._probe is None:
+            return False
+        outcome = self._try(self._probe)
+        return bool(outcome.seen) or not is_healthy(self._sizes(outcome), self._first)
+
+    def _try(self, fetched: Fetched) -> Outcome:
+        self._everything.put_back_random()
+        return self._call(fetched, "a saved state", updates=False)
+
+    def _sizes(self, outcome: Outcome) -> Sizes:
+        return {"loss": outcome.loss, "gradient": outcome.grad_norm, "parameters": _norm(self._trained())}
+
+    # The steps between two of them.
+
+    def _replay(self, start: int, end: int | None) -> list[Row]:
+        """Steps from a saved state on, with updates: up to a NaN, or step `end`; without one for a whole pass."""
+        self._load(start)
+        self._everything.put_back_random()
+        first = self._states[start].step
+        rows: list[Row] = []
+        guard = Guard()
+        for step, fetched in enumerate(self._order.from_step(first), first):
+            if step == end or (end is None and rows and fetched.index == rows[0].fetched.index):
+                break
+            rows.append(self._make(step, fetched))
+            alarm = guard.observe(step, rows[-1].sizes["gradient norm"], rows[-1].sizes["loss"])
+            if rows[-1].failed:
+                break
+            if end is None and alarm is not None and alarm.kind != "spike":
+                self._alarmed = True
+                break
+        return rows
+
+    def _make(self, step: int, fetched: Fetched) -> Row:
+        self._again += 1
+        before = [p.detach().clone() for p in self._trained()]
+        outcome = self._call(fetched, f"step {step}", updates=True)
+        with torch.no_grad():
+            moved = [p.detach() - b for p, b in zip(self._trained(), before, strict=True)]
+        sizes: Sizes = {
+            "gradient norm": outcome.grad_norm,
+            "size of the update": _norm(moved),
+            "loss": outcome.loss,
+            "norm of the parameters": _norm(self._trained()),
+        }
+        return Row(step, Fetched(fetched.index, None, fetched.indices, fetched.size), outcome.seen, sizes)
+
+    def _call(self, fetched: Fetched, what: str, *, updates: bool) -> Outcome:
+        try:
+            return self._step(fetched.batch, updates=updates)
+        except Exception as error:
+            error.add_note(f"firstnan: in step(batch), with batch {fetched.index} of the loader, for {what}")
+            raise
+        finally:
+            self._advance(what)
+
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self._training.parameters if p.requires_grad]
+
+    def _first_wrong(self, start: int, rows: list[Row]) -> dict[str, Any]:
+        """The step from which on the numbers stay out of what is usual; earlier states help where it begins at once."""
+        end, back = rows[-1].step + 1, 1
+        found = onset(rows)
+        while not found.settled and start > 0 and self._order.repeats and not _is_data(rows[found.at]):
+            start, back = max(0, start - back), back * 2
+            rows = self._replay(start, end)
+            found = onset(rows)
+        row, last = rows[found.at], rows[-1]
+        if last.failed and last is not row:
+            self._notes[f"The first value that is not finite comes in step {last.step}: {last.seen[0]}."] = None
+        batch = BadBatch(row.fetched.index, row.seen, row.fetched.size, row.fetched.indices)
+        return {"step": row.step, "why": found.why, "batches": (batch,)}
+
+    # What is said of it.
+
+    def _tell_healthy(self, rows: list[Row], good: int, wrong: int | None) -> None:
+        if not rows:
+            note = f"No step was made again: the loader has no batch for step {good}."
+        elif wrong is None:
+            note = f"The {len(rows)} steps after the last saved state were made again, and stayed healthy."
+        else:
+            note = (
+                f"The {len(rows)} steps before it were made again and stayed healthy: in the run they had other "
+                "batches, other random numbers or other settings."
+            )
+        self._notes[note] = None
+
+    def _result(self, **found: Any) -> BatchSearch:
+        length = self._order.length
+        modulo = f", modulo {length}" if length and self._order.repeats else ""
+        if self._step.calls:
+            self._notes[f"Assumed: batch i of the loader belongs to step i{modulo}."] = None
+        if self._order.shuffles:
+            self._notes["The loader shuffles: its order now need not be that of the run."] = None
+        return BatchSearch(
+            "checkpoints",
+            replays=self._step.calls,
+            again=self._again,
+            of=len(self._states),
+            examined=tuple(self._examined),
+            notes=tuple(self._notes),
+            **found,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Onset:
+    at: int
+    """The row from which on one of the numbers stays above what is usual."""
+    why: str
+    settled: bool
+    """The rows before it suffice to know what is usual, and the number does not rise among them."""
+
+
+def onset(rows: Sequence[Row]) -> Onset:
+    """Where the numbers leave what the first rows had, for good."""
+    count = min(_MOST, max(_FEWEST, len(rows) // 4))
+    usual = {name: found for name in rows[0].sizes if (found := Usual.of([r.sizes[name] for r in rows[:count]]))}
+    factors = [{n: u.factor(row.sizes[n]) for n, u in usual.items()} for row in rows]
+    """How far above its top each number is; up to 1 is usual."""
+    at = len(rows) - 1
+    while at > 0 and any(f > 1 for f in factors[at - 1].values()):
+        at -= 1
+    far = [i for i in range(max(0, at - _NEAR), at) if any(f > _FAR for f in factors[i].values())]
+    at = far[0] if far else at
+    settled = at >= count and not any(usual[n].rises for n, f in factors[-1].items() if f > 1)
+    name = max(factors[at], key=lambda n: factors[at][n], default=None)
+    value = rows[at].sizes[name] if name is not None and factors[at][name] > 1 else None
+    if name is not None and value is not None and math.isfinite(value):
+        why = f"the {name} is {value:.3g}, usually {usual[name].middle:.3g}"
+    else:
+        why = str(rows[at].seen[0]) if rows[at].seen else "the saved state after it is out of the healthy band"
+    return Onset(at, why, settled)
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What one of the numbers was in the first rows of a replay."""
+
+    middle: float
+    top: float
+    rises: bool
+    """Already there."""
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Usual | None:
+        known = [v for v in values if v is not None and 0 < v < math.inf]
+        half = len(known) // 2
+        rises = half > 0 and median(known[half:]) > _ABOVE * median(known[:half])
+        known = sorted(known[:half] if rises else known)
+        if not known:
+            return None
+        middle = median(known)
+        return cls(middle, middle * max(_ABOVE, (known[len(known) * 3 // 4] / middle) ** _SPREADS), rises)
+
+    def factor(self, value: float | None) -> float:
+        if value is None:
+            return 0.0
+        return value / self.top if math.isfinite(value) else math.inf
+
+
+def _is_data(row: Row) -> bool:
+    return bool(row.seen) and row.seen[0].noticed.what == "input"
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    values = [r.double() for t in tensors if (r := readable(t)) is not None and r.numel()]
+    return math.hypot(*norms(values).tolist()) if values else 0.0

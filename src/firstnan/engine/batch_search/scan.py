@@ -1,0 +1,30 @@
+"""A healthy model and a suspicious data set: every batch is tried from the same state, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from firstnan.engine.batch_search.order import Order
+from firstnan.engine.batch_search.result import BadBatch, BatchSearch
+from firstnan.engine.batch_search.state import Everything
+from firstnan.engine.batch_search.watched_step import WatchedStep
+
+
+def scan(
+    step: WatchedStep, order: Order, everything: Everything, every: bool, advance: Callable[[str], None]
+) -> BatchSearch:
+    """Tries batch after batch up to the first bad one, or all of them."""
+    found: list[BadBatch] = []
+    for fetched in order.once():
+        everything.put_back()
+        try:
+            seen = step(fetched.batch, updates=False).seen
+        except Exception as error:
+            error.add_note(f"firstnan: in step(batch), with batch {fetched.index} of the loader")
+            raise
+        if seen:
+            found.append(BadBatch(fetched.index, seen, fetched.size, fetched.indices))
+        advance(f"{len(found)} bad" if found else "")
+        if seen and not every:
+            break
+    return BatchSearch("scan", tuple(found), replays=step.calls, of=order.length)

@@ -1,0 +1,151 @@
+"""What a search may change, put back bit for bit; and saved states, put into the model and what trains it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from firstnan.engine.batch_search.training import Training
+from firstnan.tensors.names import readable_path
+from firstnan.tensors.optimizers import parameters_of
+from firstnan.tensors.randomness import RandomState
+from firstnan.tensors.snapshot import Kept, Schedules, Snapshot
+
+# Under which names people save them.
+_MODEL = ("model", "model_state_dict", "state_dict")
+_OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizers", "optimizer_states")
+_SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
+_SCALER = ("scaler", "grad_scaler", "scaler_state_dict")
+
+
+class Everything:
+    """The model, its optimizers with schedules and scalers, gradients and random generators, as they are now."""
+
+    def __init__(self, training: Training, loader: Any) -> None:
+        optimizers = training.all_optimizers
+        self._parameters = {id(p): p for p in training.parameters}
+        self._parameters |= {id(p): p for o in optimizers for p in parameters_of(o)}
+        self._state = Kept()
+        for owner in (*training.model.modules(), *optimizers, *training.scalers):
+            self._state.add(vars(owner))
+        # They are taken away before anything runs, so nothing is written to them.
+        self._gradients = [(p, p.grad) for p in self._parameters.values()]
+        self._schedules = Schedules(training.schedulers, optimizers)
+        self._state.copy()
+        self._random = RandomState.now()
+        self._generators = [(g, g.get_state()) for g in _generators(loader)]
+
+    def put_back(self) -> None:
+        """Weights, buffers, optimizers and schedules; there are no gradients."""
+        self._state.put_back()
+        self._schedules.put_back()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def put_back_random(self) -> None:
+        self._random.put_back()
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    def __enter__(self) -> Everything:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Everything is as it was, the gradients and random generators too."""
+        self.put_back()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self.put_back_random()
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Those that a DataLoader draws its order from."""
+    owners = (
+        loader,
+        getattr(loader, "sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    )
+    found = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+    return list({id(g): g for g in found}.values())
+
+
+class SavedState:
+    """One saved state of a run: the one after `step` updates."""
+
+    def __init__(self, step: int, state: Any) -> None:
+        if not isinstance(step, int):
+            raise TypeError(f"checkpoints are pairs (step number, state), not ({step!r}, …)")
+        self.step, self._state = step, state
+        self._label = f"the saved state of step {step}"
+        if isinstance(state, str | os.PathLike):
+            self._label += f" ({os.fspath(state)})"
+            if not os.path.isfile(state):
+                raise FileNotFoundError(f"{self._label} does not exist")
+        elif not isinstance(state, dict | Snapshot):
+            raise TypeError(f"{self._label} is a path or a dict of state dicts, not {type(state).__name__}")
+
+    def put(self, training: Training) -> list[str]:
+        """Makes this the state of the training; returns what it does not hold, in words."""
+        if isinstance(self._state, Snapshot):
+            self._state.put_back()
+            return []
+        saved = self._state if isinstance(self._state, dict) else self._read()
+        weights = _first(saved, _MODEL)
+        if not isinstance(weights, dict):
+            saved, weights = {}, saved
+        missing = []
+        try:
+            training.model.load_state_dict(_named_as_in(training.model, weights))
+            if not _load(training.optimizers, _first(saved, _OPTIMIZER)):
+                missing.append("no optimizer state: replays began with a fresh one")
+                for optimizer in training.optimizers:
+                    optimizer.state = defaultdict(dict)
+            if not _load(training.outer_schedulers, _first(saved, _SCHEDULER)):
+                missing.append(
+                    "no state of the learning-rate schedule: if `step` moves it, it began where it stands now"
+                )
+            if not _load(training.scalers, _first(saved, _SCALER)):
+                missing.append("no state of the gradient scaler: replays began with its scale of now")
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self._label} does not fit: {error}") from error
+        return [f"The saved states hold {what}." for what in missing]
+
+    def _read(self) -> dict[str, Any]:
+        """Tensors and plain values only: a file may come from anywhere, and reading it must not run code."""
+        try:
+            saved = torch.load(self._state, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch.load raises whatever the broken part makes it raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"{self._label} cannot be read: {reason}") from error
+        if not isinstance(saved, dict):
+            raise ValueError(f"{self._label} holds no dict of state dicts but {type(saved).__name__}")
+        return saved
+
+
+def _named_as_in(model: Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """The weights under the names of this model, which may be wrapped otherwise now: compiled, parallel."""
+    names = {readable_path(name): name for name in model.state_dict()}
+    renamed = {names.get(readable_path(name), name): value for name, value in weights.items()}
+    return renamed if len(renamed) == len(weights) else weights
+
+
+def _first(saved: dict[str, Any], names: Sequence[str]) -> Any:
+    return next((saved[name] for name in names if saved.get(name)), None)
+
+
+def _load(owners: Sequence[Any], saved: Any) -> bool:
+    """Gives each owner its own of the saved state dicts; False where there is none for them."""
+    several = saved if isinstance(saved, list | tuple) else [saved] if saved else []
+    if not several:
+        return not owners
+    if len(several) != len(owners):
+        return False
+    for owner, state in zip(owners, several, strict=True):
+        owner.load_state_dict(deepcopy(state))  # an optimizer goes on with the very tensors it is given
+    return True

@@ -1,0 +1,257 @@
+"""From a finished trace to a Report: blame, a look into the Dataset, causes, and the words around them."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.diagnose.blame import Verdict, blame
+from firstnan.diagnose.rules import explain, transient
+from firstnan.engine.data_origin import bad_rows, find_maker
+from firstnan.engine.handouts import Replayer
+from firstnan.gate.gate import Gate
+from firstnan.observe.sites import Ownership, Spot, resolve
+from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
+from firstnan.repair import propose
+from firstnan.tensors.batches import samples_in
+from firstnan.tensors.finite import is_finite, stat, tensors_in
+from firstnan.tensors.names import Models
+from firstnan.tracing.compare import Difference
+from firstnan.tracing.tracer import Tracer
+
+BAD_DATA = ("nan_input", "nan_label")
+AS_IT_RAN = "every operator was traced as it ran"
+"""How a trace was made where nothing was played again."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is at hand when something non-finite was noticed."""
+
+    gate: Gate
+    replayer: Replayer
+    models: Models
+    ownership: Ownership
+    noticed: Noticed
+    tensors: list[Tensor]
+    entry: Spot | None = None
+    """Where the program takes its batches."""
+
+    @property
+    def step(self) -> int:
+        # After the update the next step has begun.
+        return max(self.gate.steps.current - (self.noticed.what == "parameter"), 0)
+
+    def preliminary(self) -> Report:
+        """What is known before anything was traced."""
+        return Report(
+            "nonfinite",
+            self.step,
+            self.batch(None, Trace()),
+            noticed=self._named(),
+            history=self.gate.past(self.ownership, updated=self.noticed.what == "parameter"),
+            environment=environment(),
+        )
+
+    def conclude(self, tracer: Tracer, events: list[int], how: str) -> Report | None:
+        """The report, or None where everything that was seen was put there on purpose."""
+        starts = events + [e for t in self.tensors if (e := tracer.last_bad(t)) is not None]
+        trace = tracer.trace(self.models.parts())
+        finite = self.noticed.what not in ("loss", "output", "value")
+        verdict = blame(trace, dict.fromkeys(starts), loss_is_finite=finite)
+        if self.noticed.what == "output" and (verdict.origin is None or verdict.innocent):
+            return None
+        if verdict.origin is None:
+            verdict = replace(verdict, origin=self._untraced())
+        seen, steps = verdict.origin, trace
+        verdict, trace = self._look_into_dataset(verdict, trace)
+        origin = self._at_the_loop(verdict.origin)
+        notes = [f"not every operator could be recorded ({tracer.trouble})"] if tracer.trouble else []
+        batch = None
+        try:
+            batch = self.batch(origin, trace, tracer.modules.batch_size)
+        except Exception as error:  # an odd batch must cost no more than the word of its samples
+            notes.append(f"the samples of the batch could not be looked at ({type(error).__name__}: {error})")
+        report = replace(
+            self.preliminary(),
+            step=self._step_of(origin),
+            batch=batch,
+            origin=origin,
+            path=verdict.path,
+            reproduced="not_replayed" if how == AS_IT_RAN else "deterministic",
+            replay=how,
+            notes=tuple(notes),
+        )
+        if origin is None:
+            return report
+        causes = explain(origin, trace, report.history)
+        if causes[0].slug in BAD_DATA and seen is not None:
+            # Whether it is an input or a target shows where the step reads it, not inside the Dataset.
+            causes = explain(seen, steps, report.history)
+        remedies = propose(origin, trace, report.history, causes)
+        return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
+
+    def _step_of(self, origin: Origin | None) -> int:
+        event = origin.event if origin is not None else None
+        if self.gate.skipping_since is not None and self.noticed.what == "gradient":
+            return self.gate.skipping_since
+        if origin is None or event is None or event.region in ("setup", "data"):
+            return self.step
+        # What the program writes into its weights after an update still belongs to that update's step.
+        afterwards = event.region == "between" and origin.phase == "parameter" and not event.uninitialized
+        by_hand = event.region == "update" and origin.phase in ("parameter", "optimizer")
+        return max(origin.step - (afterwards or by_hand), 0)
+
+    def _at_the_loop(self, origin: Origin | None) -> Origin | None:
+        """Bad data enters where the program takes its batch, not where the first operator reads it."""
+        if origin is None or origin.event is None or origin.role != "input" or self.entry is None:
+            return origin
+        if origin.event.region in ("setup", "data"):
+            return origin
+        return replace(origin, site=resolve(self.entry), module="", module_type="")
+
+    def _look_into_dataset(self, verdict: Verdict, trace: Trace) -> tuple[Verdict, Trace]:
+        """Bad data that came out of a Dataset: the line in there that made it, if it does so again."""
+        origin, handout = verdict.origin, self.replayer.latest
+        iterator = self.replayer.latest_iterator() if self.replayer.latest_iterator else None
+        if origin is None or origin.phase != "input" or handout is None or not came_from_outside(origin):
+            return verdict, trace
+        found = find_maker(iterator, handout, self.ownership)
+        if found is None:
+            return verdict, trace
+        arrived = replace(origin.produced, name=origin.label) if origin.produced else None
+        return replace(verdict, origin=replace(found[0], arrived=arrived)), found[1]
+
+    def _untraced(self) -> Origin | None:
+        """Bad before anything was traced: a weight, or data from outside."""
+        if not self.tensors:
+            return None
+        name = self._named().name
+        s = stat(name or self.noticed.what, self.tensors[0])
+        if self.noticed.what == "parameter":
+            return Origin("parameter", "", "", inputs=(s,), produced=s, role="parameter", label=name)
+        return Origin("input", "", "", inputs=(s,), produced=s, role="unknown", label=name)
+
+    def _named(self) -> Noticed:
+        if self.noticed.name:
+            return self.noticed
+        names = [n for t in self.tensors if (n := self.models.name(t))]
+        return Noticed(self.noticed.what, names[0] if names else "")
+
+    def batch(self, origin: Origin | None, trace: Trace, given: int | None = None) -> Batch | None:
+        """The failing batch; without a loader all that is known is how many samples the model was `given`."""
+        latest = self.replayer.latest
+        batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
+        size = samples_in(batch, latest.indices) if latest is not None else given
+        if latest is None and size is not None and not _are_averaged(size, trace):
+            return None
+        if size is not None:
+            return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
+        size = _averaged(trace)
+        rows = _bad_samples(origin, trace, None, size) if origin is not None and size is not None else None
+        # That they are samples is only likely: a few rows are worth telling, and 64 are as many as are kept.
+        return Batch(None, size, rows) if rows and len(rows) < min(size or 0, 16) else None
+
+
+def not_repeated(report: Report, difference: Difference | None) -> Report:
+    """The report of a step that failed at one time and was finite at another, from the same state."""
+    how = "The step was finite when it was played again with the same batch, random numbers, buffers and weights"
+    own = difference.whose == "program" if difference is not None else None
+    found = transient(how, difference.text if difference else "", programs_own=own)
+    known = [c for c in (report.cause, *report.other_causes) if c is not None and c.slug != found.slug]
+    # What the program did otherwise, or memory that nobody wrote, explains both; the machine's moods do not.
+    first = bool(known) and (bool(own) or known[0].slug == "uninitialized_memory")
+    causes = [known[0], found, *known[1:]] if first else [found, *known]
+    notes = (f"played again, the step was finite; {found.evidence[0]}",) if first and difference is not None else ()
+    return replace(
+        report, reproduced="transient", cause=causes[0], other_causes=tuple(causes[1:]), notes=report.notes + notes
+    )
+
+
+def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[int, ...] | None:
+    """The samples that the origin points at: none where it points at most of them, which is no sample's fault."""
+    rows: tuple[int, ...] = ()
+    if size == 1 and origin.phase in ("forward", "backward"):
+        return (0,)
+    if origin.phase == "input" and batch is not None:
+        rows = bad_rows(batch, size)
+    elif origin.event is not None and origin.produced is not None and origin.produced.shape[:1] == (size,):
+        rows = origin.event.bad_rows
+    elif origin.event is not None and origin.phase in ("forward", "input"):
+        rows = _rows_after(origin.event, trace, size)
+    return rows if 0 < len(rows) <= max(1, size // 2) else None
+
+
+def _are_averaged(size: int, trace: Trace) -> bool:
+    """Whether what a model was called with may be samples: some loss is made of as many numbers, or of several of each.
+
+    A model that is called with one row may be called for each sample: then the loss is made of more.
+    """
+    losses = [e for e in trace.events if e.phase == "forward" and e.grad and e.outputs and not e.outputs[0].shape]
+    numbers = [prod(i.stat.shape) for e in losses for i in e.inputs[:1] if i.stat is not None and i.stat.shape]
+    if size <= 1:
+        return size == 1 and set(numbers) == {1}
+    return not numbers or any(n % size == 0 for n in numbers)
+
+
+def _averaged(trace: Trace) -> int | None:
+    """How many samples there are where no model was called with them: the rows of what became the loss at last."""
+    for event in reversed(trace.events):
+        read = event.inputs[0].stat if event.inputs and event.op in ("mean", "sum") else None
+        if (
+            event.phase == "forward"
+            and event.grad
+            and read is not None
+            and len(read.shape)
+            and not event.outputs[0].shape
+        ):
+            return read.shape[0]
+    return None
+
+
+def _rows_after(event: OpEvent, trace: Trace, size: int) -> tuple[int, ...]:
+    """The bad rows of the first tensor with a row for each sample that the value came to."""
+    reached = {event.index}
+    for later in trace.events[event.index + 1 :]:
+        if any(i.guilty and not reached.isdisjoint((i.producer, *i.also)) for i in later.inputs):
+            reached.add(later.index)
+            if later.phase == "forward" and any(o.bad and o.shape[:1] == (size,) for o in later.outputs):
+                return later.bad_rows
+    return ()
+
+
+def came_from_outside(origin: Origin) -> bool:
+    """Whether the trace shows only that the value was bad, not what made it so."""
+    if origin.phase not in ("input", "parameter"):
+        return False
+    event = origin.event
+    if event is None:
+        return origin.site is None
+    return not (event.born or event.on_purpose or event.uninitialized)
+
+
+def environment() -> dict[str, Any]:
+    return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
+
+
+def bad_values(error: BaseException) -> list[Tensor]:
+    """NaN tensors (and infinite ones that are part of a graph) in the frames that the exception passed."""
+    found: list[Tensor] = []
+    at = error.__traceback__
+    while at is not None and len(found) < 32:
+        for value in list(at.tb_frame.f_locals.values()):
+            if not isinstance(value, torch.nn.Module):
+                found += [t for _, t in tensors_in(value, depth=2) if _is_bad(t)]
+        at = at.tb_next
+    return found
+
+
+def _is_bad(t: Tensor) -> bool:
+    if is_finite(t):
+        return False
+    return bool(torch.isnan(t).any()) or (t.requires_grad and t.numel() == 1)

@@ -1,0 +1,261 @@
+"""Hands a failing batch out once more, with everything put back as it was when it was first handed out."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.tensors.batches import Handout, copied, put_back, versions, was_written
+from firstnan.tensors.finite import tensors_in
+from firstnan.tensors.names import Slot
+from firstnan.tensors.randomness import RandomState
+
+# What is kept of one step; a step that takes more is replayed by a second run of the program.
+_MOST_BATCHES = 64
+_MOST_BYTES = 256 << 20
+_MOST_UPDATES = 16
+_MOST_SEARCHED = 8
+_TESTED, _EVERY = 16, 64  # So many steps are looked at from both ends, and then every so manieth.
+_BUFFER_BYTES = 256 << 20
+SMALL_BUFFER = 1 << 16
+
+
+@dataclass(slots=True)
+class Source:
+    """What one loader's iterator handed out since the last update."""
+
+    recent: list[Handout] = field(default_factory=list)
+    count: int = 0
+    pending_indices: deque[Any] = field(default_factory=deque)
+    again: list[Handout] = field(default_factory=list)
+    """What a replay has still to give out."""
+
+    def is_full(self) -> bool:
+        """Whether the step under way has taken more batches than may be kept."""
+        tensors = (t for h in self.recent for _, t in tensors_in(h.batch))
+        return len(self.recent) >= _MOST_BATCHES or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES
+
+
+class ReplayError(Exception):
+    """The program asked for something that the replay does not have."""
+
+
+class Replayer:
+    """Remembers the batches of the step under way and can give them out again."""
+
+    def __init__(self) -> None:
+        self.sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
+        self.replaying = False
+        self.latest: Handout | None = None
+        self.latest_iterator: weakref.ref[Any] | None = None
+        self.modified = False
+        self._latest_source: Source | None = None
+        self._handouts = 0
+        self._draws = False
+        """Steps draw random numbers."""
+        self._testing: RandomState | None = None
+        self._buffers: list[tuple[Slot, int]] = []
+        self._kept: list[tuple[Slot, Tensor, Tensor]] = []
+        self._kept_lists: tuple[list[Tensor], list[Tensor]] = [], []
+        """The copies, and the buffers that they are copies of."""
+        self._kept_at: int | None = None
+
+    # While the program is healthy.
+
+    def fetched(self, iterator: Any, batch: Any, updates: int) -> Handout:
+        """A batch is handed out for training, after so many updates."""
+        if self._next_as_usual(iterator, batch, updates):
+            assert self.latest is not None
+            return self.latest
+        source = self._source(iterator)
+        if source.recent and (source.recent[-1].updates != updates or source.is_full()):
+            if self._handouts <= _TESTED or self._handouts % _EVERY == 0:
+                self._look_for_changes(source.recent[-1])
+            source.recent = []
+        indices = source.pending_indices.popleft() if source.pending_indices else None
+        handout = Handout(
+            copied(batch) if self.modified else batch, source.count, updates, self._random(),
+            self._step_buffers(updates) if self._buffers else [], [] if self.modified else versions(batch), indices,
+        )  # fmt: skip
+        source.recent.append(handout)
+        source.count += 1
+        self.latest = handout
+        if source is not self._latest_source:
+            self.latest_iterator, self._latest_source = weakref.ref(iterator), source
+        return handout
+
+    def _next_as_usual(self, iterator: Any, batch: Any, updates: int) -> bool:
+        """One batch a step from the same loader, a hundred thousand times: one object serves for all of them.
+
+        Not where something is tested in this step, or batches are copied.
+        """
+        latest, source, number = self.latest, self._latest_source, self._handouts
+        if number <= _TESTED or not 0 < number % _EVERY < _EVERY - 1 or self.modified:
+            return False
+        if latest is None or source is None or latest.updates == updates or len(source.recent) != 1:
+            return False
+        if self.latest_iterator is None or self.latest_iterator() is not iterator:
+            return False
+        latest.batch, latest.index, latest.updates = batch, source.count, updates
+        latest.versions, latest.pristine = versions(batch), None
+        latest.indices = source.pending_indices.popleft() if source.pending_indices else None
+        if self._draws:
+            latest.random = RandomState.now()
+        if self._buffers:
+            latest.buffers = self._step_buffers(updates)
+        source.count += 1
+        self._handouts += 1
+        return True
+
+    def body_ended(self) -> None:
+        """The program is done with the batch: did it draw random numbers?"""
+        if self._testing is not None:
+            self._draws = self._draws or self._testing != RandomState.now()
+            self._testing = None
+
+    def _random(self) -> RandomState:
+        """The state of the generators; an older one serves as well where steps were seen to draw nothing."""
+        self._handouts += 1
+        latest = self.latest
+        if latest is not None and not self._draws and self._handouts > _TESTED and self._handouts % _EVERY:
+            return latest.random
+        now = RandomState.now()
+        self._testing = None if self._draws else now
+        return now
+
+    def passed(self, iterator: Any) -> None:
+        """A batch was handed out that is not for training."""
+        source = self._source(iterator)
+        source.count += 1
+        if source.pending_indices:
+            source.pending_indices.popleft()
+
+    def _source(self, iterator: Any) -> Source:
+        if self.latest_iterator is not None and self.latest_iterator() is iterator and self._latest_source is not None:
+            return self._latest_source
+        source = self.sources.get(iterator)
+        if source is None:
+            source = self.sources[iterator] = Source()
+        return source
+
+    def epoch_begins(self, iterator: Any) -> None:
+        """Workers that stay alive keep their iterator over all epochs; its batches are counted anew."""
+        source = self._source(iterator)
+        source.count = 0
+        source.pending_indices.clear()
+
+    def sampled(self, iterator: Any, indices: Any) -> None:
+        """The sampler chose these for a batch to come: batches arrive in the order in which they were chosen."""
+        if getattr(iterator, "_in_order", True):
+            self._source(iterator).pending_indices.append(indices)
+
+    def _look_for_changes(self, handout: Handout) -> None:
+        # Where the program writes into its batches, only a copy can be handed out again.
+        self.modified = self.modified or was_written(handout)
+
+    def watch_buffers(self, slots: list[Slot]) -> None:
+        self._buffers = [(slot, b._version) for slot in slots if (b := slot.tensor()) is not None]
+
+    def _step_buffers(self, updates: int) -> list[tuple[Slot, Tensor, Tensor]]:
+        """The buffers as they are when a step begins, copied into the same memory in every step."""
+        if updates == self._kept_at and self._kept:
+            return self._kept
+        self._kept_at = updates
+        if not self._kept or updates % _TESTED == 0 or any(slot.tensor() is not b for slot, b, _ in self._kept):
+            self._kept = self.copied_buffers()
+            self._kept_lists = [copy for *_, copy in self._kept], [buffer for _, buffer, _ in self._kept]
+        else:
+            with torch.no_grad():
+                torch._foreach_copy_(*self._kept_lists)
+        return self._kept
+
+    def copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
+        """Copies of the buffers that a step may change: all small ones, and large ones that were seen to change."""
+        budget, copies = _BUFFER_BYTES, []
+        for slot, version in self._buffers:
+            buffer = slot.tensor()
+            if buffer is None:
+                continue
+            size = buffer.numel() * buffer.element_size()
+            # Batch norm writes its running statistics without counting a version.
+            if size <= budget and (size <= SMALL_BUFFER or buffer._version != version):
+                budget -= size
+                copies.append((slot, buffer, buffer.detach().clone()))
+        return copies
+
+    def of_this_step(self) -> list[list[Handout]]:
+        """The batches of the step under way, by the loaders that they came from."""
+        latest, sources = self.latest, list(self.sources.values())
+        if self._latest_source is not None and all(s is not self._latest_source for s in sources):
+            sources.append(self._latest_source)  # its iterator is gone
+        steps = [[h for h in s.recent if latest is not None and h.updates == latest.updates] for s in sources]
+        return [step for step in steps if step]
+
+    def forget(self) -> None:
+        """Lets go of every batch."""
+        self.sources.clear()
+        self.latest = self.latest_iterator = self._latest_source = None
+
+    # After a trip.
+
+    def possible(self, updates: int) -> bool:
+        """Whether the step under way began with a batch that is still here."""
+        latest = self.latest
+        return latest is not None and 0 <= updates - latest.updates <= _MOST_UPDATES and not was_written(latest)
+
+    def begin(self, iterator: Any, updates: int) -> int:
+        """Puts random state and buffers back; returns how many updates of this step are already in the weights."""
+        source = self.sources.get(iterator)
+        latest = self.latest
+        if latest is None or source is None or not source.recent or source.recent[-1].updates != latest.updates:
+            raise ReplayError
+        first = source.recent[0]
+        for s in self.sources.values():
+            s.again = [h for h in s.recent if h.updates == latest.updates]
+            for h in s.again:
+                h.pristine = copied(h.batch) if h.pristine is None else h.pristine
+        first.random.put_back()
+        put_back(first.buffers)
+        torch.clear_autocast_cache()
+        self.replaying = True
+        return updates - latest.updates
+
+    def latest_first(self) -> list[Handout]:
+        """The batches that the step under way was given, the latest first; that one alone where there are many."""
+        if self.latest is None:
+            return []
+        others = [h for step in self.of_this_step() for h in step if h is not self.latest]
+        return [self.latest, *others] if len(others) < _MOST_SEARCHED else [self.latest]
+
+    def first_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
+        """As they were when the step under way began, which may have taken several batches."""
+        step = self.of_this_step()
+        return step[0][0].buffers if step else []
+
+    def knows(self, iterator: Any) -> bool:
+        return iterator in self.sources
+
+    def iterator_of(self, handout: Handout) -> Any:
+        """What gave out this batch; None where it is gone."""
+        return next((it for it, s in list(self.sources.items()) if any(h is handout for h in s.recent)), None)
+
+    def stop_again(self) -> None:
+        """What is left of a replay is not handed out any more."""
+        for source in self.sources.values():
+            source.again = []
+
+    @property
+    def more_to_come(self) -> bool:
+        """In the middle of a replay a loop that counts its batches may want to update its weights too early."""
+        return any(source.again for source in self.sources.values())
+
+    def again(self, iterator: Any) -> Handout:
+        source = self.sources.get(iterator)
+        if source is None or not source.again:
+            raise ReplayError
+        return source.again.pop(0)

@@ -1,0 +1,342 @@
+"""The one conductor: gate, trip, replay, trace, blame, rules, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from firstnan.capsule import Wanted
+from firstnan.cli import fix
+from firstnan.diagnose.rules import transient
+from firstnan.engine import trials
+from firstnan.engine.second_run import Order, Start
+from firstnan.observe import source_overlay as overlay
+from firstnan.observe.imports import when_imported
+from firstnan.observe.runner import Program
+from firstnan.observe.sites import Ownership
+from firstnan.records import Report
+from firstnan.report import ReportError, print_text, write, write_whole
+
+if TYPE_CHECKING:
+    from firstnan.api.replay import Rerun
+    from firstnan.capsule.content import Capsule
+    from firstnan.engine.trial_watch import TrialWatch
+    from firstnan.engine.watch import Watch
+
+FOUND = 3
+_FINITE = "the second run did not fail in the same way"
+_UNFINISHED = "the second run was not finished"
+_OWN_STATE = (
+    "the step was finite when it was played again in the first run: it depends on something that the program keeps "
+    "besides weights, batch and random numbers, a counter or a cache"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    json: Path | None
+    output: Path | None
+    trace: bool
+    replay: Literal["auto", "never"]
+    program: Program
+    verify: int | None = None
+    """How many steps a remedy has to stand, 0 to try none; None where nobody said."""
+    fix: Path | None = None
+    """Where the best proven change is written."""
+    capsule: Wanted | None = None
+    landing: Capsule | None = None
+    """The step to land in."""
+
+
+class Investigation:
+    """Stands beside a program from its first line to its last (a runner.Watcher)."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.start = Start()
+        self.order = Order.given()
+        if self.order is not None and self.order.contents:
+            overlay.put_in_place({path: text.encode("latin-1") for path, text in self.order.contents.items()})
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        """How long the program itself ran."""
+        self.watch: Watch | None = None
+        self._trial: TrialWatch | None = None
+        self.report = Report("clean")
+        self._fate = trials.Outcome()
+        """How the program ended; the exception itself would keep its tensors alive."""
+
+    # What the runner calls.
+
+    def begin(self) -> None:
+        if self.order is not None:
+            self.start.follow(self.order)
+        when_imported("torch", self._torch_imported)
+
+    def failed(self, error: BaseException) -> None:
+        strip_our_frames(error)
+        self._fate = trials.ended_by(error)
+        if self.watch is not None:
+            self.watch.program_failed(error)
+
+    def end(self) -> int | None:
+        self.seconds = time.monotonic() - self.began
+        watch = self.watch
+        if watch is not None:
+            try:
+                watch.program_ended()
+                watch.hooks.remove()
+            except Exception as error:  # What was found so far is still to be told.
+                watch.internal_error(error)
+            self.report = watch.report
+            if watch.unresolved:
+                self._run_again(watch)
+        landing = self._tell_of_landing()
+        if self.order is None and self.options.landing is None:
+            self._try_remedies()
+        self._finish_capsule()
+        if self.order is not None:
+            if self.order.what == "trial":
+                self._tell(self._trial.outcome(self._fate) if self._trial else self._fate)
+            else:
+                write(self.report, self.order.report)
+            return 0
+        self._deliver()
+        return FOUND if self.report.verdict == "nonfinite" else landing
+
+    def _finish_capsule(self) -> None:
+        watch = self.watch
+        if watch is not None and watch.keeper is not None:
+            try:
+                self.report = watch.keeper.finish(self.report)
+            except Exception as error:  # the report is worth more than its capsule
+                watch.internal_error(error)
+
+    def _tell_of_landing(self) -> int | None:
+        """Says what became of the captured step, where one was to be played again; the exit code that follows."""
+        if self.options.landing is None or self.watch is None:
+            return None
+        watch = cast("Rerun", self.watch)
+        self.report = watch.told(self.report, self.options.program.target)
+        if self.report.verdict == "clean":
+            for note in self.report.notes:
+                say(note)
+            say(watch.outcome)
+        return 0 if watch.was_finite else None
+
+    # The rest.
+
+    def _torch_imported(self) -> None:
+        self.start.torch_imported()
+        ownership = Ownership(program_directories(self.options.program))
+        if self.order is not None:
+            self.start.follow_imported(self.order)
+        if self.order is not None and self.order.what == "trial":
+            from firstnan.engine.trial_watch import TrialWatch
+
+            step, last, made = self.order.step or 0, self.order.last or 0, self.order.made
+            trial = TrialWatch(ownership=ownership, step=step, last=last, made=made, tell=self._tell)
+            self.watch = self._trial = trial
+            return
+        if self.options.landing is not None:
+            from firstnan.api.replay import Rerun
+
+            self.watch = Rerun(self.options.landing, ownership=ownership, save=self._save)
+            return
+        from firstnan.engine.watch import Watch
+
+        self.watch = Watch(
+            ownership=ownership,
+            trace_from=0 if self.options.trace else self.order.step if self.order else None,
+            tracing=self.options.trace or self.order is not None,
+            outputs_decide=self.order is not None and self.order.what == "output",
+            may_replay=self.options.replay == "auto",
+            save=self._save,
+            wanted=self._wanted(),
+        )
+
+    def _wanted(self) -> Wanted | None:
+        if self.order is not None and self.order.capsule is not None:
+            folder, limit = self.order.capsule
+            return Wanted(Path(folder), limit, self.order.step)
+        return self.options.capsule
+
+    def _run_again(self, watch: Watch) -> None:
+        """Fills in what the program itself could not show, from a child that traces the failing step."""
+        first, output = self.report, watch.report.verdict == "clean"
+        if self.options.replay == "never" or self.order is not None or self.options.trace:
+            if output:
+                self.report = Report("clean")
+            return
+        told = first.origin is not None
+        if told and self.seconds > trials.PATIENCE:
+            return
+        # An infinity that a program returns is mostly meant: nothing is said until that is known.
+        if not output or (watch.bad_output is not None and watch.bad_output.name):
+            why = "where the bad value was made" if told else "its operators"
+            step = "" if output or first.step is None else f" in step {first.step}"
+            say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
+        try:
+            second = self._second_run(None if output else first.step)
+        except OSError as error:
+            say(f"the program cannot be run again: {error}")
+            second = None
+        if second is not None and second.origin is not None:
+            same = output or told or first.step is None or second.step is None or second.step <= first.step
+            own_state = (_OWN_STATE,) if first.reproduced == "transient" else ()
+            # What came in two runs of the whole program comes again, whatever a replay of the step has shown.
+            causes = [c for c in (second.cause, *second.other_causes) if c is not None and c.slug != "transient"]
+            self.report = replace(
+                second,
+                reproduced="deterministic" if same else "transient",
+                cause=causes[0] if causes else second.cause,
+                other_causes=tuple(causes[1:]),
+                notes=(*second.notes, *own_state),
+                replay=f"{trials.RUN_AGAIN}, traced in the failing step",
+                batch=first.batch if first.batch is not None and first.batch.confirmed else second.batch or first.batch,
+            )
+        elif output:
+            self.report = Report("clean")
+        elif not told:
+            self.report = replace(first, notes=(*first.notes, _UNFINISHED))
+            if second is not None:
+                cause = first.cause or transient("The program was run again from its start, and was finite")
+                self.report = replace(first, notes=(*first.notes, _FINITE), reproduced="transient", cause=cause)
+
+    def _second_run(self, step: int | None) -> Report | None:
+        """The child's report; once more where a closer look shows that it began in an earlier step."""
+        what, program = "output" if step is None else "step", self.options.program
+        report = self.start.run_again(program, step=step, what=what, capsule=self._still_wanted())
+        if report is None or report.step is None or step is None or report.step >= step - 1:
+            return report
+        if report.origin is not None and report.origin.site is not None:
+            return report
+        wanted = None if report.capsule else self._still_wanted()
+        return self.start.run_again(program, step=report.step, what=what, capsule=wanted) or report
+
+    def _still_wanted(self) -> tuple[str, int] | None:
+        """Where the second run is to put the capsule that the first could not write."""
+        keeper = self.watch.keeper if self.watch is not None else None
+        return (str(keeper.wanted.folder), keeper.wanted.limit) if keeper is not None and not keeper.is_done else None
+
+    def _try_remedies(self) -> None:
+        """Runs the program with each change in place, until one is known to help."""
+        options, report = self.options, self.report
+        count = min(sum(1 for remedy in report.remedies if remedy.diff), trials.MOST)
+        if not count:
+            return
+        why = reason_not_to_try(report, options, self.seconds)
+        if why:
+            self.report = report.with_(remedies=tuple(replace(r, note=why) for r in report.remedies))
+            return
+        self._save(report)
+        changes = "1 change in a copy" if count == 1 else f"{count} changes in copies"
+        say(f"trying {changes} of the program (its output is hidden; Ctrl-C skips this)")
+        steps = trials.STEPS if options.verify is None else options.verify
+        attempts = trials.Trials(self.start, options.program, steps, trials.Limits.after(self.seconds))
+        try:
+            attempts.run(report, self._keep)
+        except KeyboardInterrupt:
+            pass  # what was tried until now is in the report
+        except Exception as error:
+            say(f"internal error: {type(error).__name__}: {error}")
+
+    def _keep(self, report: Report) -> None:
+        self.report = report
+        self._save(report)
+
+    def _tell(self, outcome: trials.Outcome) -> None:
+        assert self.order is not None
+        write_whole(self.order.report, json.dumps(asdict(outcome)))
+
+    def _save(self, report: Report) -> None:
+        """A finding is on disk the moment it is made."""
+        if self.order is not None:
+            write(report, self.order.report)
+        for path, extension in ((self.options.json, ".json"), (self.options.output, None)):
+            if path is not None:
+                try:
+                    write(report, path, extension=extension)
+                except (OSError, ReportError) as error:
+                    say(f"can't write {path}: {getattr(error, 'strerror', None) or error}")
+
+    def _deliver(self) -> None:
+        self._save(self.report)
+        if self.report.verdict == "nonfinite":
+            saved = self.options.json or self.options.output
+            print_text(self.report, sys.stderr, saved=str(saved) if saved else "")
+            if self.options.fix is not None:
+                self._write_fix(self.options.fix)
+        elif self.report.events:
+            say(f"warning: no NaN or Inf was found; {self.report.notes[0]}")
+
+    def _write_fix(self, path: Path) -> None:
+        remedy = fix.choose(self.report)
+        if remedy is None:
+            say("no change is proven, so there is no patch")
+            return
+        here = self.start.directory or ""
+        diff, folder = fix.portable(remedy.diff, here)
+        try:
+            write_whole(path, diff)
+        except OSError as error:
+            say(f"can't write {path}: {error.strerror}")
+        else:
+            command = fix.how_to_apply(folder, here, str(path))
+            say(f"the first change is in {path}" + (f"; {command} makes it" if command else ""))
+
+
+def say(text: str) -> None:
+    print(f"firstnan: {text}", file=sys.stderr, flush=True)
+
+
+def reason_not_to_try(report: Report, options: Options, seconds: float) -> str:
+    """Why the program is not started again with changes in it; empty where nothing speaks against it."""
+    if report.reproduced == "transient":
+        return "it did not happen again, so that a trial proves nothing"
+    if options.verify == 0:
+        return "--verify 0"
+    if options.verify is None and options.replay == "never":
+        return "--replay never"
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        return "one of several processes cannot be run alone"
+    if options.verify is None and seconds > trials.PATIENCE:
+        return f"the program ran {seconds / 60:.0f} minutes; with --verify {trials.STEPS} it is tried all the same"
+    return ""
+
+
+def program_directories(program: Program) -> tuple[str, ...]:
+    """Where the program itself lives: that is the user's code even inside an installed package."""
+    if not program.module:
+        return (os.path.dirname(os.path.realpath(program.target)),)
+    top = sys.modules.get(program.target.partition(".")[0])
+    return tuple(getattr(top, "__path__", ()))
+
+
+def strip_our_frames(error: BaseException | None, seen: set[int] | None = None) -> None:
+    """Takes the frames of this package out of a traceback and of those chained to it."""
+    seen = seen or set()
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    programs = tuple(
+        os.path.join(here, *names, "") for names in (("cli", "demos", "programs"), ("diagnose", "causes", "examples"))
+    )
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        kept = []
+        at = error.__traceback__
+        while at is not None:
+            name = at.tb_frame.f_code.co_filename
+            if not name.startswith(here) or name.startswith(programs):
+                kept.append(at)
+            at = at.tb_next
+        for one, following in zip(kept, [*kept[1:], None], strict=False):
+            one.tb_next = following
+        error.__traceback__ = kept[0] if kept else None
+        if error.__cause__ is not None:
+            strip_our_frames(error.__cause__, seen)
+        error = error.__context__

@@ -1,0 +1,207 @@
+"""The calls of a model since the last update, kept so that they can be made again when the loop itself cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from firstnan.engine.handouts import Replayer
+from firstnan.engine.microscope import Microscope
+from firstnan.observe.patches import Hook
+from firstnan.tensors.batches import copied, put_back, versions
+from firstnan.tensors.finite import is_finite, tensors_in
+from firstnan.tensors.names import Slot
+from firstnan.tensors.randomness import RandomState
+
+_MOST_CALLS = 8
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Call:
+    """One call as it was made, and the gradients that came back to its outputs."""
+
+    module: Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    thread: int
+    autocast: list[tuple[str, torch.dtype]]
+    versions: list[int] | None
+    random: RandomState
+    buffers: list[tuple[Slot, Tensor, Tensor]]
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gave when it was made again: tensors that are not finite, or word of why that says nothing."""
+
+    bad: list[Tensor]
+    bad_gradient_given: bool = False
+    changed: bool = False
+
+
+class LastCalls:
+    """Follows the outermost calls of the models that train."""
+
+    def __init__(self, roots: Iterable[Module], replayer: Replayer, trouble: Callable[[Exception], None]) -> None:
+        self.roots, self.replayer = list(roots), replayer
+        self.calls: list[Call] = []
+        self.first: Call | None = None
+        """Of the step under way; it may have made too many since to keep them all."""
+        self.before_call: Callable[[], None] | None = None
+        """Who wants to know when a model is called."""
+        self._trouble = trouble
+        self.called = False
+        """A model was called, with gradients, since the last backward."""
+        self._making = self._light = False
+        self._last: tuple[Module, Any, Any, int, bool] | None = None
+        self._before_handles: list[Any] = []
+        self._after_handles: list[Any] = []
+
+    def attach(self) -> None:
+        for root in self.roots:
+            self._before_handles.append(root.register_forward_pre_hook(Hook(self._before), with_kwargs=True))
+            self._after_handles.append(root.register_forward_hook(Hook(self._after)))
+
+    def keep_less(self) -> None:
+        """The loop goes through us and is played again whole: what came back to the model is of no use."""
+        for handle in self._after_handles:
+            handle.remove()
+        self._after_handles, self._light = [], True
+
+    def detach(self) -> None:
+        self.keep_less()
+        for handle in self._before_handles:
+            handle.remove()
+        self._before_handles = []
+        self.forget()
+
+    def forget(self) -> None:
+        """An update was made: another step begins."""
+        self.calls, self.first, self._last = [], None, None
+
+    def _before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._light and self.before_call is None:
+            # As little as possible: this may be every step of a model that takes less than a millisecond.
+            if torch.is_grad_enabled() and not self._making:
+                self._last = (module, args, kwargs, threading.get_ident(), torch._C._is_any_autocast_enabled())
+            return
+        if self._making or torch.compiler.is_compiling() or torch._C._current_autograd_node() is not None:
+            return
+        if self.before_call is not None:
+            self.before_call()
+        if torch.is_grad_enabled():
+            try:
+                self._keep(module, args, kwargs)
+            except Exception as error:  # of ours, or of an object among the arguments that wants no questions
+                self._trouble(error)
+
+    def _keep(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.called = True
+        if len(self.calls) >= _MOST_CALLS:
+            del self.calls[0]
+        random, buffers = RandomState.now(), self.replayer.copied_buffers()
+        seen = versions((*args, *kwargs.values()))
+        autocast = [one for one in _autocast() if torch.is_autocast_enabled(one[0])]
+        call = Call(module, args, kwargs, threading.get_ident(), autocast, seen, random, buffers)
+        self.calls.append(call)
+        self.first = self.first or call
+
+    def _after(self, module: Module, args: Any, output: Any) -> None:
+        calls = self.mine()
+        if self._making or not calls or calls[-1].module is not module or not torch.is_grad_enabled():
+            return
+        try:
+            call = weakref.ref(calls[-1])
+            for i, (_, t) in enumerate(tensors_in(output)):
+                if t.requires_grad and not t.is_leaf:
+                    t.register_hook(_Keeper(call, i))
+        except Exception as error:
+            self._trouble(error)
+
+    def mine(self) -> list[Call]:
+        """Those of this thread: another one may use the same model for something else."""
+        thread, latest = threading.get_ident(), self.replayer.latest
+        if self._last is not None and latest is not None:
+            module, args, kwargs, where, mixed = self._last
+            devices = {p.device.type for p in module.parameters()}
+            autocast = [one for one in _autocast() if mixed and one[0] in devices]
+            last = Call(module, args, kwargs, where, autocast, None, latest.random, latest.buffers)
+            return [last] if where == thread else []
+        return [call for call in self.calls if call.thread == thread]
+
+    def buffers_before(self) -> list[tuple[Slot, Tensor, Tensor]]:
+        """As they were when the step under way began, which may have taken several batches."""
+        return self.first.buffers if self.first is not None else self.replayer.first_buffers()
+
+    def make_again(self, call: Call, microscope: Microscope) -> Outcome:
+        """Makes the call once more under the tracer, with its gradients if there are any; leaves all as it was."""
+        parameters = [p for root in self.roots for p in root.parameters()]
+        gradients, now = [p.grad for p in parameters], RandomState.now()
+        buffers = [(slot, old, old.detach().clone()) for slot, old, _ in call.buffers]
+        changed = call.versions is not None and versions((*call.args, *call.kwargs.values())) != call.versions
+        self._making = True
+        for p in parameters:
+            p.grad = None
+        try:
+            put_back(call.buffers)
+            call.random.put_back()
+            # Copies, since the graph that an input came out of may be gone.
+            args, kwargs = copied((call.args, call.kwargs))
+            tracer = microscope.start(in_step=True)
+            for label, t in tensors_in((args, kwargs)):
+                tracer.give_role(t, "input", f"the model's input {label}")
+            outputs = self._run_on_our_own(call, args, kwargs)
+            with microscope.unseen():
+                bad = [t for t in outputs if not is_finite(t)] or [
+                    p.grad for p in parameters if p.grad is not None and not is_finite(p.grad)
+                ]
+                given = any(not is_finite(g) for g in call.gradients.values())
+            return Outcome(bad, bad_gradient_given=given, changed=changed)
+        finally:
+            if microscope.tracer is not None:
+                microscope.tracer.stop()
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            put_back(buffers)
+            now.put_back()
+            self._making = False
+
+    def _run_on_our_own(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for device, dtype in call.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            output = call.module(*args, **kwargs)
+        found = [t for _, t in tensors_in(output)]
+        pairs = [(found[i], g) for i, g in call.gradients.items() if i < len(found) and found[i].shape == g.shape]
+        if pairs and all(is_finite(t) for t in found):
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        return found
+
+
+class _Keeper:
+    """Keeps the gradient of one output for as long as its call is kept."""
+
+    __slots__ = ("call", "index")
+
+    def __init__(self, call: weakref.ref[Call], index: int) -> None:
+        self.call, self.index = call, index
+
+    def __call__(self, gradient: Tensor) -> None:
+        call = self.call()
+        if call is not None:
+            call.gradients[self.index] = gradient.detach()
+
+
+def _autocast() -> list[tuple[str, torch.dtype]]:
+    return [(device, torch.get_autocast_dtype(device)) for device in _DEVICES]

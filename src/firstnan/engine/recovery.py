@@ -1,0 +1,104 @@
+"""What a step may have to give back: the weights before a bad update, the last good state, the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from firstnan.tensors.batches import put_back
+from firstnan.tensors.names import Models
+from firstnan.tensors.optimizers import drop_gradients, parameters_of
+from firstnan.tensors.safe_updates import is_risky, is_torchs
+from firstnan.tensors.snapshot import Schedules, Snapshot
+
+_ORDINARY = 100.0
+"""No gradient of this norm does harm by its size, in any precision."""
+_EVERY = 16
+_SMALL = 1 << 20
+"""Elements: the state of a model up to this size is copied before every update that nothing is known of."""
+
+
+class Recovery:
+    """Keeps states of the models and their optimizers, each checked to be finite, and puts them back."""
+
+    def __init__(self, models: Models, optimizers: list[Any], every: int | None) -> None:
+        self.models, self.optimizers, self.every = models, optimizers, every
+        self.good_step = 0
+        """How many steps had been made when the good state was kept."""
+        self.backup: Snapshot | None = None
+        """The state before the update under way, where that update may go wrong by itself."""
+        self.good: Snapshot | None = None
+        self._schedules: Schedules | None = None
+        self._updates = 0
+        self._rates: dict[int, list[Any]] = {}
+        """The learning rates of each optimizer's last update that was not risky."""
+        if every is not None:
+            self.keep(0)
+
+    def before_update(self, optimizer: Any, closure: bool, grad_norm: float | None) -> None:
+        # A closure computes its gradients inside the update: what it does can only be undone.
+        if closure or self._is_risky(optimizer, grad_norm) or self._is_unknown(optimizer):
+            self.backup = self._now()
+
+    def _is_unknown(self, optimizer: Any) -> bool:
+        """Its arithmetic is somebody else's, and the model so small that a copy costs little."""
+        return not is_torchs(optimizer) and sum(p.numel() for p, _ in self.models.parameters.values()) <= _SMALL
+
+    def _is_risky(self, optimizer: Any, grad_norm: float | None) -> bool:
+        """Settings are looked at again when the learning rate is another one, and now and then; the norm always."""
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        self._updates += 1
+        known = self._rates.get(id(optimizer))
+        if (grad_norm is None or grad_norm < _ORDINARY) and rates == known and self._updates % _EVERY:
+            return False
+        risky = is_risky(optimizer, grad_norm)
+        self._rates[id(optimizer)] = [] if risky else rates
+        return risky
+
+    def after_update(self, steps: int) -> None:
+        """The update was good."""
+        if self.every is not None and steps % self.every == 0:
+            self.keep(steps)
+
+    def keep(self, steps: int) -> None:
+        """The state now, unless something in it is not finite: then the one before stays."""
+        now = self._now()
+        if now is not None:
+            self.good, self.good_step = now, steps
+
+    def undo_update(self) -> bool:
+        """Brings back the state before the update; False where it was not kept."""
+        if self.backup is None:
+            return False
+        self.backup.put_back()
+        return True
+
+    def go_back(self) -> bool:
+        """Brings back the weights and the optimizer's state; False where they were not kept."""
+        return self.undo_update() if self.every is None else self.roll_back()
+
+    def roll_back(self) -> bool:
+        if self.good is None:
+            return False
+        self.good.put_back()
+        return True
+
+    def remember_schedules(self) -> None:
+        """Learning rates and their schedulers as they are now, before the rest of a bad step moves them on."""
+        self._schedules = Schedules.of(self.optimizers)
+
+    def put_back_schedules(self) -> None:
+        if self._schedules is not None:
+            self._schedules.put_back()
+
+    def clean_up(self, buffers: list[Any]) -> None:
+        """After a step that was not to be: its gradients go, and what it changed besides the weights comes back."""
+        put_back(buffers)
+        for optimizer in self.optimizers:
+            drop_gradients(optimizer)
+        self.put_back_schedules()
+        self._schedules = self.backup = None
+
+    def _now(self) -> Snapshot | None:
+        tensors = [p for p, _ in self.models.parameters.values()]
+        tensors += [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+        return Snapshot.take({id(t): t for t in tensors}.values(), self.models.slots, self.optimizers)

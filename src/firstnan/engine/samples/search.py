@@ -1,0 +1,146 @@
+"""Has the step that failed played again and again, by whoever owns its loop, until the bad samples are known."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from textwrap import shorten
+from time import monotonic
+from typing import Any
+
+from firstnan.engine.conclude import not_repeated
+from firstnan.engine.handouts import Replayer
+from firstnan.engine.samples.cut import Cut, cut
+from firstnan.engine.samples.dataset import Maker
+from firstnan.engine.samples.strategy import ENDED, Finding, Search, search
+from firstnan.engine.world import is_alone
+from firstnan.records import Batch, Report
+from firstnan.tensors.batches import Handout, copied
+from firstnan.tracing.compare import Difference
+
+_SECONDS = 30.0
+
+
+@dataclass
+class _Subject:
+    """One batch of the step: how it can be cut, and the search in it."""
+
+    handout: Handout
+    maker: Maker
+    cut: Cut | None
+    why_not: str
+    search: Search
+
+
+def begin_search(report: Report, replayer: Replayer) -> Sift | None:
+    """The search for the bad samples of this step; None where its origin is no matter of samples."""
+    handouts, origin = replayer.latest_first(), report.origin
+    if origin is None or not handouts or origin.phase not in ("forward", "backward", "input") or not is_alone():
+        return None
+    makers = [Maker.of(replayer.iterator_of(handout)) for handout in handouts]
+    return Sift(handouts, makers, report.batch.bad_samples or () if report.batch else ())
+
+
+class Sift:
+    """One search: hands out the batches of the step, one of them with samples replaced, and hears what became of it."""
+
+    def __init__(self, handouts: list[Handout], makers: list[Maker], suspects: tuple[int, ...]) -> None:
+        self.finding: Finding | None = None
+        self.error: BaseException | None = None
+        """What the program raised while it was played again."""
+        self.finite: bool | None = True
+        """What the replay under way came to; None while that is open."""
+        self._rest = list(zip(handouts, makers, strict=True))
+        """A step may take several batches: these are looked at where the first has no bad sample."""
+        self._suspects = suspects
+        self._subject = self._found_in = self._begun(*self._rest.pop(0))
+        self._question: dict[int, int] | None = None
+        self._replays = 0
+        self._deadline = monotonic() + _SECONDS
+
+    def _begun(self, handout: Handout, maker: Maker) -> _Subject:
+        if handout.pristine is None:
+            handout.pristine = copied(handout.batch)
+        try:
+            pieces = cut(handout.pristine, handout.indices)
+        except Exception as error:  # CutError, or whatever a container says that is made of other parts
+            return _Subject(handout, maker, None, f"the batch cannot be cut into samples: {error}", search(1))
+        suspects = [i for i in self._suspects if i < pieces.size]
+        return _Subject(handout, maker, pieces, "", search(pieces.size, suspects))
+
+    @property
+    def decided(self) -> bool:
+        return self.finite is not None
+
+    def failed(self) -> None:
+        if self.finite is None:
+            self.finite = False
+
+    def passed(self) -> None:
+        if self.finite is None:
+            self.finite = True
+
+    def goes_on(self) -> bool:
+        """Hands the last answer to the search; False where it is over."""
+        try:
+            if self._question is None:
+                self._question = next(self._subject.search)
+            else:
+                # A body that ended without a failure was finite, whether or not it came to an update.
+                self._question = self._subject.search.send(self.finite is not False)
+        except StopIteration as stop:
+            return self._ended(stop.value)
+        self.finite = None
+        return monotonic() < self._deadline
+
+    def _ended(self, finding: Finding) -> bool:
+        self._replays += finding.replays
+        if self.finding is None or finding.confirmed:
+            self.finding, self._found_in = finding, self._subject
+        if finding.confirmed or not finding.repeated or not self._rest:
+            return False
+        self._subject, self._question = self._begun(*self._rest.pop(0)), None
+        return self.goes_on()
+
+    def batch(self, handout: Handout) -> Any:
+        """What the loop is given for this batch, made anew each time: it may write into what it gets."""
+        subject, question = self._subject, self._question
+        if handout is not subject.handout or subject.cut is None or question is None:
+            return copied(handout.pristine)
+        return subject.cut.replaced(question)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the same batch failed again, as far as that is known."""
+        return self.finding is None or self.finding.repeated is not False
+
+    def told_in(self, report: Report, difference: Difference | None = None) -> Report:
+        """The report with what was found; `difference` is between two traces of the step, where it was not repeated."""
+        if not self.repeated:
+            return not_repeated(report, difference)
+        if report.batch is None:
+            return report
+        found = self.finding or Finding(report.batch.bad_samples, note=ENDED + self._why_ended())
+        return replace(report, batch=self._told(report.batch, replace(found, replays=self._replays)))
+
+    def _why_ended(self) -> str:
+        if monotonic() >= self._deadline:
+            return f"it took more than {_SECONDS:.0f} seconds"
+        how = "with samples replaced" if self._question else "played again with the same batch"
+        error = self.error or sys.exc_info()[1]  # whoever leaves a `with` does so by it
+        if not isinstance(error, Exception):
+            return f"{how}, the program left its loop"
+        text = str(error).partition("\n")[0]
+        return f"{how}, the program raised {type(error).__name__}" + (f": {shorten(text, 120)}" if text else "")
+
+    def _told(self, batch: Batch, found: Finding) -> Batch:
+        pieces, bad = self._found_in.cut, found.bad
+        if pieces is None:
+            return replace(batch, replays=found.replays, note=self._found_in.why_not)
+        return Batch(
+            self._found_in.handout.index, pieces.size, bad, found.confirmed, self._dataset(bad or (), pieces),
+            pieces.features(bad) if bad else (), found.replays, found.note,
+        )  # fmt: skip
+
+    def _dataset(self, bad: tuple[int, ...], pieces: Cut) -> tuple[int, ...] | None:
+        return self._found_in.maker.in_dataset(bad, pieces, self._found_in.handout.indices)

@@ -1,0 +1,1 @@
+"""The check of every step: loss, gradients, updated parameters and buffers."""

@@ -1,0 +1,423 @@
+"""The once-a-step check: are the loss, the gradients and the updated parameters and buffers finite?"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from firstnan.gate.call_sites import Places
+from firstnan.gate.clipping import Clipping
+from firstnan.gate.device_reads import Reads
+from firstnan.gate.growth_guard import Alarm, Guard
+from firstnan.gate.quick_check import Glance
+from firstnan.gate.step_counter import ROUND, Rounds, Steps
+from firstnan.observe.gradient_hooks import HotGradients
+from firstnan.observe.sites import Ownership
+from firstnan.records import History, Noticed, StepRecord
+from firstnan.tensors.finite import is_finite, norms, plain_norm, readable, reads_are_free
+from firstnan.tensors.names import Models
+from firstnan.tensors.optimizers import describe, drop_gradients, graph_leaves, parameters_of, rate_of
+from firstnan.tensors.safe_updates import is_torchs
+
+_HISTORY = 64
+_SMALL = 1 << 14
+_GRADIENT, _PARAMETER = Noticed("gradient"), Noticed("parameter")
+
+
+class Listener(Protocol):
+    """What the gate tells of the program; a trip may end the program by raising out of these."""
+
+    @property
+    def is_calm(self) -> bool:
+        """Nothing is being replayed, skipped or held: a step may pass at a glance."""
+        ...
+
+    def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None: ...
+    def step_begins(self, optimizer: Any, closure: bool) -> None: ...
+    def step_ended(self, by_hand: bool = False) -> None: ...
+    def suppresses(self, optimizer: Any) -> bool: ...
+    def alarmed(self, alarm: Alarm, optimizer: Any) -> None: ...
+
+
+class Gate:
+    """Looks at each step once, keeps the last steps' numbers, and says when something is not finite."""
+
+    def __init__(
+        self, listener: Listener, *, thorough: bool = False, frugal: bool = False, decides: bool = True
+    ) -> None:
+        self.listener = listener
+        self.frugal = frugal
+        """Spares what it can: a norm is not computed for every step of a tiny model, and its parameters are looked at
+        after every eighth update only, or after one that `look_closely` asks for."""
+        self.look_closely = False
+        self.is_safe = False
+        """Of the update under way it is known that it keeps finite parameters finite: said before each, or never."""
+        self.reads = Reads(decides)
+        self.on_good_loss: Callable[[], None] = lambda: None
+        """Called when backward begins from a loss that did not trip."""
+        self.new_guard: Callable[[], Guard] | None = Guard
+        self.hot = HotGradients()
+        self.clipping = Clipping()
+        self._glances: dict[int, Glance] = {}
+        self._glanced = False
+        """The update under way was let through at a glance."""
+        self._guards: dict[int, Guard] = {}
+        """One for each optimizer: what is usual for one of a pair is not for the other."""
+        self.thorough = thorough
+        """Looks at every parameter after every update, however large the model is."""
+        self.steps = Steps()
+        self.places = Places()
+        self._steps: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)
+        """What becomes a StepRecord when someone asks."""
+        self.optimizers = 0
+        self.trained = False
+        self.in_step: Any = None
+        self._parameters: list[weakref.ref[Tensor]] = []
+        self._buffers: list[list[Any]] = []
+        """Slot, version at the last look, whether it held a NaN then."""
+        self.skipping_since: int | None = None
+        """The first of the updates that a gradient scaler has dropped without a good one in between."""
+        self.norm: float | None = None
+        """Of the gradients that the last update used."""
+        self._loss: float | None = None
+        self._leaves: list[weakref.ref[Tensor]] = []
+        self._rounds: weakref.WeakKeyDictionary[Any, Rounds] = weakref.WeakKeyDictionary()
+        self._scaling = False
+        """A gradient scaler is at work: infinite gradients are its business until it has looked at them."""
+        self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
+
+    # Backward.
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        self.optimizers += 1
+        # One made in the middle of training takes over; those made before it starts take turns.
+        self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
+
+    def backward_begins(self, roots: list[Tensor]) -> None:
+        """The loss is known: a non-finite one trips before anything is computed from it."""
+        self.trained = True
+        if self.optimizers == 0 and self._accumulating():
+            self.steps.manual -= 1  # The step that the last backward seemed to end goes on.
+        elif self.optimizers == 0:
+            self._check_leaves()
+        for root in roots if self._scaled is None else self._unscaled(self._scaled, roots):
+            if reads_are_free(root) and root.numel() == 1 and type(root) is Tensor and root.is_floating_point():
+                self._loss = root.item()
+                if not math.isfinite(self._loss):
+                    self.listener.trip(Noticed("loss"), [root], before_update=True)
+                continue
+            plain = readable(root)
+            if plain is None or not plain.numel():
+                continue
+            if not reads_are_free(plain):
+                self.reads.add(Noticed("loss"), [plain], plain.abs().sum())
+                continue
+            if not is_finite(plain):
+                self.listener.trip(Noticed("loss"), [root], before_update=True)
+        self.on_good_loss()
+
+    @property
+    def uses_gradients_at_once(self) -> bool:
+        """Nothing comes between backward and the update that these gradients are for."""
+        return self.in_step is not None or self.optimizers == 0
+
+    def backward_ended(self, roots: list[Tensor]) -> None:
+        if self.in_step is not None:
+            # The step called its closure (LBFGS): these gradients are used at once.
+            self._check_gradients(self.in_step, parameters_of(self.in_step), before_update=False)
+        elif self.optimizers == 0:
+            if not self._scaling:
+                self._check_gradients(None, self._leaves_of(roots), before_update=False)
+            self._end_manual_step()
+
+    def gradients_returned(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+        """`torch.autograd.grad` in a program without an optimizer object is its step."""
+        self.trained = True
+        if self.optimizers:
+            return
+        bad = [t for t in outputs if not is_finite(t)]
+        if bad:
+            self.listener.trip(Noticed("loss"), bad, before_update=False)
+        bad = [t for t in gradients if not is_finite(t)]
+        if bad:
+            self.listener.trip(Noticed("gradient"), bad, before_update=False)
+        self._end_manual_step()
+
+    @property
+    def scales(self) -> bool:
+        """Whether a gradient scaler decides what becomes of infinite gradients."""
+        return self._scaling
+
+    def loss_scaled(self, given: Any, result: Any) -> None:
+        """A gradient scaler may drive a finite loss to infinity on purpose: the unscaled one decides."""
+        self._scaling = self._scaling or result is not given  # one that is switched off returns what it was given
+        if isinstance(given, Tensor) and isinstance(result, Tensor):
+            self._scaled = (weakref.ref(result), given.detach())
+
+    def _unscaled(self, known: tuple[weakref.ref[Tensor], Any], roots: list[Tensor]) -> list[Tensor]:
+        scaled, given = known
+        self._scaled = None
+        return [given if scaled() is r else r for r in roots]
+
+    # The optimizer's step.
+
+    def passes_at_a_glance(self, optimizer: Any) -> bool:
+        """Whether this update needs nothing more before it."""
+        glance = self._glances.get(id(optimizer))
+        if glance is None or not self.listener.is_calm or not glance.suffices(optimizer, self._loss):
+            return False
+        self.in_step, self.norm, self._glanced = optimizer, None, True
+        return True
+
+    def before_update(self, optimizer: Any, closure: bool) -> None:
+        self._glanced = False
+        if self.listener.suppresses(optimizer):
+            drop_gradients(optimizer)
+            return
+        self.trained = True
+        if optimizer not in self.steps.done:
+            self.optimizer_made(optimizer)
+        # A gradient scaler that leaves the decision to the optimizer's own kernel: infinities are its business.
+        if getattr(optimizer, "found_inf", None) is None:
+            self._check_gradients(optimizer, parameters_of(optimizer), before_update=not closure)
+        self.in_step = optimizer
+        self.listener.step_begins(optimizer, closure)
+        if self.in_step is optimizer:
+            self._watch_growth(self.steps.of(optimizer), optimizer)
+
+    def passed_at_a_glance(self, optimizer: Any) -> bool:
+        """Whether this update needs nothing more after it."""
+        if not self._glanced or self.in_step is not optimizer:
+            return False
+        self.in_step = self.skipping_since = None
+        self._steps.append((self.steps.add(optimizer), self._loss, None, rate_of(optimizer)))
+        self._loss = None
+        self.listener.step_ended()
+        return True
+
+    def after_update(self, optimizer: Any) -> None:
+        if self.in_step is not optimizer:
+            return
+        self.in_step = self.skipping_since = None
+        step = self.steps.add(optimizer)
+        rounds, size, whole = self._rounds.get(optimizer), None, False
+        if rounds is None:
+            rounds = self._rounds[optimizer] = Rounds(self.thorough)
+        # Where most steps pass at a glance, this one is looked at closely in all respects.
+        glance = self._glances.get(id(optimizer))
+        closely = self.look_closely or (glance is not None and glance.applies)
+        if not self.is_safe and (not self.frugal or closely or self.steps.total % ROUND == 1):
+            parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self.look_closely)
+            size = self._size(parts, _PARAMETER)
+        self.look_closely = False
+        self._steps.append((step, self._loss, self.norm, rate_of(optimizer), size if whole else None))
+        self._loss = None
+        try:
+            bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
+            if bad:
+                self.listener.trip(_PARAMETER, bad, before_update=False)
+            if self.thorough or self.steps.total % ROUND == 1:
+                for noticed, buffers in self._bad_buffers():
+                    self.listener.trip(noticed, buffers, before_update=False)
+        finally:
+            self.listener.step_ended()
+
+    def last_look(self) -> None:
+        """At the end of the program: every parameter and buffer once more, also those whose turn had not come."""
+        found = self.left_bad()
+        if found is not None:
+            self.listener.trip(*found, before_update=False)
+
+    def left_bad(self) -> tuple[Noticed, list[Tensor]] | None:
+        """What training has left that is not finite: parameters, or a buffer."""
+        bad = [p for optimizer, rounds in list(self._rounds.items()) for p in _bad_parameters(optimizer, rounds)]
+        return (_PARAMETER, bad) if bad else next(self._bad_buffers(), None)
+
+    def step_skipped(self, optimizer: Any, scale: float) -> None:
+        """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
+        if self.listener.suppresses(optimizer):
+            return
+        self._scaling = True
+        if self.skipping_since is None:
+            self.skipping_since = self.steps.of(optimizer)
+        if scale < 1.0:
+            bad = [p.grad for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
+            if bad:
+                self.listener.trip(Noticed("gradient"), bad, before_update=True)
+        self.steps.add(optimizer)
+        self._loss = None
+        self.listener.step_ended()
+
+    def _check_gradients(self, optimizer: Any, parameters: list[Tensor], *, before_update: bool) -> None:
+        self.norm = self.clipping.norm_of(parameters)
+        if self.norm is not None:
+            self.hot.judge()
+            return
+        cold, squares = self.hot.sorted(parameters)
+        self.norm = self._size(cold, _GRADIENT)
+        if squares:
+            self.norm = math.hypot(self.norm or 0.0, *map(math.sqrt, squares))
+        if self.norm is None or math.isfinite(self.norm):
+            if self.frugal and optimizer is not None and not squares and is_torchs(optimizer):
+                self._glances.setdefault(id(optimizer), Glance()).learn(optimizer, cold, self._loss)
+        else:
+            # A norm overflows on large finite numbers: only the elements decide.
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            bad = [g for g in gradients if not is_finite(g)]
+            if bad:
+                self.listener.trip(_GRADIENT, bad, before_update=before_update)
+            else:
+                wide = [r.double() for g in gradients if (r := readable(g)) is not None]
+                self.norm = math.hypot(*norms(wide).tolist())
+
+    def _size(self, tensors: list[Tensor], noticed: Noticed) -> float | None:
+        """The 2-norm of all of them, read at once on the CPU; elsewhere together with the next read."""
+        if not tensors:
+            return None
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # The context manager for it costs more than the rest of this function.
+        try:
+            size = plain_norm(tensors)
+            if size is not None:
+                return size
+            values = [r for t in tensors if (r := readable(t)) is not None and r.numel()]
+            if not values:
+                return None
+            sizes = norms(values)
+            if reads_are_free(sizes):
+                return math.hypot(*sizes.tolist())
+            self.reads.add(noticed, tensors, torch.linalg.vector_norm(sizes))
+            return self._read() if noticed.what == "gradient" else None
+        finally:
+            torch._C._set_grad_enabled(recording)
+
+    def _read(self) -> float | None:
+        """Looks at everything on a device that waits: losses, the last update, these gradients."""
+        norm = None
+        for one in self.reads.take():
+            if one.noticed.what == "loss":
+                self._loss = one.size
+            if one.noticed.what == "gradient":
+                norm = one.size
+                if self.reads.decides:
+                    continue  # who asked looks at it himself
+            # A size overflows on large finite numbers: only the elements decide, where they still exist.
+            bad = [] if math.isfinite(one.size) else [t for t in one.tensors if not is_finite(t)]
+            if bad or (math.isnan(one.size) and not one.tensors):
+                self.listener.trip(one.noticed, bad, before_update=self.reads.decides and one.noticed.what == "loss")
+        return norm if self.reads.decides or norm is None or math.isfinite(norm) else None
+
+    def _watch_growth(self, step: int, optimizer: Any) -> None:
+        if self.new_guard is None:
+            return
+        guard = self._guards.get(id(optimizer))
+        if guard is None:
+            guard = self._guards[id(optimizer)] = self.new_guard()
+        alarm = guard.observe(step, self.norm, self._loss)
+        if alarm is not None:
+            self.listener.alarmed(alarm, optimizer)
+
+    @property
+    def explosion(self) -> Alarm | None:
+        """A loss that left all bounds, stayed finite and never came back."""
+        found = [alarm for guard in self._guards.values() if (alarm := guard.unrecovered) is not None]
+        return min(found, key=lambda alarm: alarm.step, default=None)
+
+    def remember(self, more: int) -> None:
+        """Keeps so many more of the last steps than usual."""
+        self._steps = deque(self._steps, maxlen=_HISTORY + more)
+
+    def watch_models(self, models: Models) -> None:
+        """From now on; a buffer that holds a NaN already was given it on purpose."""
+        self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in models.slots]
+        self._parameters = [weakref.ref(p) for p, _ in models.parameters.values()]
+
+    def _bad_buffers(self) -> Iterator[tuple[Noticed, list[Tensor]]]:
+        """Of those that were written since the last look, by their version; small ones always."""
+        written: list[tuple[Any, Tensor]] = []
+        for watched in self._buffers:
+            buffer = watched[0].tensor()
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            # Batch norm writes its running statistics without counting a version.
+            if buffer._version != watched[1] or buffer.numel() <= _SMALL:
+                watched[1] = buffer._version
+                written.append((watched, buffer))
+        size = self._size([b for _, b in written], Noticed("buffer"))
+        if size is None or math.isfinite(size):
+            return
+        for watched, buffer in written:
+            # An infinity may be meant there: the start of a minimum, a mask.
+            known, watched[2] = watched[2], _has_nan(buffer)
+            if watched[2] and not known:
+                yield Noticed("buffer", watched[0].label), [buffer]
+
+    # Programs without an optimizer object.
+
+    def _leaves_of(self, roots: list[Tensor]) -> list[Tensor]:
+        """The tensors that backward wrote gradients to; the graph is walked again only when they are replaced."""
+        alive = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        replaced = not alive or len(alive) != len(self._leaves) or any(leaf.grad is None for leaf in alive)
+        known = {id(leaf) for leaf in alive}
+        # Parts of a model may join later.
+        joined = [p for ref in self._parameters if (p := ref()) is not None and p.grad is not None]
+        new = [leaf for leaf in (graph_leaves(roots) if replaced else joined) if id(leaf) not in known]
+        self._leaves = [weakref.ref(leaf) for leaf in alive + new]
+        return alive + new
+
+    def _check_leaves(self) -> None:
+        """What the program updated by hand since the last backward."""
+        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        size = self._size(leaves, Noticed("parameter"))
+        bad = [] if size is None or math.isfinite(size) else [leaf for leaf in leaves if not is_finite(leaf)]
+        if bad:
+            self.listener.trip(Noticed("parameter"), bad, before_update=False)
+
+    def _accumulating(self) -> bool:
+        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None and leaf.grad is not None]
+        if not leaves:
+            return False
+        smallest = min((leaf.grad for leaf in leaves if leaf.grad is not None), key=Tensor.numel)
+        return bool(smallest.any())
+
+    def _end_manual_step(self) -> None:
+        self._watch_growth(self.steps.manual, None)
+        self._steps.append((self.steps.manual, self._loss, self.norm))
+        self._loss = None
+        self.steps.manual += 1
+        self.listener.step_ended(by_hand=True)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What backward wrote gradients to, where there is no optimizer to ask."""
+        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+
+    def go_on_from(self, history: History) -> None:
+        """The steps of another run, which this one goes on from."""
+        self._steps.clear()
+        self._steps.extend((s.step, s.loss, s.grad_norm, s.lr, s.param_norm) for s in history.steps)
+
+    def past(self, ownership: Ownership | None = None, *, updated: bool = False) -> History:
+        """The last steps, the failing one included as far as it is known; `updated`: its update was made."""
+        steps = [StepRecord(*numbers) for numbers in self._steps]
+        if self._loss is not None:
+            steps.append(StepRecord(self.steps.current, self._loss, self.norm))
+        optimizer = self.in_step or self.steps.whose_turn(updated)
+        places = self.places.of(optimizer, ownership) if ownership is not None else ()
+        about = describe(optimizer) if optimizer is not None else ("", ())
+        return History(tuple(steps), *about, (), *places)
+
+
+def _bad_parameters(optimizer: Any, rounds: Rounds) -> list[Tensor]:
+    # One that never had a gradient does not train, whatever is in it.
+    return [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
+
+
+def _has_nan(t: Tensor | None) -> bool:
+    return t is not None and not is_finite(t) and bool(torch.isnan(t).any())

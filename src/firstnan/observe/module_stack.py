@@ -1,0 +1,95 @@
+"""Which layer is running: a stack of module calls with readable paths."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from firstnan.tensors.names import Parts, readable_path
+
+Place = tuple[str, str, weakref.ref[Module] | None]
+"""Path below the outermost module of a call, the innermost module's type, the outermost module."""
+
+
+class ModuleStack:
+    """Follows module calls by global hooks, each thread for itself; all hooks go at `detach`."""
+
+    def __init__(self, training: Callable[[], None] = lambda: None) -> None:
+        self.batch_size: int | None = None
+        """The first dimension of what the last outermost call was given."""
+        self._training = training
+        self._local = threading.local()
+        self._paths: dict[int, tuple[Module, dict[int, list[str]]]] = {}
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._local = threading.local()
+        self._paths.clear()
+
+    def here(self) -> Place:
+        stack = getattr(self._local, "stack", None)
+        return stack[-1][1:] if stack else ("", "", None)
+
+    def _enter(self, module: Module, args: Any) -> None:
+        stack = self._local.__dict__.setdefault("stack", [])
+        if not stack:
+            path, outermost = "", weakref.ref(module)
+            if torch.is_grad_enabled():
+                self._training()
+                self.batch_size = next((a.shape[0] for a in args if isinstance(a, Tensor) and a.dim()), self.batch_size)
+        else:
+            path, outermost = self._path(stack[0][0], stack[-1][1], module), stack[0][3]
+        stack.append((module, path, type(module).__name__, outermost))
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        stack = getattr(self._local, "stack", None)
+        while stack:
+            if stack.pop()[0] is module:
+                break
+
+    def _path(self, root: Module, parent: str, module: Module) -> str:
+        known = self._paths.get(id(root))
+        if known is None or known[0] is not root:
+            known = self._paths[id(root)] = (root, _names(root))
+        if id(module) not in known[1]:
+            # Added since, or registered nowhere; it is not looked for again.
+            known[1].update({id(module): []} | _names(root))
+        paths = known[1][id(module)]
+        if not paths:
+            return f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
+        below = [p for p in paths if not parent or p.startswith(parent + ".")]
+        return min(below or paths, key=len)
+
+
+def _names(root: Module) -> dict[int, list[str]]:
+    """Every module below this one by identity, with all the names that lead to it."""
+    names: dict[int, list[str]] = {}
+    for name, child in root.named_modules(remove_duplicate=False):
+        names.setdefault(id(child), []).append(readable_path(name))
+    return names
+
+
+def whole_path(place: Place, parts: Parts) -> str:
+    """The path from the model on, where what was called was a part of it: `model.log_prob(x)` calls its layers only."""
+    path, _, outermost = place
+    module = outermost() if outermost is not None else None
+    known, above = parts.get(id(module), (None, ""))
+    if module is None or known is not module or not above:
+        return path
+    return f"{above}.{path}" if path else above

@@ -1,0 +1,46 @@
+"""The records that every room shares: frozen dataclasses of plain values; nothing here knows torch."""
+
+from firstnan.records.codec import FORMAT, VERSION, dumps, number, plain
+from firstnan.records.events import NaNEvent
+from firstnan.records.report import (
+    Batch,
+    Cause,
+    Feature,
+    History,
+    LayerTrack,
+    Noticed,
+    Origin,
+    PathStep,
+    Remedy,
+    Report,
+    StepRecord,
+)
+from firstnan.records.trace import InFloat64, Operand, OpEvent, Phase, Role, Site, TensorStat, Trace
+
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Batch",
+    "Cause",
+    "Feature",
+    "History",
+    "InFloat64",
+    "LayerTrack",
+    "NaNEvent",
+    "Noticed",
+    "OpEvent",
+    "Operand",
+    "Origin",
+    "PathStep",
+    "Phase",
+    "Remedy",
+    "Report",
+    "Role",
+    "Site",
+    "StepRecord",
+    "TensorStat",
+    "Trace",
+    "dumps",
+    "number",
+    "plain",
+]

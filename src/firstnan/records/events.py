@@ -1,0 +1,51 @@
+"""What a detector noticed, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from firstnan.records.trace import TensorStat
+
+
+@dataclass(frozen=True, slots=True)
+class NaNEvent:
+    """One thing that the detector noticed, as data."""
+
+    kind: Literal["nonfinite", "spike", "explosion", "clipped", "skipped", "rolled_back"]
+    message: str
+    """One readable line."""
+    step: int | None = None
+    """None where it is no part of a training step: inference, another thread."""
+    batch: int | None = None
+    epoch: int | None = None
+    phase: Literal["forward", "backward", "optimizer"] | None = None
+    what: Literal["input", "output", "loss", "gradient", "parameter", "buffer"] | None = None
+    """Which tensor; in backward `output` is the gradient that a layer was given and `input` the one it handed on."""
+    layer: str = ""
+    """Readable path of the layer, or the name of the parameter or buffer."""
+    paths: tuple[str, ...] = ()
+    """Every path of a layer that several parents share."""
+    layer_type: str = ""
+    call: int = 0
+    """Which call of the layer in this step, counted from 0."""
+    tensor: TensorStat | None = None
+    """Counts of NaN and Inf, shape, dtype, first index, range; its name is the place inside a container."""
+    grad_norm: float | None = None
+    thread: str = ""
+    rank: int = 0
+    time: float = 0.0
+    """Seconds since 1970."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as JSON values."""
+        from firstnan.report.json import event_to_dict
+
+        return event_to_dict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> NaNEvent:
+        """The event that `to_dict` wrote; ReportError where the data is anything else."""
+        from firstnan.report.json import event_from_dict
+
+        return event_from_dict(data)

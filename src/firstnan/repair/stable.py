@@ -1,0 +1,250 @@
+"""The stable function in place of a formula that leaves the range of numbers on its way to an ordinary result."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from firstnan.diagnose.rules.scene import words
+from firstnan.records import Remedy
+from firstnan.repair.base import Job, Place, remedy
+from firstnan.repair.edits import Edit, atom, put, remove
+from firstnan.repair.guards import spot
+from firstnan.repair.source import Expr, Source, number
+
+PICKS = words(
+    "gather squeeze unsqueeze index_select take_along_dim view reshape flatten clone transpose t contiguous "
+    "masked_select permute"
+)
+"""Operators that only choose or rearrange elements: the logarithm may as well be taken before them."""
+
+
+@dataclass
+class LogForm:
+    """Writes the logarithm of an expression without ever forming the expression, where that is possible."""
+
+    source: Source
+    use: ast.AST
+    seen: list[ast.AST] = field(default_factory=list)
+    """The nodes that the new text makes superfluous."""
+    unused: list[ast.stmt] = field(default_factory=list)
+    """Assignments that nothing reads any more."""
+    name: str = ""
+    """The stable function that was used."""
+
+    def of(self, node: ast.expr, depth: int = 0) -> str | None:
+        source = self.source
+        self.seen.append(node)
+        if depth > 8:
+            return None
+        if isinstance(node, ast.Name):
+            return self._of_name(node, depth)
+        if isinstance(node, ast.Subscript):
+            return self._around(node, node.value, depth)
+        expr = source.expr(node)
+        if expr.op in PICKS and expr.args:
+            return self._around(node, expr.args[0], depth)
+        if expr.op in ("clamp", "clamp_min", "clip") and expr.args:
+            return self.of(expr.args[0], depth + 1)
+        if expr.op == "add" and 0 < (number(expr.args[1]) or 0) < 1e-2:
+            return self.of(expr.args[0], depth + 1)
+        return self._known(expr, depth)
+
+    def _of_name(self, name: ast.Name, depth: int) -> str | None:
+        """What the name was given, written out; what is not needed any more is noted."""
+        source, found = self.source, self.source.assigned(name)
+        if found is None or found.value is None or not source.unchanged(found.value, self.use):
+            return None
+        only_here = source.reads(name.id, name) == 1
+        if not only_here and not _cheap(source, found.value):
+            return None
+        text = self.of(found.value, depth + 1)
+        if text is not None and only_here:
+            self.unused.append(found)
+        return text
+
+    def _around(self, whole: ast.expr, inner: ast.expr, depth: int) -> str | None:
+        """The same choice of elements, from the logarithm."""
+        new = self.of(inner, depth + 1)
+        if new is None:
+            return None
+        (start, end), (a, b) = self.source.span(whole), self.source.span(inner)
+        return self.source.text[start:a] + new + self.source.text[b:end]
+
+    def _known(self, expr: Expr, depth: int) -> str | None:
+        source, functional = self.source, self.source.spell("torch.nn.functional", self.use)
+        if expr.op == "softmax" and isinstance(expr.node, ast.Call):
+            self.name = "log_softmax"
+            return renamed(source, expr.node, "log_softmax")
+        if expr.op == "sigmoid" and expr.args:
+            self.name = "logsigmoid"
+            return f"{functional}.logsigmoid({source.code(expr.args[0])})"
+        if expr.op == "exp" and expr.args:
+            self.name = "the exponent itself"
+            return atom(source, expr.args[0])
+        if expr.op == "sum" and expr.args:
+            return self._sum_of_exp(expr)
+        if expr.op == "div":
+            parts = [self.of(arg, depth + 1) for arg in expr.args]
+            return f"({parts[0]} - {parts[1]})" if None not in parts else None
+        if expr.op == "add" and 1 in (number(expr.args[0]), number(expr.args[1])):
+            return self.of_one_more(expr.args[number(expr.args[0]) == 1])
+        if expr.op == "sub" and number(expr.args[0]) == 1:
+            other = source.meaning(expr.args[1])
+            if other.op == "sigmoid" and other.args and source.unchanged(other.args[0], self.use):
+                self.name = "logsigmoid"
+                return f"{functional}.logsigmoid(-{atom(source, other.args[0])})"
+        return None
+
+    def of_one_more(self, node: ast.expr) -> str | None:
+        """log(1 + node)."""
+        other = self.source.meaning(node)
+        if other.op != "exp" or not other.args or not self.source.unchanged(other.args[0], self.use):
+            return None
+        self.seen.append(other.node or self.use)
+        self.name = "softplus"
+        return f"{self.source.spell('torch.nn.functional', self.use)}.softplus({self.source.code(other.args[0])})"
+
+    def _sum_of_exp(self, expr: Expr) -> str | None:
+        source = self.source
+        inner, dim = source.meaning(expr.args[0]), expr.arg(1, "dim") or expr.keywords.get("axis")
+        if inner.op != "exp" or not inner.args or not source.unchanged(inner.args[0], self.use):
+            return None
+        self.seen.append(inner.node or self.use)
+        self.name = "logsumexp"
+        torch, code = source.spell("torch", self.use), source.code(inner.args[0])
+        if dim is None:
+            return f"{torch}.logsumexp({atom(source, inner.args[0])}.flatten(), dim=0)"
+        keep = expr.arg(2, "keepdim")
+        tail = f", keepdim={source.code(keep)}" if keep is not None else ""
+        return f"{torch}.logsumexp({code}, dim={source.code(dim)}{tail})"
+
+
+def _cheap(source: Source, node: ast.expr) -> bool:
+    """No layer or function of the user's own is called in it, so that it may be computed twice."""
+    calls = [source.called(n) for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return all(name.startswith((".", "torch.")) for name in calls)
+
+
+def renamed(source: Source, call: ast.Call, name: str) -> str:
+    """The call with another function of the same home."""
+    if isinstance(call.func, ast.Name):
+        full = source.called(call)
+        new = source.spell(f"{full.rsplit('.', 1)[0]}.{name}" if "." in full else f"torch.{name}", call)
+        return new + source.text[source.span(call.func)[1] : source.span(call)[1]]
+    end = source.span(call.func)[1]
+    old = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    start, stop = source.span(call)
+    return source.text[start : end - len(old)] + name + source.text[end:stop]
+
+
+def _stable_log(place: Place, expr: Expr) -> tuple[LogForm, Edit] | None:
+    """The call of `log` or `log1p` replaced, if its argument is one of those known."""
+    if expr.op not in ("log", "log1p") or not expr.args or not isinstance(expr.node, ast.expr):
+        return None
+    source, form = place.source, LogForm(place.source, expr.node)
+    text = form.of(expr.args[0]) if expr.op == "log" else form.of_one_more(expr.args[0])
+    return (form, put(source, expr.node, text)) if text is not None else None
+
+
+def _remedy(job: Job, forms: list[tuple[LogForm, Edit]]) -> Remedy:
+    name = forms[0][0].name
+    unused = dict.fromkeys(s for form, _ in forms for s in form.unused)
+    return job.remedy(
+        f"Use {name} instead of the logarithm of its parts",
+        f"{name[:1].upper()}{name[1:]} never forms the number whose logarithm is infinite, and is exact.",
+        *(edit for _, edit in forms),
+        *(gone for s in unused if (gone := remove(forms[0][0].source, s)) is not None),
+    )
+
+
+@remedy("log_of_zero", "log_of_negative", "where_grad_trap", "zero_times_inf")
+def logarithm_of_a_known_function(job: Job) -> Iterator[Remedy]:
+    found = spot(job, "log")
+    own = _stable_log(found.place, found.expr) if found is not None else None
+    if found is None or own is None or found.expr.node is None:
+        return
+    source = found.place.source
+    logs = [source.expr(n) for n in source.within(found.expr.node) if n is not found.expr.node]
+    others = [form for e in logs if (form := _stable_log(found.place, e)) is not None]
+    if others:
+        yield _remedy(job, [own, *others])
+    yield _remedy(job, [own])
+
+
+@remedy("exp_overflow", "overflow", "low_precision_overflow", "where_grad_trap", "zero_over_zero")
+def exponential_inside_a_known_formula(job: Job) -> Iterator[Remedy]:
+    place = job.place
+    if place is None or place.expr.op not in ("exp", "div", "sum") or not place.expr.args:
+        return
+    source, node = place.source, place.node
+    for other in source.within(node):
+        expr = source.expr(other)
+        form = _stable_log(place, expr)
+        if form is not None and node in form[0].seen:
+            yield _remedy(job, [form])
+        if isinstance(other, ast.BinOp) and expr.op == "div":
+            yield from _softmax_by_hand(job, place, expr)
+            yield from _sigmoid_by_hand(job, place, expr)
+
+
+def _softmax_by_hand(job: Job, place: Place, expr: Expr) -> Iterator[Remedy]:
+    source = place.source
+    top, below = source.meaning(expr.args[0]), source.meaning(expr.args[1])
+    if top.op != "exp" or below.op != "sum" or not below.args or not isinstance(expr.node, ast.expr):
+        return
+    inner, dim = source.meaning(below.args[0]), below.arg(1, "dim") or below.keywords.get("axis")
+    same = inner.op == "exp" and ast.dump(inner.args[0]) == ast.dump(top.args[0])
+    if not same or dim is None or place.node not in (expr.node, top.node, inner.node, below.node):
+        return
+    if not source.unchanged(top.args[0], expr.node):
+        return
+    argument = f"{source.code(top.args[0])}, dim={source.code(dim)}"
+    yield job.remedy(
+        "Use softmax instead of exp(x) / exp(x).sum()",
+        "softmax subtracts the largest entry first, so that no exponential is out of range.",
+        put(source, expr.node, f"{source.spell('torch', expr.node)}.softmax({argument})"),
+    )
+
+
+def _sigmoid_by_hand(job: Job, place: Place, expr: Expr) -> Iterator[Remedy]:
+    source = place.source
+    below = source.meaning(expr.args[1])
+    if number(expr.args[0]) != 1 or below.op != "add" or 1 not in [number(a) for a in below.args]:
+        return
+    inner = source.meaning(below.args[number(below.args[0]) == 1])
+    if inner.op != "exp" or place.node not in (expr.node, inner.node) or not isinstance(expr.node, ast.expr):
+        return
+    minus = source.expr(inner.args[0])
+    argument = source.code(minus.args[0]) if minus.op == "neg" else f"-{atom(source, inner.args[0])}"
+    if source.unchanged(inner.args[0], expr.node):
+        yield job.remedy(
+            "Use sigmoid instead of 1 / (1 + exp(-x))",
+            "sigmoid and its gradient are finite for every x.",
+            put(source, expr.node, f"{source.spell('torch', expr.node)}.sigmoid({argument})"),
+        )
+
+
+@remedy("zero_over_zero", "div_by_zero", "where_grad_trap", "sqrt_grad_at_zero")
+def division_by_its_own_norm(job: Job) -> Iterator[Remedy]:
+    found = spot(job, "div")
+    if found is None or not isinstance(found.expr.node, ast.expr) or found.pen.numpy:
+        return
+    source, (top, below) = found.place.source, found.expr.args[:2]
+    at = source.value(below)
+    while isinstance(at, ast.Subscript) or source.expr(at).op in ("unsqueeze", "add", "expand_as", "clamp_min"):
+        at = source.value(at.value if isinstance(at, ast.Subscript) else source.expr(at).args[0])
+    norm = source.expr(at)
+    dim, order = norm.keywords.get("dim") or (norm.args[2] if len(norm.args) > 2 else None), norm.arg(1, "p")
+    if norm.op != "norm" or dim is None or (order is not None and number(order) != 2):
+        return
+    if ast.dump(norm.args[0]) != ast.dump(top):
+        return
+    eps = ", eps=1e-4" if job.dtype == "float16" else ""
+    text = f"{source.spell('torch.nn.functional', top)}.normalize({source.code(top)}, dim={source.code(dim)}{eps})"
+    yield job.remedy(
+        "Use normalize, which keeps the norm away from 0",
+        "A vector of zeros stays one; all others are divided by their norm as before.",
+        put(source, found.expr.node, text),
+    )

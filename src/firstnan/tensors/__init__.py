@@ -1,0 +1,1 @@
+"""One tensor or many: finite or not, statistics, versions, names, randomness, snapshots."""

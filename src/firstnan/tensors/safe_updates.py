@@ -1,0 +1,98 @@
+"""Which updates may go wrong by themselves, and which cannot: finite gradients alone do not keep weights finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW
+from torch.utils.weak import WeakIdKeyDictionary
+
+from firstnan.tensors.finite import is_plain, plain_norm
+
+# Where the square of a number overflows, and where eps becomes zero; bfloat16 has the exponents of float32.
+_HALF_LIMITS = (128.0, 3e-8)
+_LIMITS = (1e15, 1e-45)
+_SETTINGS = ("lr", "weight_decay", "momentum", "dampening", "alpha", "rho")
+
+# With settings, gradients, weights and states within these, no operator of the three comes near the end of float32.
+_PROVEN = (SGD, Adam, AdamW)
+_LARGEST_GRADIENT = 1e6
+_LARGEST_STATE = 1e15
+_LARGEST_SETTING = 10.0
+_LEAST_EPS = 1e-10
+_LARGEST_BETA = 0.99999
+
+
+def is_torchs(optimizer: Any) -> bool:
+    """Whether its arithmetic is torch's own, which finite gradients and usual settings keep finite."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def is_risky(optimizer: Any, grad_norm: float | None) -> bool:
+    """Whether finite gradients may still give a non-finite update: a quick look at their size and at the settings."""
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        half = bool(parameters) and parameters[0].dtype is torch.float16
+        largest, least_eps = _HALF_LIMITS if half else _LIMITS
+        if grad_norm is not None and not grad_norm < largest:
+            return True
+        for name in _SETTINGS:
+            value = group.get(name)
+            if value is not None and not -largest < _number(value) < largest:
+                return True
+        # Adafactor has a pair here.
+        if isinstance(eps := group.get("eps"), float | int) and not least_eps < eps < largest:
+            return True
+        for beta in group.get("betas", ()):
+            if not -1.0 < _number(beta) < 1.0:
+                return True
+    return False
+
+
+def _number(value: Any) -> float:
+    """The value of a setting; 0 where it is no number, or where reading it would wait for a device."""
+    if isinstance(value, float | int):
+        return value
+    return value.item() if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1 else 0.0
+
+
+def is_safe(optimizer: Any, grad_norm: float | None) -> bool:
+    """Whether every operator of this update is known to stay finite, by what it is given and by arithmetic."""
+    if type(optimizer) not in _PROVEN or grad_norm is None or not grad_norm < _LARGEST_GRADIENT:
+        return False
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False  # They are the program's own, and may do anything.
+    if getattr(optimizer, "found_inf", None) is not None or not all(map(_is_modest, optimizer.param_groups)):
+        return False  # A gradient scaler left the decision to the update: the gradients were not looked at.
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not all(is_plain(p.grad) for p in trained):
+        return False
+    states = [item for p in trained for item in optimizer.state.get(p, {}).items() if isinstance(item[1], Tensor)]
+    with torch.no_grad():
+        size = plain_norm(trained + [value for name, value in states if name != "step"])
+    if size is None or not size < _LARGEST_STATE:
+        return False
+    return all(_has_root(value) for name, value in states if name.endswith("_sq"))
+
+
+_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Mean squares that have no negative element. An update leaves them so: each is looked at once."""
+
+
+def _has_root(square: Tensor) -> bool:
+    known = square in _roots
+    if not known and (square.numel() == 0 or square.min() >= 0):
+        known = _roots[square] = True
+    return known
+
+
+def _is_modest(group: dict[str, Any]) -> bool:
+    settings = [group.get(name, 0.0) for name in _SETTINGS]
+    if not all(isinstance(value, float | int) and abs(value) <= _LARGEST_SETTING for value in settings):
+        return False
+    betas = group.get("betas", ())
+    if not all(isinstance(beta, float | int) and 0.0 <= beta <= _LARGEST_BETA for beta in betas):
+        return False
+    return bool(group.get("eps", 1.0) >= _LEAST_EPS) and not group.get("differentiable")

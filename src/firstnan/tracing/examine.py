@@ -1,0 +1,252 @@
+"""Looks closely at one operator that wrote something non-finite: what was born here, what was only handed on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.records import InFloat64, TensorStat
+from firstnan.tensors.finite import readable, stat, unravel
+from firstnan.tracing.operators import OpInfo
+
+_MAX_ROWS = 64
+# A finite product on top of a first argument, which may be a mask.
+_ADDS_PRODUCT = {"addmm", "baddbmm", "addbmm", "addmv", "addr"}
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    inputs: tuple[TensorStat | None, ...]
+    guilty: tuple[bool, ...]
+    outputs: tuple[TensorStat, ...]
+    born: int = 0
+    nan_from_inf: int = 0
+    on_purpose: bool = False
+    witness: tuple[tuple[str, float], ...] = ()
+    bad_rows: tuple[int, ...] = ()
+    in_float64: InFloat64 | None = None
+
+
+def examine(
+    op: OpInfo,
+    tensors: list[tuple[str, Tensor]],
+    results: list[Tensor],
+    scalars: tuple[tuple[str, Any], ...],
+    before: dict[int, Tensor] | None = None,
+) -> Detail:
+    """The full evidence of one call; `before` holds what arguments were that the call has overwritten.
+
+    Of an overwritten argument that is not in there only one thing is known: it was finite.
+    """
+    before = before or {}
+    overwritten = {id(t) for t in results}
+    inputs = [(name, before.get(id(t), None if id(t) in overwritten else t)) for name, t in tensors]
+    stats = tuple(stat(name, t) if t is not None else None for name, t in inputs)
+    outputs = tuple(stat("result", t) for t in results if readable(t) is not None)
+    bad_result = next((t for t in results if (p := readable(t)) is not None and not _all_finite(p)), None)
+    if bad_result is None:
+        return Detail(stats, tuple(bool(s and s.bad) for s in stats), outputs)
+    result = readable(bad_result)
+    assert result is not None
+    flow = _flow(op, inputs, results, result, scalars, stats, outputs)
+    born_of_grad = any(t is not None and t.requires_grad for _, t in tensors)
+    purpose = _on_purpose(op, scalars, stats, outputs, born_of_grad)
+    witness = _witness(inputs, bad_result, flow) if op.pointwise else ()
+    rows = flow.bad_rows
+    if not rows and result.dim() and bad_result.dim():
+        handed_on = not (flow.born or flow.nan_from_inf)
+        source = next((t for (_, t), guilty in zip(inputs, flow.guilty, strict=True) if guilty), None)
+        given = readable(source) if handed_on else None
+        # What was only handed on may have been spread over all rows, as by batch norm: those it came in are meant.
+        if given is None or given.shape[:1] != result.shape[:1]:
+            given = result
+        rows = _rows(~torch.isfinite(given), given)
+    return Detail(stats, flow.guilty, outputs, flow.born, flow.nan_from_inf, purpose, witness, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Which inputs handed something bad on, and how many elements went bad here."""
+
+    guilty: tuple[bool, ...]
+    born: int = 0
+    nan_from_inf: int = 0
+    bad_rows: tuple[int, ...] = ()
+
+
+def _flow(
+    op: OpInfo,
+    inputs: list[tuple[str, Tensor | None]],
+    results: list[Tensor],
+    result: Tensor,
+    scalars: tuple[tuple[str, Any], ...],
+    stats: tuple[TensorStat | None, ...],
+    outputs: tuple[TensorStat, ...],
+) -> _Flow:
+    values = [readable(t) if t is not None else None for _, t in inputs]
+    if op.name == "where" and len(values) == 3:
+        return _pointwise(_selected(inputs), result)
+    if op.name == "masked_fill" and values[0] is not None:
+        return _pointwise(_unmasked(inputs), result)
+    if op.aten.startswith("aten._foreach_"):
+        return _foreach(inputs, results, scalars)
+    if op.pointwise or op.name in ("copy", "to", "clone"):
+        return _pointwise(values, result, scalars)
+    if op.name in _ADDS_PRODUCT and values[0] is not None and all(v is None or _all_finite(v) for v in values[1:]):
+        return _pointwise([values[0], *(None for _ in values[1:])], result)
+    flow = _whole(stats, outputs)
+    if op.name == "batch_norm" and flow.guilty[0]:
+        # Running statistics are written in training, not read: those that are bad already are no reason.
+        names = [name for name, _ in inputs]
+        return replace(flow, guilty=tuple(g and "running" not in n for n, g in zip(names, flow.guilty, strict=True)))
+    return flow
+
+
+def _all_finite(t: Tensor) -> bool:
+    return bool(torch.isfinite(t).all())
+
+
+def _whole(stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]) -> _Flow:
+    """An operator that mixes its elements: judged by whole tensors."""
+    guilty = tuple(bool(s and s.bad) for s in stats)
+    bad, nan = sum(o.bad for o in outputs), sum(o.nan for o in outputs)
+    if not any(guilty):
+        return _Flow(guilty, born=bad)
+    return _Flow(guilty, nan_from_inf=nan if not any(s and s.nan for s in stats) else 0)
+
+
+def _pointwise(values: list[Tensor | None], result: Tensor, scalars: tuple[tuple[str, Any], ...] = ()) -> _Flow:
+    """An operator whose elements line up: judged element by element."""
+    bad = ~torch.isfinite(result)
+    numbers = [v for _, v in scalars if isinstance(v, float)]
+    known_nan = torch.full_like(bad, any(math.isnan(v) for v in numbers))
+    known_inf = torch.full_like(bad, any(math.isinf(v) for v in numbers))
+    guilty = []
+    for v in values:
+        if v is None or _all_finite(v):
+            guilty.append(False)
+            continue
+        try:
+            nan, inf = torch.isnan(v).expand(bad.shape), torch.isinf(v).expand(bad.shape)
+        except RuntimeError:  # Shapes that do not broadcast: a real view of a complex tensor.
+            nan, inf = torch.isnan(v).any(), torch.isinf(v).any()
+        known_nan |= nan
+        known_inf |= inf
+        guilty.append(bool((bad & (nan | inf)).any()))
+    born = bad & ~known_nan & ~known_inf
+    from_inf = torch.isnan(result) & ~known_nan & known_inf
+    where = born if bool(born.any()) else from_inf if bool(from_inf.any()) else bad
+    return _Flow(tuple(guilty), int(born.sum()), int(from_inf.sum()), _rows(where, result))
+
+
+def _foreach(
+    inputs: list[tuple[str, Tensor | None]], results: list[Tensor], scalars: tuple[tuple[str, Any], ...]
+) -> _Flow:
+    """Many calls in one: the first of each list belong together, then the second."""
+    guilty = [False] * len(inputs)
+    born = from_inf = 0
+    places: dict[str, list[int]] = {}
+    for at, (name, _) in enumerate(inputs):
+        places.setdefault(name, []).append(at)
+    for i, r in enumerate(results):
+        result = readable(r)
+        if result is None:
+            continue
+        mine = [at[i] if len(at) > 1 else at[0] for at in places.values() if len(at) in (1, len(results))]
+        flow = _pointwise([readable(inputs[at][1]) for at in mine], result, scalars)
+        for at, handed_on in zip(mine, flow.guilty, strict=True):
+            guilty[at] = guilty[at] or handed_on
+        born, from_inf = born + flow.born, from_inf + flow.nan_from_inf
+    return _Flow(tuple(guilty), born, from_inf)
+
+
+def _selected(inputs: list[tuple[str, Tensor | None]]) -> list[Tensor | None]:
+    """What `where` took from each side; the other elements count as zero."""
+    condition, one, other = (t for _, t in inputs)
+    a, b = readable(one), readable(other)
+    if condition is None or a is None or b is None:
+        return [None, a, b]
+    zero = torch.zeros((), dtype=a.dtype, device=a.device)
+    return [None, torch.where(condition, a, zero), torch.where(condition, zero.to(b.dtype), b)]
+
+
+def _unmasked(inputs: list[tuple[str, Tensor | None]]) -> list[Tensor | None]:
+    first, mask = inputs[0][1], inputs[1][1]
+    a = readable(first)
+    if a is None or mask is None:
+        return [a, None]
+    value = readable(inputs[2][1]) if len(inputs) > 2 else None
+    return [a.masked_fill(mask, 0), None, value]
+
+
+def _rows(where: Tensor, result: Tensor) -> tuple[int, ...]:
+    if result.dim() == 0 or where.dim() == 0:
+        return ()
+    rows = where.reshape(where.shape[0], -1).any(1).nonzero().flatten()
+    return tuple(rows[:_MAX_ROWS].tolist())
+
+
+def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flow) -> tuple[tuple[str, float], ...]:
+    """The values read and written at the first element that went wrong here; of complex ones the magnitudes."""
+    if result.dtype.is_complex or any(t is not None and t.dtype.is_complex for _, t in inputs):
+        inputs = [(name, t.detach().abs() if t is not None and t.dtype.is_complex else t) for name, t in inputs]
+        result = result.detach().abs()
+    r = readable(result)
+    if r is None or r.shape != result.shape:
+        return ()
+    bad = torch.isnan(r) if flow.nan_from_inf and not flow.born else ~torch.isfinite(r)
+    if flow.born or flow.nan_from_inf:
+        known = torch.zeros_like(bad)
+        for _, t in inputs:
+            v = readable(t)
+            if v is not None and v.dim() <= bad.dim():
+                known |= (~torch.isfinite(v) if flow.born else torch.isnan(v)).expand(bad.shape)
+        bad &= ~known
+    if not bool(bad.any()):
+        return ()
+    index = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(bad.shape))
+    pairs = []
+    for name, t in inputs:
+        if t is None or t.dim() > len(index) or t.layout is not torch.strided:
+            continue
+        try:
+            pairs.append((name, float(t.detach().expand(result.shape)[index])))
+        except RuntimeError:
+            continue
+    return (*pairs, ("result", float(r[index])))
+
+
+def _on_purpose(
+    op: OpInfo,
+    scalars: tuple[tuple[str, Any], ...],
+    stats: tuple[TensorStat | None, ...],
+    outputs: tuple[TensorStat, ...],
+    learned: bool,
+) -> bool:
+    """Whether the program asked for the infinity (or NaN): a constant, a mask, the logarithm of a mask."""
+    if any(isinstance(v, float) and not math.isfinite(v) for _, v in scalars):
+        return True
+    if op.name == "tensor":
+        return all(o.numel == 1 or (not o.nan and mask_like(o)) for o in outputs)
+    # Probabilities that the model computes can be exactly 0 or 1 too, and are no mask.
+    return op.name == "log" and not learned and all(s is None or (s.binary and s.max == 1) for s in stats)
+
+
+def mask_like(s: TensorStat) -> bool:
+    """Infinities of one sign among elements that are all alike: an additive mask, a table of distances."""
+    return s.nan == 0 and (s.posinf == 0 or s.neginf == 0) and (s.min is None or s.min == s.max)
+
+
+def numbers_in(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The arguments that are no tensors, by name."""
+    found: list[tuple[str, Any]] = []
+    for name, value in [*zip(op.arguments, args, strict=False), *kwargs.items()]:
+        if isinstance(value, bool | int | float | str):
+            found.append((name, value))
+        elif isinstance(value, list | tuple) and value and all(isinstance(v, int | float) for v in value):
+            found.append((name, list(value)))
+    return tuple(found)

@@ -1,0 +1,432 @@
+"""The dispatch mode that records a Trace: every operator of a block, forward and backward, with module paths."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from firstnan.observe.module_stack import ModuleStack
+from firstnan.observe.sites import Ownership
+from firstnan.records import Role, Trace
+from firstnan.tensors.finite import extremes, readable, surely_finite
+from firstnan.tensors.names import Parts
+from firstnan.tensors.safe_updates import is_safe
+from firstnan.tracing.compare import mark
+from firstnan.tracing.examine import examine, numbers_in
+from firstnan.tracing.float64_check import in_float64
+from firstnan.tracing.memory import Memory
+from firstnan.tracing.operators import OpInfo, info, stay_finite, tensors_of
+from firstnan.tracing.recording import Raw, Read, finished
+
+_MOST_RAISED = 16
+_SMALL = 1 << 14  # Up to here a copy of what an in-place operator overwrites costs little.
+_LARGE = 1 << 18
+_MOST_EVENTS = 1 << 14
+_sequence_number = torch._C._autograd._get_sequence_nr
+_NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like carry no usable sequence number.
+
+
+class Tracer:
+    """Records the operators of the thread that starts it, or trains; `trace()` gives the finished record."""
+
+    def __init__(self, ownership: Ownership | None = None) -> None:
+        self.ownership = ownership or Ownership()
+        self.step = 0
+        self.region = "setup"
+        self.in_optimizer = False
+        self.in_closure = False
+        """The optimizer calls the program back for its loss (LBFGS): what runs with gradients on is forward."""
+        self.raws: list[Raw] = []
+        self.memory = Memory()
+        self.modules = ModuleStack(self._called)
+        self.looks_for_training = False
+        """Until a step is seen, whichever thread calls a module with gradients on is taken for the one that trains."""
+        self.marks = False
+        """Keeps of every operator what can be compared with another run of the same step."""
+        self.trouble: str | None = None
+        self._sequence: dict[int, int] = {}
+        self._claimed = -1
+        """Autograd nodes up to this number belong to an event, or to nobody."""
+        self._mode: _Mode | None = None
+        self._held = 0
+        self._rests = False
+        self._enough = _MOST_EVENTS
+
+    @property
+    def running(self) -> bool:
+        return self._mode is not None
+
+    def start(self) -> None:
+        if self._mode is None:
+            self.modules.attach()
+            self._enter()
+
+    def follow(self) -> None:
+        """The program trains in another thread than the one that was recorded until now."""
+        if self._mode is not None and self._mode.thread != threading.get_ident():
+            self._mode.on = False
+            self._sequence.clear()  # Autograd numbers its nodes for each thread anew.
+            self._enter()
+
+    def _called(self) -> None:
+        self.goes_on()
+        if self.looks_for_training and self.region == "setup":
+            self.follow()
+
+    def _enter(self) -> None:
+        self._claimed = _sequence_number() - 1
+        self._mode = _Mode(self)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        if self._held:
+            self._mode.leave()
+
+    def stop(self) -> None:
+        if self._mode is not None:
+            mode, self._mode = self._mode, None
+            if self._held:
+                mode.come_back()
+            mode.on = False
+            self.modules.detach()
+            if (
+                mode.thread == threading.get_ident()
+            ):  # Modes belong to their thread: elsewhere it stays, and does nothing.
+                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+
+    def __enter__(self) -> Tracer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside is our own: it is no part of the program."""
+        self._hold()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _hold(self) -> None:
+        self._held += 1
+        if self._held == 1 and self._mode is not None:
+            self._mode.leave()
+
+    def _release(self) -> None:
+        self._held -= 1
+        if self._held == 0 and self._mode is not None:
+            self._mode.come_back()
+
+    def update_begins(self, optimizer: Any, closure: bool, grad_norm: float | None) -> bool:
+        """The optimizer's step, which is not recorded where it is known to stay finite: whether it is."""
+        self.update_ended()  # the one before, if an exception ended it
+        self.in_optimizer, self.in_closure = True, closure
+        self._rests = not closure and is_safe(optimizer, grad_norm)
+        if self._rests:
+            self._hold()
+        return self._rests
+
+    def goes_on(self) -> None:
+        """The program computes again: an update that was left out is over, also one that an exception ended."""
+        if self._rests:
+            self.update_ended()
+
+    def update_ended(self) -> None:
+        if self._rests:
+            self._release()
+        self.in_optimizer = self._rests = False
+
+    def relabel(self, old: str, new: str) -> None:
+        """Gives the latest events another region."""
+        for raw in reversed(self.raws):
+            if raw.region != old:
+                break
+            raw.region = new
+
+    def give_role(self, tensor: Tensor, role: Role, label: str) -> None:
+        """Says what a tensor is to the program: later records name it so."""
+        key = self.memory.key(tensor)
+        if key is not None:
+            self.memory.roles[key] = (role, label)
+
+    def last_bad(self, tensor: Tensor) -> int | None:
+        """The event that last wrote something non-finite where this tensor lies."""
+        bad = self.memory.bad_writers(self.memory.key(tensor), tensor)
+        return bad[-1] if bad else None
+
+    def forget_healthy(self) -> None:
+        """Drops what is not needed to explain a later failure; keeps memory bounded when tracing many steps."""
+        raised = [i for i, r in enumerate(self.raws) if r.raised]
+        roots = self.memory.roots() | set(raised[-_MOST_RAISED:])
+        self._sequence.clear()
+        if not roots:
+            self.raws = []
+            self.memory.renumber({}, set())
+            return
+        kept = self._ancestors(roots)
+        new = {old: i for i, old in enumerate(sorted(kept))}
+        self.raws = [self.raws[i] for i in new]
+        for r in self.raws:
+            for read in r.reads:
+                read.writer = None if read.writer is None else new.get(read.writer)
+                read.bad_writers = tuple(new[w] for w in read.bad_writers)
+            r.forward = None if r.forward is None else new[r.forward]
+        self.memory.renumber(new, {k for r in self.raws for k in (*r.writes, *(read.key for read in r.reads))})
+
+    def _forget_in_time(self) -> None:
+        """Where nothing is trained no step ever ends; what backward may come back to is kept."""
+        if not self._sequence:
+            self.forget_healthy()
+        self._enough = len(self.raws) + _MOST_EVENTS
+
+    def _ancestors(self, roots: set[int]) -> set[int]:
+        """These events and all that their non-finite values came from."""
+        found, stack = set(roots), list(roots)
+        while stack:
+            raw = self.raws[stack.pop()]
+            before = {w for read in raw.reads for w in read.bad_writers}
+            if raw.forward is not None:
+                before.add(raw.forward)
+            stack += before - found
+            found |= before
+        return found
+
+    # The hot path: one call an operator.
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op = info(func)
+        if op.inert or (op.view and not self.marks and not torch.is_grad_enabled()):
+            return func(*args, **kwargs)  # A view is the same memory; where autograd notes it, so do we.
+        if len(self.raws) >= self._enough:
+            self._forget_in_time()
+        # `torch.tensor` and `from_numpy` make a tensor out of something that is none: they read no tensor.
+        given = tensors_of(op, args, kwargs) if op.name != "tensor" else []
+        tensors = [(n, t) for n, t in given if n not in op.overwritten] if op.overwritten else given
+        try:
+            # Before the call: an operator may overwrite what it reads.
+            reads, dirty = self._read(tensors)
+            before = {}
+            if op.mutated:
+                # What is large is copied only where it may matter.
+                kept = [t for n, t in tensors if n in op.mutated and (id(t) in dirty or t.numel() <= _SMALL)]
+                before = {id(t): t.detach().clone() for t in kept}
+        except Exception as error:
+            self._trouble(op, error)
+            return func(*args, **kwargs)
+        raised = None
+        results: list[Tensor] = []
+        try:
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                results = [out]
+            elif isinstance(out, list | tuple):
+                results = [o for o in out if isinstance(o, Tensor)]
+            return out
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            try:
+                if op.mutated:
+                    results += [t for n, t in given if n in op.mutated and all(t is not r for r in results)]
+                raw = self._note(op, args, kwargs, tensors, results, before, reads, dirty, raised)
+                if raw.detail is not None and raw.detail.born and not raw.detail.on_purpose:
+                    raw.detail = replace(raw.detail, in_float64=in_float64(func, op, args, kwargs, before))
+            except Exception as error:
+                self._trouble(op, error)
+
+    def _trouble(self, op: OpInfo, error: Exception) -> None:
+        """An error of ours is remembered and never reaches the program."""
+        self.trouble = self.trouble or f"{op.aten}: {type(error).__name__}: {error}"
+
+    def _read(self, tensors: list[tuple[str, Tensor]]) -> tuple[list[Read], set[int]]:
+        """What is read, with who wrote it, and the identities of those tensors that may hold something non-finite."""
+        reads: list[Read] = []
+        dirty: set[int] = set()
+        memory = self.memory
+        for name, t in tensors:
+            key = memory.key(t)
+            read = Read(name, None if key is None else memory.writer.get(key), key)
+            if memory.may_be_bad(key, t):
+                dirty.add(id(t))
+                read.bad_writers = memory.bad_writers(key, t)
+            reads.append(read)
+        return reads, dirty
+
+    def _note(
+        self,
+        op: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[tuple[str, Tensor]],
+        results: list[Tensor],
+        before: dict[int, Tensor],
+        reads: list[Read],
+        dirty: set[int],
+        raised: str | None,
+    ) -> Raw:
+        raw = Raw()
+        raw.func, raw.raised, raw.detail, raw.scalars, raw.mark = op, raised, None, (), None
+        raw.step, raw.region, raw.reads = self.step, self.region, reads
+        raw.outputs, raw.writes, raw.uninitialized = [], [], op.empty
+        self._place(raw, sys._getframe(3))
+        index = len(self.raws)
+        self.raws.append(raw)
+        enabled = torch.is_grad_enabled()
+        raw.grad = enabled and any(t.requires_grad for _, t in tensors)
+        if raw.grad or not enabled:
+            self._claim(index)
+        bad = False
+        # A scalar argument may itself be infinite (`masked_fill(mask, -inf)`).
+        known = op.tame and not dirty and stay_finite(args)
+        for t in results:
+            if op.name == "set":
+                self.memory.arrived(t)
+            elif op.empty:
+                self._allocated(raw, t, index)
+            elif op.view:
+                raw.outputs.append((t.shape, t.dtype, None, None))
+            elif self._wrote(raw, t, index, known):
+                bad = True
+        if self.marks:
+            outside = [t for read, (_, t) in zip(reads, tensors, strict=True) if not self._is_of_the_step(read.writer)]
+            raw.mark = mark(op, args, kwargs, outside, results)
+        if bad or raised:
+            raw.scalars = numbers_in(op, args, kwargs)
+            raw.detail = examine(op, tensors, results, raw.scalars, before)
+        return raw
+
+    def _is_of_the_step(self, writer: int | None) -> bool:
+        return writer is not None and self.raws[writer].region == "step"
+
+    def _claim(self, index: int) -> None:
+        """Gives the autograd node that was just made to this event.
+
+        One that nobody claimed is that of an `autograd.Function` whose forward, which runs without gradients, begins.
+        """
+        number = _sequence_number() - 1
+        if number > self._claimed:
+            self._claimed = number
+            self._sequence[number] = index
+
+    def _wrote(self, raw: Raw, t: Tensor, index: int, known: bool) -> bool:
+        """Notes a result; `known` to be finite it is not looked at."""
+        low: float | None = None
+        high: float | None = None
+        # Ranges are evidence in forward; elsewhere, and of large results, it only matters whether all is well.
+        quick = raw.backward != "forward" or t.numel() > (_LARGE if raw.grad else _SMALL)
+        if not (known or (quick and surely_finite(t))) and (plain := readable(t)) is not None:
+            low, high = extremes(plain) or (None, None)
+        raw.outputs.append((t.shape, t.dtype, low, high))
+        bad = low is not None and high is not None and not (math.isfinite(low) and math.isfinite(high))
+        key = self.memory.key(t)
+        if key is not None:
+            raw.writes.append(key)
+            self.memory.wrote(key, t, index, bad)
+        return bad
+
+    def _allocated(self, raw: Raw, t: Tensor, index: int) -> None:
+        raw.outputs.append((t.shape, t.dtype, None, None))
+        key = self.memory.key(t)
+        if key is not None:
+            raw.writes.append(key)
+            self.memory.allocated(key, index)
+
+    def _place(self, raw: Raw, frame: Any) -> None:
+        """Where in the source, in which layer and in which pass the operator runs."""
+        raw.spot, raw.inner, raw.engine = self.ownership.spots(frame)
+        node = torch._C._current_autograd_node()
+        raw.node = raw.forward = None
+        raw.python_backward = False
+        if node is None:
+            updating = self.in_optimizer and not (self.in_closure and torch.is_grad_enabled())
+            raw.backward = "optimizer" if updating else "forward"
+            raw.module = self.modules.here()
+            return
+        recomputing = not raw.engine and raw.spot is not None and _in_checkpoint(frame)
+        raw.python_backward = not raw.engine and raw.spot is not None and not recomputing
+        raw.backward = "forward" if recomputing else "backward"
+        raw.node = node.name()
+        sequence = node._sequence_nr()
+        if raw.node.endswith("CopySlices"):
+            # An in-place write to a view: this node was made right after that of the operator that wrote.
+            sequence -= 1
+        raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
+        raw.module = self.modules.here() if recomputing or raw.forward is None else self.raws[raw.forward].module
+
+    def trace(self, parts: Parts | None = None) -> Trace:
+        """Everything recorded so far, as plain values; layers that are parts of models have their paths in these."""
+        return finished(self.raws, self.memory, parts or {})
+
+
+def _in_checkpoint(frame: Any) -> bool:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.endswith("checkpoint.py") and f"torch{os.sep}utils" in name:
+            return True
+        if frame.f_code.co_name == "_engine_run_backward":
+            return False
+        frame = frame.f_back
+    return False
+
+
+class _Mode(TorchDispatchMode):
+    """The private half of the tracer: hands each operator over and never lets an error of ours out."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.tracer = tracer
+        self.on = True
+        self._mute = self._away = False
+        self.thread = threading.get_ident()
+        _running.add(self)
+
+    def leave(self) -> None:
+        """Records nothing until it comes back; off the stack, where an operator that passes through costs nothing."""
+        self._mute = True
+        self._away = _get_current_dispatch_mode() is self  # Another mode may lie above, or this be another thread.
+        if self._away:
+            _pop_mode()
+
+    def come_back(self) -> None:
+        if self._away and self.thread == threading.get_ident():
+            _push_mode(self)
+        self._mute = self._away = False
+
+    # `cond`, `flex_attention` and the like: seen as one operator each, since what they call is run without modes.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while a trace runs, and the wrapper that this would add costs as much as a small operator.
+        return False
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._mute or not self.on:
+            return func(*args, **kwargs)
+        return self.tracer.record(func, args, kwargs)
+
+
+_running: weakref.WeakSet[_Mode] = weakref.WeakSet()
+
+
+def _stop_in_child() -> None:
+    """A forked DataLoader worker inherits the mode of its parent and must not record."""
+    for mode in _running:
+        mode.on = False
+
+
+os.register_at_fork(after_in_child=_stop_in_child)
