@@ -20,15 +20,6 @@ from firstnan.tensors.randomness import RandomState
 PREFIX = 8 + len(file._PREFIX)
 
 
-class Silent:
-    """A gate's listener that does nothing."""
-
-    is_calm = False
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: False
-
-
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
@@ -45,7 +36,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def written(folder: Path, batch: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """The capsule of a step of this model on this batch."""
-    gate = Gate(Silent())  # type: ignore[arg-type]
+    gate = Gate()
     gate.optimizer_made(optimizer)
     living = Living.find([optimizer], {"": model})
     capture = Capture(living, gate, [])

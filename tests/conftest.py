@@ -8,48 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.modules import module as modules
-from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
-    _MultiProcessingDataLoaderIter,
-    _SingleProcessDataLoaderIter,
-)
+
+from firstnan.observe import manifest
 
 torch.set_num_threads(1)  # tiny tensors; the other cores have tests of their own to run
-
-# What the watch patches while a program runs under it.
-PATCHED: list[tuple[Any, str]] = [
-    (torch.autograd, "backward"),
-    (torch.autograd, "grad"),
-    *((Tensor, name) for name in ("item", "__bool__", "__float__", "backward")),
-    *(
-        (iterator, name)
-        for iterator in (_BaseDataLoaderIter, _SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
-        for name in ("__next__", "_next_index", "_reset")
-    ),
-    *((Optimizer, name) for name in ("__init__", "step")),
-    *((torch.amp.GradScaler, name) for name in ("scale", "step")),
-    (torch.utils.data.DataLoader, "__iter__"),
-]
-HOOKS: list[tuple[Any, str]] = [
-    *(
-        (modules, name)
-        for name in (
-            "_global_forward_hooks",
-            "_global_forward_pre_hooks",
-            "_global_backward_hooks",
-            "_global_backward_pre_hooks",
-            "_global_module_registration_hooks",
-            "_global_parameter_registration_hooks",
-            "_global_buffer_registration_hooks",
-        )
-    ),
-    (optimizer, "_global_optimizer_pre_hooks"),
-    (optimizer, "_global_optimizer_post_hooks"),
-]
 
 
 def torch_state() -> dict[str, Any]:
@@ -61,8 +24,12 @@ def torch_state() -> dict[str, Any]:
         "sys.settrace": sys.gettrace() if _is_ours(sys.gettrace()) else None,
         "sys.excepthook": sys.excepthook if _is_ours(sys.excepthook) else None,
     }
-    state |= {f"{owner.__name__}.{name}": vars(owner).get(name) for owner, name in PATCHED}
-    return state | {name: dict(getattr(owner, name)) for owner, name in HOOKS}
+    state |= {f"{owner.__name__}.{name}": vars(owner).get(name) for owner, name in manifest.REPLACED}
+    for place, name in manifest.CHANGED_SOURCES:
+        owner, _, leaf = name.rpartition(".")
+        module = sys.modules.get(place)
+        state[f"{place}.{name}"] = getattr(getattr(module, owner) if owner else module, leaf, None)
+    return state | {name: dict(getattr(owner, name)) for owner, name in manifest.HOOKS}
 
 
 def _compiler() -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from conftest import torch_state
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.microscope import Microscope
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership
@@ -486,7 +486,7 @@ def test_compiled_functions_run_compiled_again_when_the_last_one_is_done() -> No
     from torch._dynamo import eval_frame
 
     # Nothing is gated here.
-    first, second = (Microscope(Ownership(()), Gate(None), Replayer()) for _ in range(2))  # type: ignore[arg-type]
+    first, second = (Microscope(Ownership(()), Gate(), Handouts()) for _ in range(2))
     first.start(in_step=False)
     second.start(in_step=False)
     second.tracer.stop()  # type: ignore[union-attr]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capsules import Silent
 from firstnan.capsule import file
 from firstnan.capsule.capture import Capture
 from firstnan.capsule.content import Capsule, load
@@ -59,7 +58,7 @@ class Training:
 
 
 def kept(training: Training, folder: Path, living: Living) -> Capsule:
-    gate = Gate(Silent())  # type: ignore[arg-type]
+    gate = Gate()
     manifest, parts, _ = Capture(living, gate, []).within(1 << 30)
     told = {"report": Report("nonfinite", 7).to_dict(), "environment": {}, "sources": {}}
     return load(file.write(folder / "x.capsule", {**manifest, **told}, parts))
@@ -125,7 +124,7 @@ def test_a_capsule_over_the_limit_leaves_the_optimizers_state_out(tmp_path: Path
     training = Training(1)
     training.train(1)
     living = training.living(training.one)
-    capture = Capture(living, Gate(Silent()), [])  # type: ignore[arg-type]
+    capture = Capture(living, Gate(), [])
     whole, parts, missing = capture.within(1 << 30)
     size = sum(p.nbytes for p in parts)
     assert missing == ""

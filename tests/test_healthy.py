@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from firstnan.engine.watch import Watch
+from firstnan.engine import program_watch
 from firstnan.observe.sites import Ownership
 from firstnan.records import Report
 from zygote import Zygote
@@ -76,13 +76,14 @@ def global_hooks() -> list[int]:
 
 def test_hooks_leave_torch_as_it_was(tmp_path: Path) -> None:
     before, hooks_before = touchable(), global_hooks()
-    watch = Watch(
-        ownership=Ownership((str(tmp_path),)),
+    watch = program_watch.watch(
+        Ownership((str(tmp_path),)),
+        never,
         tracing=False,
         trace_from=None,
         outputs_decide=False,
         may_replay=True,
-        save=never,
+        wanted=None,
     )
     try:
         changed = {name for name, value in touchable().items() if before.get(name) is not value}
@@ -90,7 +91,7 @@ def test_hooks_leave_torch_as_it_was(tmp_path: Path) -> None:
         assert global_hooks() != hooks_before
         assert train_a_little() == 3
     finally:
-        watch.hooks.remove()
+        watch.end()
     after = touchable()
     assert list(after) == list(before)
     assert [name for name, value in after.items() if before[name] is not value] == []

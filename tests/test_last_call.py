@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.microscope import Microscope
-from firstnan.engine.model_calls import LastCalls
+from firstnan.engine.model_calls import ModelCalls
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership
 from firstnan.tensors.names import Models
@@ -26,11 +26,12 @@ class Kit:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.errors = model, list[Exception]()
-        replayer, models = Replayer(), Models({"": model})
+        replayer, models = Handouts(), Models({"": model})
         replayer.watch_buffers(models.slots)
-        gate = Gate(None, frugal=True)  # type: ignore[arg-type]  # nothing is gated here
+        gate = Gate(frugal=True)
         self.microscope = Microscope(Ownership((__file__,)), gate, replayer, lambda: models)
-        self.calls = LastCalls([model], replayer, self.errors.append)
+        self.calls = ModelCalls([model], replayer)
+        self.calls.on_error(self.errors.append)
         self.calls.attach()
 
     def again(self, index: int = -1) -> Any:

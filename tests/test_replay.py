@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from firstnan.engine import handouts as room
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.tensors.names import Slot
 
 
@@ -18,21 +18,21 @@ class Source:
 
 
 def test_batches_of_one_step_are_kept_and_those_of_the_last_one_dropped() -> None:
-    replayer, source = Replayer(), Source()
+    replayer, source = Handouts(), Source()
     for updates, number in [(0, 1), (0, 2), (1, 3)]:
         replayer.fetched(source, torch.full((2,), float(number)), updates)
     assert [h.batch[0].item() for h in replayer.sources[source].recent] == [3.0]
 
 
 def test_a_step_without_end_does_not_keep_all_its_batches() -> None:
-    replayer, source = Replayer(), Source()
+    replayer, source = Handouts(), Source()
     for _ in range(3 * room._MOST_BATCHES):
         replayer.fetched(source, torch.zeros(2), 0)
     assert len(replayer.sources[source].recent) <= room._MOST_BATCHES
 
 
 def test_large_batches_are_kept_up_to_a_size() -> None:
-    replayer, source = Replayer(), Source()
+    replayer, source = Handouts(), Source()
     large = torch.empty(room._MOST_BYTES // 8)  # half of what may be kept, never written: no real memory
     for _ in range(10):
         replayer.fetched(source, large, 0)
@@ -40,7 +40,7 @@ def test_large_batches_are_kept_up_to_a_size() -> None:
 
 
 def test_random_numbers_and_buffers_are_as_they_were() -> None:
-    norm, replayer, source = nn.BatchNorm1d(3), Replayer(), Source()
+    norm, replayer, source = nn.BatchNorm1d(3), Handouts(), Source()
     replayer.watch_buffers([Slot(norm, name, name) for name in norm._buffers])
     replayer.fetched(source, torch.randn(4, 3), 0)
     before = norm.running_mean.clone()  # type: ignore[union-attr]
@@ -52,7 +52,7 @@ def test_random_numbers_and_buffers_are_as_they_were() -> None:
 
 
 def test_a_batch_that_the_step_wrote_into_cannot_be_handed_out_again() -> None:
-    replayer, source = Replayer(), Source()
+    replayer, source = Handouts(), Source()
     batch = torch.ones(3)
     replayer.fetched(source, batch, 0)
     assert replayer.possible(0)
@@ -61,14 +61,14 @@ def test_a_batch_that_the_step_wrote_into_cannot_be_handed_out_again() -> None:
 
 
 def test_the_sampler_tells_the_samples_of_each_batch() -> None:
-    replayer = Replayer()
+    replayer = Handouts()
     iterator = iter(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
     replayer.sampled(iterator, [4, 5])
     assert replayer.fetched(iterator, next(iterator), 0).indices == [4, 5]
 
 
 def test_workers_that_stay_alive_count_their_batches_anew_in_every_epoch() -> None:
-    replayer = Replayer()
+    replayer = Handouts()
     iterator = iter(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
     for updates in range(60):  # long enough that one object serves for all batches
         if updates % 3 == 0:
@@ -77,7 +77,7 @@ def test_workers_that_stay_alive_count_their_batches_anew_in_every_epoch() -> No
 
 
 def test_the_buffers_of_each_step_are_those_at_its_beginning() -> None:
-    replayer, source, norm = Replayer(), Source(), nn.BatchNorm1d(3)
+    replayer, source, norm = Handouts(), Source(), nn.BatchNorm1d(3)
     replayer.watch_buffers([Slot(norm, name, name) for name in norm._buffers])
     for updates in range(40):
         norm.running_mean.fill_(updates)
@@ -96,7 +96,7 @@ def test_the_buffers_of_each_step_are_those_at_its_beginning() -> None:
 
 
 def test_a_batch_that_was_written_to_is_not_handed_out_again() -> None:
-    replayer, source = Replayer(), Source()
+    replayer, source = Handouts(), Source()
     for updates in range(30):
         batch = torch.zeros(2)
         replayer.fetched(source, batch, updates)
@@ -106,7 +106,7 @@ def test_a_batch_that_was_written_to_is_not_handed_out_again() -> None:
 
 
 def test_random_state_is_taken_anew_once_steps_are_seen_to_draw() -> None:
-    replayer, source = Replayer(), Source()
+    replayer, source = Handouts(), Source()
 
     def step(i: int) -> room.RandomState:
         random = replayer.fetched(source, torch.zeros(2), i).random
@@ -124,7 +124,7 @@ def test_random_state_is_taken_anew_once_steps_are_seen_to_draw() -> None:
 
 
 def test_what_is_handed_out_step_by_step_is_what_a_replay_gives_out() -> None:
-    replayer, source = Replayer(), Source()
+    replayer, source = Handouts(), Source()
     for updates in range(70):
         batch = (torch.full((2,), float(updates)), torch.zeros(1))
         for _ in range(updates % 3):
@@ -145,7 +145,7 @@ def test_what_is_handed_out_step_by_step_is_what_a_replay_gives_out() -> None:
 
 
 def test_several_batches_of_a_step_are_all_kept() -> None:
-    replayer, source = Replayer(), Source()
+    replayer, source = Handouts(), Source()
     for updates in range(40):
         replayer.fetched(source, torch.zeros(1), updates)
     for i in range(3):

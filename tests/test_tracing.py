@@ -294,8 +294,9 @@ class Recorded(TorchDispatchMode):
 
 
 def phases(block: tracing.Block) -> set[str]:
-    assert block.microscope.tracer is not None
-    return {raw.backward for raw in block.microscope.tracer.raws}
+    tracer = block.session.microscope.tracer
+    assert tracer is not None
+    return {raw.backward for raw in tracer.raws}
 
 
 @pytest.mark.parametrize(("settings", "recorded"), [({}, False), ({"eps": 1e-30}, True), ({"lr": 1e3}, True)])
@@ -610,8 +611,8 @@ def test_a_long_block_without_steps_does_not_grow(bad: bool, monkeypatch: Any) -
             out = model(torch.ones(2, 4))
             if i == 10 and bad:
                 kept.append((out - out).log() * 0)  # born: long before the end
-        assert block.microscope.tracer is not None
-        events = len(block.microscope.tracer.raws)
+        assert block.session.microscope.tracer is not None
+        events = len(block.session.microscope.tracer.raws)
     assert events < 100
     if bad:
         assert birthplace(found(caught)) == "long before the end"

@@ -148,7 +148,7 @@ def load_everything() -> None:
     """Imports what programs import; nothing is computed, because a pool of threads does not survive a fork."""
     for name in ("numpy", "torch", "torch._dynamo", "torch.distributions", "torch.utils.data", "tqdm"):
         __import__(name)
-    for name in ("firstnan.cli.main", "firstnan.engine.investigation", "firstnan.engine.watch"):
+    for name in ("firstnan.cli.main", "firstnan.engine.investigation", "firstnan.engine.program_watch"):
         __import__(name)
     sys.modules["torch"].set_num_threads(1)
     # Whoever looks at all objects of its process would otherwise have every page of memory copied.

@@ -17,7 +17,11 @@ from firstnan.engine.batch_search.result import BatchSearch
 from firstnan.engine.batch_search.scan import scan
 from firstnan.engine.batch_search.state import Everything, SavedState
 from firstnan.engine.batch_search.training import Training
-from firstnan.engine.batch_search.watched_step import WatchedStep
+from firstnan.engine.policies import Policy
+from firstnan.engine.scope import Scope
+from firstnan.engine.session import Session
+from firstnan.engine.step_check import StepCheck
+from firstnan.observe.sites import Ownership
 
 
 def find_bad_batch(
@@ -53,17 +57,15 @@ def find_bad_batch(
         raise ValueError("there are no checkpoints to search")
     if states is None and (bad := training.bad_state(optimizers=False)) is not None:
         return BatchSearch("scan", weights=bad)
-    watched = WatchedStep(step, training)
-    order = Order(loader, watched.replayer)
+    check = StepCheck(step, training.models, optimizers=training.all_optimizers, updated_by=training.optimizers)
+    # It watches no optimizer, only which elements of the dataset the loader takes.
+    sampling = Session(Policy(), ownership=Ownership(()), scope=Scope({}, []))
+    order = Order(loader, sampling.handouts)
     length = order.length if states is None else None
-    with (
-        Everything(training, loader) as everything,
-        watched.installed(),
-        _bar(progress, length) as bar,
-    ):
+    with Everything(training, loader) as everything, sampling.running(), _bar(progress, length) as bar:
         if states is None:
-            return scan(watched, order, everything, all, bar)
-        return LateSearch(watched, order, everything, states, training, bar).search()
+            return scan(check, order, everything, all, bar)
+        return LateSearch(check, order, everything, states, training, bar).search()
 
 
 @contextmanager

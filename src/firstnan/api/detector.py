@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -9,26 +10,35 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from torch.nn import Module
 
 from firstnan.api import options
 from firstnan.capsule import LIMIT, Wanted
-from firstnan.engine.detector_capsules import Function
+from firstnan.capsule.training_objects import Living
+from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.events import EventLog
-from firstnan.engine.journal import Counts
-from firstnan.engine.mode import SEARCHING, WAITING
-from firstnan.engine.policy import Policy, Settings
+from firstnan.engine.handouts import Handouts
+from firstnan.engine.journal import Counts, Journal
+from firstnan.engine.model_calls import ModelCalls
+from firstnan.engine.policies import Policy, Raise, Rollback, Skip, Warn
+from firstnan.engine.recovery import Recovery
+from firstnan.engine.replay_sources import CallReplay, UpdateReplay
+from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
 from firstnan.engine.statistics import Statistics
+from firstnan.gate.gate import Gate
+from firstnan.gate.growth_guard import Guard
 from firstnan.observe.layers import LayerWatch, Sink
 from firstnan.observe.sites import Ownership, directories
 from firstnan.records import NaNEvent, Report
-from firstnan.records.errors import NonFiniteError
+from firstnan.report import nonfinite_error
 from firstnan.tensors.batches import NamelessSource
 from firstnan.tensors.optimizers import parameters_of
 
+OnNonfinite = Literal["raise", "warn", "skip", "rollback"]
+_MOST_CAPSULES = 3
 log = logging.getLogger("firstnan")
 
 
@@ -56,7 +66,7 @@ class NaNDetector:
         model: Module | Iterable[Module] | Mapping[str, Module],
         optimizer: Any = None,
         *,
-        on_nonfinite: Policy = "raise",
+        on_nonfinite: OnNonfinite = "raise",
         streak: int = 10,
         snapshot_every: int = 100,
         layers: bool = False,
@@ -71,8 +81,8 @@ class NaNDetector:
         capsule_limit: int = LIMIT,
     ) -> None:
         self._roots, self._optimizers = models_given(model), optimizers_given(optimizer)
-        if on_nonfinite not in get_args(Policy):
-            raise ValueError(f"on_nonfinite is one of {', '.join(get_args(Policy))}, not {on_nonfinite!r}")
+        if on_nonfinite not in get_args(OnNonfinite):
+            raise ValueError(f"on_nonfinite is one of {', '.join(get_args(OnNonfinite))}, not {on_nonfinite!r}")
         if on_nonfinite in ("skip", "rollback") and not self._optimizers:
             raise ValueError(f"on_nonfinite={on_nonfinite!r} needs the optimizer")
         if guard not in ("warn", "clip", "off"):
@@ -92,13 +102,17 @@ class NaNDetector:
             if called is not None:
                 options.function(name, called)
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
-        self._settings = Settings(on_nonfinite, streak, snapshot_every, guard, max_grad_norm, capsules)  # type: ignore[arg-type]
+        self._on_nonfinite, self._snapshot_every, self._capsules = on_nonfinite, snapshot_every, capsules
+        self._guard, self._max_grad_norm = guard, max_grad_norm
+        self._policy = _policy(on_nonfinite, streak)
         self._layers, self._trackable, self._skip = layers, trackable, options.types_and_names("skip", skip)
         self.events = EventLog(max_events, on_event)
         """What was noticed, as NaNEvent records: the first ones and the last ones."""
         self.stats = Statistics(stats) if stats else None
         """Magnitudes per layer of the last steps: `dump()`, `select(pattern)`, `clear()`."""
         self._ownership = Ownership(tuple(directories(sys._getframe(1))))
+        self._source = NamelessSource()
+        """Stands for the loader of steps that are functions."""
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._last: Session | None = None
@@ -109,17 +123,7 @@ class NaNDetector:
         """Begins to watch; does nothing where it already does."""
         with self._lock:
             if self._session is None:
-                watches = self._layers or self._trackable is not None or self.stats is not None
-                session = Session(
-                    self._roots,
-                    self._optimizers,
-                    self._settings,
-                    self._ownership,
-                    self.events,
-                    self.stats,
-                    self._layer_watch if watches else None,
-                )
-                session.journal.counts = self._counts
+                session = self._new_session()
                 self._before = replace(self._counts)
                 try:
                     session.begin()
@@ -130,11 +134,46 @@ class NaNDetector:
                 self._warn_of_strangers(session)
         return self
 
+    def _new_session(self) -> Session:
+        roots, optimizers, policy = self._roots, self._optimizers, self._policy
+        guard = None if self._guard == "off" else lambda: Guard(self._max_grad_norm)
+        gate = Gate(frugal=True, decides=self._on_nonfinite in ("raise", "skip"), guard=guard)
+        handouts, scope = Handouts(), Scope(roots, optimizers)
+        models = scope.models()
+        watches = self._layers or self._trackable is not None or self.stats is not None
+        journal = Journal(self.events, self.stats, gate.steps, handouts, models, self._counts, names_layers=watches)
+        recovery = Recovery(models, optimizers, self._snapshot_every if self._on_nonfinite == "rollback" else None)
+        calls = ModelCalls(roots.values(), handouts)
+        session = Session(
+            policy,
+            ownership=self._ownership,
+            scope=scope,
+            gate=gate,
+            handouts=handouts,
+            journal=journal,
+            layers=self._layer_watch(journal) if watches else None,
+            recovery=recovery,
+            calls=calls,
+            clips=self._guard == "clip",
+            clip_at=self._max_grad_norm if self._guard == "clip" else None,
+        )
+        calls.on_error(session.internal_error)
+        session.sources = (
+            UpdateReplay(session.microscope, recovery, session.hooks),
+            CallReplay(session.microscope, calls, lambda: not session.through_loop),
+        )
+        if self._capsules is not None:
+            session.capsules = CapsuleWriter(
+                self._capsules, gate, handouts, lambda: Living.find(optimizers, roots), _arguments, most=_MOST_CAPSULES
+            )
+        return session
+
     def _warn_of_strangers(self, session: Session) -> None:
+        assert session.models is not None
         wanted = {id(p) for p, _ in session.models.parameters.values() if p.requires_grad}
         trained = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
         if wanted and trained and wanted.isdisjoint(trained):
-            log.warning("firstnan: the optimizer trains no parameter of the model: was one of them made anew?")
+            log.warning("firstnan: the optimizer holds none of this model's parameters; was either re-created?")
 
     def _layer_watch(self, sink: Sink) -> LayerWatch:
         before = self._last.layers if self._last is not None else None
@@ -160,7 +199,7 @@ class NaNDetector:
                 return
             session.end()
             counts, before = self._counts, self._before
-            bad = counts.nonfinite > before.nonfinite and self._settings.policy != "raise"
+            bad = counts.nonfinite > before.nonfinite and self._on_nonfinite != "raise"
             if bad or counts.warnings > before.warnings:
                 log.warning("firstnan: %s", _counted(self.summary()))
 
@@ -169,7 +208,7 @@ class NaNDetector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         session = self._session
-        report, searching = None, session is not None and session.mode is SEARCHING
+        report, searching = None, session is not None and session.search is not None
         try:
             report = session.left(error) if session is not None else None
         finally:
@@ -177,13 +216,13 @@ class NaNDetector:
         if report is None:
             return
         if searching and isinstance(error, Exception):  # raised by what only we wanted to be done
-            raise NonFiniteError(report) from None
+            raise nonfinite_error(report) from None
         if error is not None:
-            error.add_note(str(NonFiniteError(report)))
-        elif self._settings.policy == "raise":
-            raise NonFiniteError(report)
+            error.add_note(str(nonfinite_error(report)))
+        elif self._on_nonfinite == "raise":
+            raise nonfinite_error(report)
         else:
-            log.warning("%s", NonFiniteError(report))
+            log.warning("%s", nonfinite_error(report))
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """The loader's batches; one that fails is handed out again, so that the loop body shows why."""
@@ -192,13 +231,14 @@ class NaNDetector:
     def step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the function, which makes one training step; where that fails it is called again, and explained."""
         session = self._attached()
-        session.plays_again()
+        session.through_the_loop()
         session.body_ended()
-        session.handed_out(session.own_source, [Function(function), args, kwargs])
+        session.hooks.guarded(session.handed_out, self._source, [StepFunction(function), args, kwargs])
         result = function(*args, **kwargs)
-        if session.mode is WAITING:
-            for again, given, named in session.again(session.own_source):
-                with session.replays.excused():
+        with contextlib.suppress(StopIteration):
+            while session.asks_again:
+                again, given, named = session.next_batch(self._source, _no_more)
+                with session.step_again():
                     result = again.call(*given, **named)
         session.body_ended()
         return result
@@ -229,16 +269,45 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         session = self._session()
-        session.plays_again()
-        session.journal.epoch = 0 if session.journal.epoch is None else session.journal.epoch + 1
+        session.through_the_loop()
+        session.journal.epoch_begins()
         iterator = iter(self._loader)
         source = iterator if hasattr(iterator, "__weakref__") else NamelessSource()
-        for batch in iterator:
-            session.handed_out(source, batch)
+        while True:
+            try:
+                batch = session.next_batch(source, lambda _: next(iterator))
+            except StopIteration:
+                return
             yield batch
-            if session.mode is WAITING:
-                yield from session.again(source)
-            session.body_ended()
+
+
+class StepFunction:
+    """The function of one step, among the arguments that it was called with."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, function: Any) -> None:
+        self.call = function
+
+
+def _arguments(batch: Any) -> Any:
+    """What the function of a step was called with: its only argument, or all of them."""
+    if not (type(batch) is list and batch and isinstance(batch[0], StepFunction)):
+        return batch
+    _, given, named = batch
+    if named:
+        return (*given, named)
+    return given[0] if len(given) == 1 else given
+
+
+def _no_more(source: Any) -> NoReturn:
+    raise StopIteration
+
+
+def _policy(name: OnNonfinite, streak: int) -> Policy:
+    if name in ("skip", "rollback"):
+        return Skip(streak) if name == "skip" else Rollback(streak)
+    return Raise() if name == "raise" else Warn()
 
 
 def models_given(model: Any) -> dict[str, Module]:

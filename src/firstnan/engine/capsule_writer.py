@@ -14,7 +14,7 @@ from firstnan.capsule import Wanted, file
 from firstnan.capsule.capture import Capture
 from firstnan.capsule.training_objects import Living
 from firstnan.engine.conclude import environment
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
 from firstnan.tensors.randomness import RandomState
@@ -23,21 +23,24 @@ _LARGEST_SOURCE = 1 << 20
 _NONE = "no capsule was written"
 
 
-class Keeper:
+class CapsuleWriter:
     """Writes capsules where they are wanted; what goes wrong is said, never raised."""
 
     def __init__(
         self,
         wanted: Wanted,
         gate: Gate,
-        replayer: Replayer,
+        handouts: Handouts,
         find: Callable[[], Living],
         batch_of: Callable[[Any], Any] = lambda batch: batch,
+        most: int | None = None,
     ) -> None:
+        """`most`: where training goes on, so many failures are worth a file."""
+        self._left = most
         self.wanted = wanted
         self.path: Path | None = None
         """The capsule of the last failure."""
-        self._gate, self._replayer, self._find, self._batch_of = gate, replayer, find, batch_of
+        self._gate, self._handouts, self._find, self._batch_of = gate, handouts, find, batch_of
         self._why = self._missing = ""
         self._healthy = True
         self._held: deque[Capture] = deque(maxlen=2)
@@ -52,22 +55,22 @@ class Keeper:
 
     def step_ended(self) -> None:
         """Without a batch from a loader a step begins where the last one ended."""
-        if self._replayer.latest is None:
-            self._between = (RandomState.now(), self._replayer.copied_buffers(), self._gate.steps.turn)
+        if self._handouts.latest is None:
+            self._between = (RandomState.now(), self._handouts.copied_buffers(), self._gate.steps.turn)
         self._hold(with_random=True)
 
     def backward_begins(self) -> None:
         """Without a loader this is where the very first step is noticed."""
-        if self._replayer.latest is None and not self._held and not self._gate.trained:
+        if self._handouts.latest is None and not self._held and not self._gate.trained:
             self._hold()
 
     def handed_out(self) -> None:
         if self._holds and not self._held[-1].manifest["batches"]:
             self._held.pop()  # the program may have changed its weights since the last step ended
         self._hold()
-        latest = self._replayer.latest
+        latest = self._handouts.latest
         if latest is not None and self._holds:
-            at = next(i for i, step in enumerate(self._replayer.of_this_step()) if step[-1] is latest)
+            at = next(i for i, step in enumerate(self._handouts.of_this_step()) if step[-1] is latest)
             self._held[-1].add_batch(at, latest, self._batch_of(latest.batch))
 
     @property
@@ -97,6 +100,31 @@ class Keeper:
         if self.wanted.step is None:
             self._keep(lambda: self._now(written, buffers, random), report)
 
+    def settled(
+        self,
+        report: Report,
+        before_update: bool,
+        undo: Callable[[], bool] | None,
+        buffers: list[Any],
+        random: RandomState | None,
+    ) -> Report:
+        """All is known of a failure: the report with its capsule; `undo` takes a bad update back for it."""
+        if self._left is not None:
+            if self._left <= 0:
+                return report
+            self._left -= 1
+        inside, late = self._gate.in_step is not None, self._gate.reads.late
+        updated = not before_update or inside
+        back = updated and not late and undo is not None and undo()
+        last = self._gate.steps.last() if self._gate.steps.last else None
+        counted = back and not inside and last is not None
+        if counted:
+            self._gate.steps.take_back(last)
+        self.tripped(report, written=late or (updated and not back), buffers=buffers, random=random)
+        if counted:
+            self._gate.steps.add(last)
+        return self.placed(report)
+
     def _keep(self, capture: Callable[[], Capture | None], report: Report) -> None:
         try:
             content = capture()
@@ -111,16 +139,16 @@ class Keeper:
             self._why = str(error) if isinstance(error, file.CapsuleError) else f"{type(error).__name__}: {error}"
 
     def _now(self, written: bool, buffers: list[Any] | None, random: RandomState | None) -> Capture | None:
-        total, latest = self._gate.steps.total, self._replayer.latest
+        total, latest = self._gate.steps.total, self._handouts.latest
         if written:
             self._why = "the weights of before the step are gone"
             return None
         if latest is None:
             return self._without_batch(buffers, random)
-        if not self._replayer.possible(total):
+        if not self._handouts.possible(total):
             self._why = "its batch is no longer what it was when it was handed out"
             return None
-        step = self._replayer.of_this_step()
+        step = self._handouts.of_this_step()
         capture = self._captured(step[0][0].buffers if buffers is None else buffers, total - latest.updates)
         for i, handouts in enumerate(step):
             for handout in handouts:

@@ -13,7 +13,7 @@ from torch import Tensor
 from firstnan.diagnose.blame import Verdict, blame
 from firstnan.diagnose.rules import explain, transient
 from firstnan.engine.data_origin import bad_rows, find_maker
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership, Spot, resolve
 from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
@@ -34,7 +34,7 @@ class Evidence:
     """What is at hand when something non-finite was noticed."""
 
     gate: Gate
-    replayer: Replayer
+    handouts: Handouts
     models: Models
     ownership: Ownership
     noticed: Noticed
@@ -117,8 +117,8 @@ class Evidence:
 
     def _look_into_dataset(self, verdict: Verdict, trace: Trace) -> tuple[Verdict, Trace]:
         """Bad data that came out of a Dataset: the line in there that made it, if it does so again."""
-        origin, handout = verdict.origin, self.replayer.latest
-        iterator = self.replayer.latest_iterator() if self.replayer.latest_iterator else None
+        origin, handout = verdict.origin, self.handouts.latest
+        iterator = self.handouts.latest_iterator() if self.handouts.latest_iterator else None
         if origin is None or origin.phase != "input" or handout is None or not came_from_outside(origin):
             return verdict, trace
         found = find_maker(iterator, handout, self.ownership)
@@ -145,7 +145,7 @@ class Evidence:
 
     def batch(self, origin: Origin | None, trace: Trace, given: int | None = None) -> Batch | None:
         """The failing batch; without a loader all that is known is how many samples the model was `given`."""
-        latest = self.replayer.latest
+        latest = self.handouts.latest
         batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
         size = samples_in(batch, latest.indices) if latest is not None else given
         if latest is None and size is not None and not _are_averaged(size, trace):
@@ -249,6 +249,12 @@ def bad_values(error: BaseException) -> list[Tensor]:
                 found += [t for _, t in tensors_in(value, depth=2) if _is_bad(t)]
         at = at.tb_next
     return found
+
+
+def is_numeric(error: Exception) -> bool:
+    """Whether a step that raised this failed because of its numbers."""
+    numbers = isinstance(error, ArithmeticError) or "LinAlgError" in type(error).__name__
+    return numbers or bool(bad_values(error))
 
 
 def _is_bad(t: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Hands a failing batch out once more, with everything put back as it was when it was first handed out."""
+"""The batches of the step under way, kept so that they can be handed out again with the state put back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_BUFFER = 1 << 16
 
 
 @dataclass(slots=True)
-class Source:
+class Loader:
     """What one loader's iterator handed out since the last update."""
 
     recent: list[Handout] = field(default_factory=list)
@@ -45,16 +45,18 @@ class ReplayError(Exception):
     """The program asked for something that the replay does not have."""
 
 
-class Replayer:
+class Handouts:
     """Remembers the batches of the step under way and can give them out again."""
 
     def __init__(self) -> None:
-        self.sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
+        self.sources: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
         self.replaying = False
         self.latest: Handout | None = None
         self.latest_iterator: weakref.ref[Any] | None = None
         self.modified = False
-        self._latest_source: Source | None = None
+        self._latest_source: Loader | None = None
+        self.updates_per_batch = 1
+        """The most updates that were made with one batch."""
         self._handouts = 0
         self._draws = False
         """Steps draw random numbers."""
@@ -74,6 +76,8 @@ class Replayer:
             return self.latest
         source = self._source(iterator)
         if source.recent and (source.recent[-1].updates != updates or source.is_full()):
+            made = updates - source.recent[-1].updates
+            self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
             if self._handouts <= _TESTED or self._handouts % _EVERY == 0:
                 self._look_for_changes(source.recent[-1])
             source.recent = []
@@ -135,12 +139,12 @@ class Replayer:
         if source.pending_indices:
             source.pending_indices.popleft()
 
-    def _source(self, iterator: Any) -> Source:
+    def _source(self, iterator: Any) -> Loader:
         if self.latest_iterator is not None and self.latest_iterator() is iterator and self._latest_source is not None:
             return self._latest_source
         source = self.sources.get(iterator)
         if source is None:
-            source = self.sources[iterator] = Source()
+            source = self.sources[iterator] = Loader()
         return source
 
     def epoch_begins(self, iterator: Any) -> None:

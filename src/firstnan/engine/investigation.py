@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from firstnan.capsule import Wanted
 from firstnan.cli import fix
@@ -23,10 +23,10 @@ from firstnan.records import Report
 from firstnan.report import ReportError, print_text, write, write_whole
 
 if TYPE_CHECKING:
-    from firstnan.api.replay import Rerun
     from firstnan.capsule.content import Capsule
-    from firstnan.engine.trial_watch import TrialWatch
-    from firstnan.engine.watch import Watch
+    from firstnan.engine.capsule_replay import CapsuleReplay
+    from firstnan.engine.program_watch import ProgramWatch
+    from firstnan.engine.trial_policy import Trial
 
 FOUND = 3
 _FINITE = "the second run did not fail in the same way"
@@ -65,8 +65,9 @@ class Investigation:
         self.began = time.monotonic()
         self.seconds = 0.0
         """How long the program itself ran."""
-        self.watch: Watch | None = None
-        self._trial: TrialWatch | None = None
+        self.watch: ProgramWatch[Any] | None = None
+        self._trial: Trial | None = None
+        self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
         self._fate = trials.Outcome()
         """How the program ended; the exception itself would keep its tensors alive."""
@@ -88,12 +89,7 @@ class Investigation:
         self.seconds = time.monotonic() - self.began
         watch = self.watch
         if watch is not None:
-            try:
-                watch.program_ended()
-                watch.hooks.remove()
-            except Exception as error:  # What was found so far is still to be told.
-                watch.internal_error(error)
-            self.report = watch.report
+            self.report = watch.end()
             if watch.unresolved:
                 self._run_again(watch)
         landing = self._tell_of_landing()
@@ -111,23 +107,23 @@ class Investigation:
 
     def _finish_capsule(self) -> None:
         watch = self.watch
-        if watch is not None and watch.keeper is not None:
+        if watch is not None and watch.capsules is not None:
             try:
-                self.report = watch.keeper.finish(self.report)
+                self.report = watch.capsules.finish(self.report)
             except Exception as error:  # the report is worth more than its capsule
                 watch.internal_error(error)
 
     def _tell_of_landing(self) -> int | None:
         """Says what became of the captured step, where one was to be played again; the exit code that follows."""
-        if self.options.landing is None or self.watch is None:
+        replay = self._replay
+        if replay is None:
             return None
-        watch = cast("Rerun", self.watch)
-        self.report = watch.told(self.report, self.options.program.target)
+        self.report = replay.told(self.report, self.options.program.target)
         if self.report.verdict == "clean":
             for note in self.report.notes:
                 say(note)
-            say(watch.outcome)
-        return 0 if watch.was_finite else None
+            say(replay.outcome)
+        return 0 if replay.was_finite else None
 
     # The rest.
 
@@ -136,29 +132,26 @@ class Investigation:
         ownership = Ownership(program_directories(self.options.program))
         if self.order is not None:
             self.start.follow_imported(self.order)
-        if self.order is not None and self.order.what == "trial":
-            from firstnan.engine.trial_watch import TrialWatch
+        from firstnan.engine import program_watch
 
-            step, last, made = self.order.step or 0, self.order.last or 0, self.order.made
-            trial = TrialWatch(ownership=ownership, step=step, last=last, made=made, tell=self._tell)
-            self.watch = self._trial = trial
-            return
-        if self.options.landing is not None:
-            from firstnan.api.replay import Rerun
-
-            self.watch = Rerun(self.options.landing, ownership=ownership, save=self._save)
-            return
-        from firstnan.engine.watch import Watch
-
-        self.watch = Watch(
-            ownership=ownership,
-            trace_from=0 if self.options.trace else self.order.step if self.order else None,
-            tracing=self.options.trace or self.order is not None,
-            outputs_decide=self.order is not None and self.order.what == "output",
-            may_replay=self.options.replay == "auto",
-            save=self._save,
-            wanted=self._wanted(),
-        )
+        order = self.order
+        if order is not None and order.what == "trial":
+            step, last = order.step or 0, order.last or 0
+            trial = program_watch.watch_trial(ownership, self._tell, step=step, last=last, made=order.made)
+            self.watch, self._trial = trial, trial.policy
+        elif self.options.landing is not None:
+            landed = program_watch.watch_capsule(ownership, self._save, self.options.landing)
+            self.watch, self._replay = landed, landed.policy
+        else:
+            self.watch = program_watch.watch(
+                ownership,
+                self._save,
+                trace_from=0 if self.options.trace else order.step if order else None,
+                tracing=self.options.trace or order is not None,
+                outputs_decide=order is not None and order.what == "output",
+                may_replay=self.options.replay == "auto",
+                wanted=self._wanted(),
+            )
 
     def _wanted(self) -> Wanted | None:
         if self.order is not None and self.order.capsule is not None:
@@ -166,9 +159,9 @@ class Investigation:
             return Wanted(Path(folder), limit, self.order.step)
         return self.options.capsule
 
-    def _run_again(self, watch: Watch) -> None:
+    def _run_again(self, watch: ProgramWatch[Any]) -> None:
         """Fills in what the program itself could not show, from a child that traces the failing step."""
-        first, output = self.report, watch.report.verdict == "clean"
+        first, output = self.report, self.report.verdict == "clean"
         if self.options.replay == "never" or self.order is not None or self.options.trace:
             if output:
                 self.report = Report("clean")
@@ -221,8 +214,9 @@ class Investigation:
 
     def _still_wanted(self) -> tuple[str, int] | None:
         """Where the second run is to put the capsule that the first could not write."""
-        keeper = self.watch.keeper if self.watch is not None else None
-        return (str(keeper.wanted.folder), keeper.wanted.limit) if keeper is not None and not keeper.is_done else None
+        capsules = self.watch.capsules if self.watch is not None else None
+        wanted = capsules.wanted if capsules is not None and not capsules.is_done else None
+        return (str(wanted.folder), wanted.limit) if wanted is not None else None
 
     def _try_remedies(self) -> None:
         """Runs the program with each change in place, until one is known to help."""

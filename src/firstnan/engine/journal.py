@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from firstnan.engine.events import EventLog
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.statistics import Statistics
+from firstnan.engine.world import world
 from firstnan.gate.growth_guard import Alarm
 from firstnan.gate.step_counter import Steps
 from firstnan.observe.layers import Found
@@ -55,26 +56,31 @@ class Journal:
         events: EventLog,
         stats: Statistics | None,
         steps: Steps,
-        replayer: Replayer,
+        handouts: Handouts,
         models: Models,
+        counts: Counts,
+        *,
         names_layers: bool,
     ) -> None:
-        self.events, self.stats, self.steps, self.replayer, self.models = events, stats, steps, replayer, models
+        self.events, self.stats, self.steps, self.handouts, self.models = events, stats, steps, handouts, models
         self._seen: Counter[tuple[str, str, str]] = Counter()
         """How often each place of each layer was not finite."""
-        self.counts = Counts()
+        self.counts = counts
         self._names_layers = names_layers
         self.epoch: int | None = None
 
+    def epoch_begins(self) -> None:
+        self.epoch = 0 if self.epoch is None else self.epoch + 1
+
     def add(self, event: NaNEvent, *, level: int | None = None) -> None:
-        latest = self.replayer.latest
+        latest = self.handouts.latest
         self.events.add(
             replace(
                 event,
                 batch=latest.index if latest is not None and event.step is not None else None,
                 epoch=self.epoch if event.step is not None else None,
                 thread=event.thread or threading.current_thread().name,
-                rank=rank()[0],
+                rank=world().rank,
                 time=time(),
             ),
             level=level,
@@ -167,12 +173,12 @@ class Journal:
 
     def completed(self, report: Report) -> Report:
         """With the events of its step, the statistics of the layers and the rank."""
-        where, world = rank()
+        where, size = world()
         if self._names_layers:
             self._name_layer(report)
         events = [e for e in self.events if e.step == report.step][:_EVENTS_IN_REPORT]
         history = replace(report.history, layers=self.stats.tracks()) if self.stats is not None else report.history
-        return replace(report, events=tuple(events), history=history, rank=where, world_size=world)
+        return replace(report, events=tuple(events), history=history, rank=where, world_size=size)
 
     def _name_layer(self, report: Report) -> None:
         """Most steps are not looked at layer by layer; which one it was is then known from the replay."""
@@ -194,10 +200,3 @@ def one_line(report: Report) -> str:
     if origin is not None and origin.site is not None:
         text += f", born at {os.path.basename(origin.site.file)}:{origin.site.line}"
     return text + (f" [{report.cause.slug}]" if report.cause else "")
-
-
-def rank() -> tuple[int, int]:
-    """This process among those that train together, and how many there are."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1

@@ -51,7 +51,23 @@ class Landing:
         # Some of the words are the file's own.
         return ["".join(c if c.isprintable() else "?" for c in note[:300]) for note in found]
 
-    # What the watcher tells.
+    # What the session tells.
+
+    def drops_update(self) -> bool:
+        """Whether the update about to be made is in the captured weights already."""
+        if self.to_suppress > 0:
+            self.to_suppress -= 1
+            return True
+        return False
+
+    def around(self, fetch: Callable[[Any], Any], unseen: Callable[[], Any]) -> Callable[[Any], Any]:
+        """Fetches the captured batch in place of the program's own."""
+
+        def landing(iterator: Any) -> Any:
+            with unseen():
+                return self.batch(iterator, fetch)
+
+        return landing
 
     def batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """The captured batch, made after the program's own; or that one."""

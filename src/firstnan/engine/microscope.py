@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from firstnan.engine.conclude import Evidence
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
 from firstnan.observe.imports import when_imported
 from firstnan.observe.sites import Ownership, Spot
@@ -20,7 +20,6 @@ from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.names import Models
 from firstnan.tracing.tracer import Tracer
 
-AGAIN = "the failing batch was handed out again"
 _NOTHING = contextlib.nullcontext()
 
 
@@ -51,9 +50,9 @@ class Microscope:
     """The tracer with all that gives its record a meaning: names of tensors, batches, the gate's history."""
 
     def __init__(
-        self, ownership: Ownership, gate: Gate, replayer: Replayer, find_models: Callable[[], Models] = Models
+        self, ownership: Ownership, gate: Gate, handouts: Handouts, find_models: Callable[[], Models] = Models
     ) -> None:
-        self.ownership, self.gate, self.replayer = ownership, gate, replayer
+        self.ownership, self.gate, self.handouts = ownership, gate, handouts
         self.find_models = find_models
         self.models: Models | None = None
         self.tracer: Tracer | None = None
@@ -78,7 +77,7 @@ class Microscope:
         tracer.looks_for_training = True
         if in_step:
             tracer.region = "step"
-            tracer.marks = True  # It may be played again once more, to see whether it is the same.
+            tracer.marks = True  # It may be replayed once more, to compare.
             self.name_tensors()
         tracer.start()
         return tracer
@@ -124,7 +123,7 @@ class Microscope:
 
     def evidence(self, noticed: Noticed, tensors: list[Tensor]) -> Evidence:
         self.models = self.find_models()
-        return Evidence(self.gate, self.replayer, self.models, self.ownership, noticed, tensors, self._entry)
+        return Evidence(self.gate, self.handouts, self.models, self.ownership, noticed, tensors, self._entry)
 
     def conclude(self, noticed: Noticed, tensors: list[Tensor], events: list[int], how: str) -> Report | None:
         """Blames and explains; None, and the record goes on, where everything seen was put there on purpose."""

@@ -1,4 +1,4 @@
-"""The calls of a model since the last update, kept so that they can be made again when the loop itself cannot be."""
+"""The calls of the models since the last update, kept so that they can be made again where the loop cannot be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.microscope import Microscope
 from firstnan.observe.patches import Hook
 from firstnan.tensors.batches import copied, put_back, versions
@@ -49,23 +49,26 @@ class Outcome:
     changed: bool = False
 
 
-class LastCalls:
+class ModelCalls:
     """Follows the outermost calls of the models that train."""
 
-    def __init__(self, roots: Iterable[Module], replayer: Replayer, trouble: Callable[[Exception], None]) -> None:
-        self.roots, self.replayer = list(roots), replayer
+    def __init__(self, roots: Iterable[Module], handouts: Handouts) -> None:
+        self.roots, self._handouts = list(roots), handouts
         self.calls: list[Call] = []
         self.first: Call | None = None
         """Of the step under way; it may have made too many since to keep them all."""
-        self.before_call: Callable[[], None] | None = None
-        """Who wants to know when a model is called."""
-        self._trouble = trouble
-        self.called = False
-        """A model was called, with gradients, since the last backward."""
+        self._before_call: Callable[[], None] | None = None
+        self._trouble: Callable[[Exception], None] = lambda error: None
+        self._called = False
+        """A model was called, with gradients, since this was last asked."""
         self._making = self._light = False
         self._last: tuple[Module, Any, Any, int, bool] | None = None
         self._before_handles: list[Any] = []
         self._after_handles: list[Any] = []
+
+    def on_error(self, tell: Callable[[Exception], None]) -> None:
+        """Who hears of errors of our own."""
+        self._trouble = tell
 
     def attach(self) -> None:
         for root in self.roots:
@@ -73,7 +76,7 @@ class LastCalls:
             self._after_handles.append(root.register_forward_hook(Hook(self._after)))
 
     def keep_less(self) -> None:
-        """The loop goes through us and is played again whole: what came back to the model is of no use."""
+        """The loop is replayed whole, so the gradients that reach the model are not needed."""
         for handle in self._after_handles:
             handle.remove()
         self._after_handles, self._light = [], True
@@ -85,20 +88,29 @@ class LastCalls:
         self._before_handles = []
         self.forget()
 
+    def before_next(self, act: Callable[[], None] | None) -> None:
+        """Has `act` called before each call of a model from now on; None ends that."""
+        self._before_call = act
+
+    def were_made(self) -> bool:
+        """Whether a model was called, with gradients, since this was last asked."""
+        called, self._called = self._called, False
+        return called
+
     def forget(self) -> None:
         """An update was made: another step begins."""
         self.calls, self.first, self._last = [], None, None
 
     def _before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._light and self.before_call is None:
+        if self._light and self._before_call is None:
             # As little as possible: this may be every step of a model that takes less than a millisecond.
             if torch.is_grad_enabled() and not self._making:
                 self._last = (module, args, kwargs, threading.get_ident(), torch._C._is_any_autocast_enabled())
             return
         if self._making or torch.compiler.is_compiling() or torch._C._current_autograd_node() is not None:
             return
-        if self.before_call is not None:
-            self.before_call()
+        if self._before_call is not None:
+            self._before_call()
         if torch.is_grad_enabled():
             try:
                 self._keep(module, args, kwargs)
@@ -106,10 +118,10 @@ class LastCalls:
                 self._trouble(error)
 
     def _keep(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.called = True
+        self._called = True
         if len(self.calls) >= _MOST_CALLS:
             del self.calls[0]
-        random, buffers = RandomState.now(), self.replayer.copied_buffers()
+        random, buffers = RandomState.now(), self._handouts.copied_buffers()
         seen = versions((*args, *kwargs.values()))
         autocast = [one for one in _autocast() if torch.is_autocast_enabled(one[0])]
         call = Call(module, args, kwargs, threading.get_ident(), autocast, seen, random, buffers)
@@ -130,7 +142,7 @@ class LastCalls:
 
     def mine(self) -> list[Call]:
         """Those of this thread: another one may use the same model for something else."""
-        thread, latest = threading.get_ident(), self.replayer.latest
+        thread, latest = threading.get_ident(), self._handouts.latest
         if self._last is not None and latest is not None:
             module, args, kwargs, where, mixed = self._last
             devices = {p.device.type for p in module.parameters()}
@@ -141,7 +153,7 @@ class LastCalls:
 
     def buffers_before(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """As they were when the step under way began, which may have taken several batches."""
-        return self.first.buffers if self.first is not None else self.replayer.first_buffers()
+        return self.first.buffers if self.first is not None else self._handouts.first_buffers()
 
     def make_again(self, call: Call, microscope: Microscope) -> Outcome:
         """Makes the call once more under the tracer, with its gradients if there are any; leaves all as it was."""

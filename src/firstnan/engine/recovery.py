@@ -27,7 +27,6 @@ class Recovery:
         self.backup: Snapshot | None = None
         """The state before the update under way, where that update may go wrong by itself."""
         self.good: Snapshot | None = None
-        self._schedules: Schedules | None = None
         self._updates = 0
         self._rates: dict[int, list[Any]] = {}
         """The learning rates of each optimizer's last update that was not risky."""
@@ -82,21 +81,14 @@ class Recovery:
         self.good.put_back()
         return True
 
-    def remember_schedules(self) -> None:
-        """Learning rates and their schedulers as they are now, before the rest of a bad step moves them on."""
-        self._schedules = Schedules.of(self.optimizers)
-
-    def put_back_schedules(self) -> None:
-        if self._schedules is not None:
-            self._schedules.put_back()
-
-    def clean_up(self, buffers: list[Any]) -> None:
-        """After a step that was not to be: its gradients go, and what it changed besides the weights comes back."""
+    def clean_up(self, buffers: list[Any], schedules: Schedules | None) -> None:
+        """After a step that is not kept: its gradients go, and what it changed besides the weights comes back."""
         put_back(buffers)
         for optimizer in self.optimizers:
             drop_gradients(optimizer)
-        self.put_back_schedules()
-        self._schedules = self.backup = None
+        if schedules is not None:
+            schedules.put_back()
+        self.backup = None
 
     def _now(self) -> Snapshot | None:
         tensors = [p for p, _ in self.models.parameters.values()]

@@ -1,312 +1,208 @@
-"""What a detector does while it is attached: hears of trips, has the step played again, and does as it was told."""
+"""The engine behind every door: hears of trips, has the step replayed and searched, and does as its policy says."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
-from torch.nn import Module
 
-from firstnan.engine.closer import Closer
-from firstnan.engine.conclude import bad_values, not_repeated
-from firstnan.engine.detector_capsules import Capsules
-from firstnan.engine.events import EventLog
-from firstnan.engine.handouts import Replayer, ReplayError
-from firstnan.engine.journal import Journal, one_line, rank
-from firstnan.engine.microscope import AGAIN, Microscope
-from firstnan.engine.mode import REPLAYING, SEARCHING, SKIPPING, WAITING, WATCHING, Mode
-from firstnan.engine.model_calls import LastCalls
-from firstnan.engine.neighbours import attached, is_held
-from firstnan.engine.policy import Settings
+from firstnan.engine.capsule_writer import CapsuleWriter
+from firstnan.engine.conclude import AS_IT_RAN, bad_values, not_repeated
+from firstnan.engine.handouts import Handouts, ReplayError
+from firstnan.engine.journal import Journal
+from firstnan.engine.landing import Landing
+from firstnan.engine.live_trace import LiveTrace
+from firstnan.engine.loop_replay import LoopReplay
+from firstnan.engine.microscope import Microscope
+from firstnan.engine.model_calls import ModelCalls
+from firstnan.engine.phases import (
+    COMPARING,
+    REPLAYING,
+    REPLAYS,
+    SEARCHING,
+    SETTLED,
+    TRANSITIONS,
+    TRIPPED,
+    WATCHING,
+    Phase,
+)  # fmt: skip
+from firstnan.engine.policies import Policy
+from firstnan.engine.program_values import ProgramValues
 from firstnan.engine.recovery import Recovery
-from firstnan.engine.replays import Replays
-from firstnan.engine.statistics import Statistics
+from firstnan.engine.replay_sources import ReplaySource
+from firstnan.engine.samples.search import SampleSearch, begin_search
+from firstnan.engine.scope import Scope
+from firstnan.engine.world import world
 from firstnan.gate.device_reads import LATE
-from firstnan.gate.gate import Gate
-from firstnan.gate.growth_guard import Alarm, Guard
+from firstnan.gate.gate import Gate, Trip
+from firstnan.gate.growth_guard import Alarm
+from firstnan.observe.hooks import Hooks
 from firstnan.observe.layers import LayerWatch
+from firstnan.observe.muted_output import MutedOutput
+from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership
-from firstnan.observe.training_hooks import TrainingHooks
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
-from firstnan.tensors.batches import NamelessSource, put_back
+from firstnan.report import nonfinite_error
+from firstnan.tensors.batches import Handout, copied, put_back
 from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import drop_gradients, reaches
 from firstnan.tensors.safe_updates import is_torchs
+from firstnan.tensors.snapshot import Schedules
+from firstnan.tracing.compare import first_difference
+from firstnan.tracing.recording import Raw
 
-_CLOSELY = 3
-"""So many failures are looked at closely; where training goes on, those after them are only counted."""
-_COUNTED = f"only the first {_CLOSELY} failures are looked at closely, and none that comes of weights already lost"
+_NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
+_NO_LOOP = "the training loop could not be replayed for this step"
+_NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
 log = logging.getLogger("firstnan")
 
+_active: weakref.WeakSet[Session] = weakref.WeakSet()
+"""The sessions that watch named optimizers in this process now."""
 
-class Session:
-    """Listens to the gate and to torch on behalf of one detector (a gate.Listener and a hooks.Audience)."""
+
+@dataclass(frozen=True)
+class Failure:
+    """The trip that is being investigated, and which one of the step it was."""
+
+    trip: Trip
+    place: tuple[str, int]
+    report: Report
+    """What was known at once."""
+
+
+class Session(Observer):
+    """One watch over one training, from `begin` to `end`; what the doors differ in are its parts.
+
+    `gate` and `handouts` are made by whoever makes the parts that share them. `journal`, `layers`, `recovery` and
+    `calls` are those of a detector; `capsules` writes the failing step to a file; `landing` starts from such a file;
+    `values` watches what a whole program reads. `through_loop`: the loop takes its batches through us from the start.
+    """
 
     def __init__(
         self,
-        roots: dict[str, Module],
-        optimizers: list[Any],
-        settings: Settings,
+        policy: Policy,
+        *,
         ownership: Ownership,
-        events: EventLog,
-        stats: Statistics | None,
-        layers: Callable[[Journal], LayerWatch] | None,
+        scope: Scope | None = None,
+        gate: Gate | None = None,
+        handouts: Handouts | None = None,
+        journal: Journal | None = None,
+        layers: LayerWatch | None = None,
+        recovery: Recovery | None = None,
+        calls: ModelCalls | None = None,
+        values: ProgramValues | None = None,
+        trace_from: int | None = None,
+        trace_block: bool = False,
+        through_loop: bool = False,
+        may_replay: bool = True,
+        clips: bool = False,
+        clip_at: float | None = None,
+        say: Callable[[str], object] = log.error,
     ) -> None:
-        self.roots, self.optimizers, self.settings = roots, optimizers, settings
-        self.internal_error = InternalErrors(log.error)
-        self.mode: Mode = WATCHING
+        self.policy, self.scope = policy, scope or Scope()
+        self.gate, self.handouts = gate or Gate(), handouts or Handouts()
+        self._journal, self.layers, self.recovery, self.calls, self.values = journal, layers, recovery, calls, values
+        self.microscope = Microscope(ownership, self.gate, self.handouts, self.scope.models)
+        self.live = LiveTrace(self.microscope, from_step=trace_from, block=trace_block)
+        self.loop = LoopReplay(self.handouts, self.gate, self.microscope, recovery)
+        self.hooks = Hooks(self, self.scope.optimizers, program=values is not None)
+        self.sources: Sequence[ReplaySource] = ()
+        """Replays that need no loop, tried where the loop cannot be replayed."""
+        self.capsules: CapsuleWriter | None = None
+        self.landing: Landing | None = None
+        self.models: Models | None = None
+        self.phase: Phase = WATCHING
         self.report: Report | None = None
+        self.streak = 0
+        """How many of the last steps were bad."""
         self.training_thread: int | None = None
-        self.own_source = NamelessSource()
-        self.through_us = False
-        self.gate = Gate(self, frugal=True, decides=settings.policy in ("raise", "skip"))
-        self.gate.new_guard = None if settings.guard == "off" else lambda: Guard(settings.max_grad_norm)
-        self.replayer = Replayer()
-        self.models = Models(roots)
-        self.microscope = Microscope(ownership, self.gate, self.replayer, lambda: Models(roots))
-        self.journal = Journal(events, stats, self.gate.steps, self.replayer, self.models, layers is not None)
-        self.layers = layers(self.journal) if layers is not None else None
-        self.hooks = TrainingHooks(self.gate, self, optimizers)
-        self.last_calls = LastCalls(roots.values(), self.replayer, self.internal_error)
-        every = settings.snapshot_every if settings.policy == "rollback" else None
-        self.recovery = Recovery(self.models, optimizers, every)
-        self.capsules = Capsules(settings, roots, self.gate, self.replayer, self.recovery, self.last_calls)
-        self._closer = Closer(self.microscope, self.last_calls, self.recovery, self.hooks)
+        self.through_loop, self._may_replay = through_loop, may_replay
+        self._clips, self._clip_at = clips, clip_at
+        """Gradients are clipped at a warning; no norm is let through above the limit."""
+        self._errors = InternalErrors(say)
         self._lock = threading.RLock()
-        self._busy = False
-        """Something of ours runs that looks like training."""
-        self.replays = Replays(self.replayer, self.recovery, self.gate, self.microscope)
-        self._limit = settings.max_grad_norm if settings.guard == "clip" else None
-        """No gradient norm is let through above it."""
-        self._streak = self._looked = 0
-        self._suppressed = self._told = False
-        self._first: tuple[Noticed, Report] | None = None
-        """The trip whose step is being played again."""
+        self._output = MutedOutput()
+        self._busy = self._told = False
+        """Something of ours runs that looks like training; this step's failure was told."""
+        self._investigated = self._backwards = 0
+        self._updated = False
+        """Of a step that is dropped: its update has come."""
+        self._failure: Failure | None = None
+        self._search: SampleSearch | None = None
+        self._first_trace: list[Raw] | None = None
+        """Of the failing step, where it is traced once more to compare."""
+        self._finite = self._elsewhere = False
+        """The replay under way: it came to an update; it failed, but not where the step did."""
+        self._schedules: Schedules | None = None
 
     # From the first line to the last.
 
     def begin(self) -> None:
-        self.microscope.models = self.models
-        self.replayer.watch_buffers(self.models.slots)
-        self.gate.watch_models(self.models)
-        for optimizer in self.optimizers:
+        if self.scope.optimizers is not None:
+            self.learn_models()
+        for optimizer in self.scope.optimizers or ():
             self.gate.optimizer_made(optimizer)
+            self._watch_gradients(optimizer)
         self.hooks.install()
-        self.last_calls.attach()
+        if self.calls is not None:
+            self.calls.attach()
         if self.layers is not None:
-            # What is played again is seen whole.
-            self.layers.rests = lambda: self.microscope.running or self.mode is REPLAYING
-            self.gate.reads.passenger = self.layers
-            self.gate.on_good_loss = self.layers.pass_over
+            # Replays leave no trace in events and statistics.
+            self.layers.rests = lambda: self.microscope.running or self.phase in REPLAYS
+            self.gate.reads.carry(self.layers)
             self.layers.attach()
-        attached.add(self)
+        if self.scope.optimizers is not None:
+            _active.add(self)
 
     def end(self) -> None:
-        if self.mode is SKIPPING:
+        """Leaves torch, the models and the optimizers as they were."""
+        self._output.end()
+        if self.phase is SETTLED and self.report is not None:
             with contextlib.suppress(NonFiniteError):  # told already
-                self._skip_ends()
-        attached.discard(self)
+                self.resume()
+        _active.discard(self)
         self.hooks.remove()
-        self.last_calls.detach()
+        self.gate.hot.remove()
+        if self.calls is not None:
+            self.calls.detach()
         if self.layers is not None:
             self.layers.detach()
             if self.layers.trouble is not None:
                 self.internal_error(self.layers.trouble)
         self.microscope.stop()
-        self.replayer.forget()
+        self.handouts.forget()
 
-    def left(self, error: BaseException | None) -> Report | None:
-        """The loop was left, perhaps because of a bad value: what is known of it."""
-        if self.mode is SEARCHING:
-            self.report = self.journal.completed(self.searched())
-            return self.report
-        if self._first is None and isinstance(error, Exception) and not isinstance(error, NonFiniteError):
-            bad = bad_values(error)
-            noticed = Noticed("exception", type(error).__name__)
-            self._first = (noticed, self._known(noticed, bad)) if bad else None
-        first, self._first = self._first, None
-        if first is None:
-            return self._left_bad() if error is None and self.mode is WATCHING and not self._streak else None
-        noticed, report = first
-        if self.mode is REPLAYING:
-            report = self.microscope.conclude(noticed, [], self.microscope.raised(), AGAIN) or report
-        else:
-            report = self._looked_closer(report, noticed, before_update=True)
-        self.microscope.stop()
-        if self.settings.policy in ("skip", "rollback") and error is None:
-            self._settle(report, before_update=True)
-            self._skip_ends()
-            return None
-        self.report = self._completed(report, before_update=True)
-        return self.report
-
-    def _left_bad(self) -> Report | None:
-        """Nothing failed, but the last update, or a buffer whose turn had not come, is not finite."""
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Session]:
+        """Watches from here to the end of a `with` block."""
         try:
-            found = self.gate.left_bad()
-            if found is None:
-                return None
-            report = self._known(*found)
-            self.journal.tripped(*found, report.step, None)
-            self.report = self._completed(report, before_update=False)
-        except Exception as error:
-            self.internal_error(error)
-        return self.report
+            self.begin()
+            yield self
+        finally:
+            self.end()
 
-    # What the gate says.
+    def learn_models(self) -> None:
+        """From now on the names and the buffers of the models are known."""
+        self.models = self.microscope.models = self.scope.models()
+        self.handouts.watch_buffers(self.models.slots)
+        self.gate.watch_models(self.models)
 
     @property
-    def is_calm(self) -> bool:
-        return self.mode is WATCHING and not self._told and len(attached) == 1 and self._limit is None
+    def journal(self) -> Journal:
+        assert self._journal is not None
+        return self._journal
 
-    def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
-        if noticed.what == "loss" and not self._trains_ours(tensors):
-            return
-        if self.mode is REPLAYING:
-            report = self.microscope.conclude(noticed, tensors, [], AGAIN) or self._known(noticed, tensors)
-            self._first = None
-            # Where training is to go on, one replay is enough.
-            searches = before_update and self.settings.policy == "raise" and self.gate.in_step is None
-            if searches and self.replays.searches(report):
-                self.mode, self.report = SEARCHING, report
-            else:
-                self._settle(report, before_update)
-        elif self.replays.sift is not None:
-            self.replays.sift.failed()
-        elif self.mode is WATCHING and not self._told and not is_held(self):
-            self._told = True
-            self._tripped(noticed, tensors, before_update)
-
-    def _tripped(self, noticed: Noticed, tensors: list[Tensor], before_update: bool) -> None:
-        report, late = self._known(noticed, tensors), self.gate.reads.late
-        if late:
-            report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(LATE,))
-        self.journal.tripped(noticed, tensors, report.step, self.gate.norm)
-        # Once bad weights were written every step is bad, and none of them says more.
-        closely = not late and self._looked < _CLOSELY and not (self.settings.policy == "warn" and self._streak)
-        self._looked += closely
-        if closely or self.settings.policy != "warn":
-            self.recovery.remember_schedules()
-        if closely and before_update and self._can_play_again():
-            self._first = (noticed, report)
-            self.mode = WAITING
-            return
-        if closely:
-            report = self._looked_closer(report, noticed, before_update)
-        elif not late and self.settings.policy != "warn":
-            report = replace(report, notes=(_COUNTED,))
-        self._settle(report, before_update)
-
-    def _can_play_again(self) -> bool:
-        undone = self.gate.in_step is None or self.recovery.backup is not None
-        return self.through_us and self._alone() and undone and self.replayer.possible(self.gate.steps.total)
-
-    def _alone(self) -> bool:
-        """Whether a step can be kept from the weights and played again by this process alone."""
-        # Other ranks would not take part in the replay's collectives.
-        return bool(self.optimizers) and rank()[1] == 1
-
-    def _trains_ours(self, roots: list[Tensor]) -> bool:
-        """Whether this loss trains our models: that of another one is none of our business."""
-        graphs = [r for r in roots if r.grad_fn is not None]
-        return not graphs or reaches(graphs, set(self.models.parameters))
-
-    def _known(self, noticed: Noticed, tensors: list[Tensor]) -> Report:
-        if self.layers is not None:
-            self.layers.look_back()
-        return self.microscope.evidence(noticed, tensors).preliminary()
-
-    def _looked_closer(self, report: Report, noticed: Noticed, before_update: bool) -> Report:
-        self._busy = True
-        try:
-            return self._closer.look(report, noticed, before_update=before_update, advise=not self.through_us)
-        except Exception as error:  # The replay is our idea: what goes wrong with it is no news to the program.
-            self.internal_error(error)
-            return report
-        finally:
-            self._busy = False
-
-    def suppresses(self, optimizer: Any) -> bool:
-        """No update may be written between a trip and its replay, nor twice by the replay, nor of a bad step."""
-        if self.mode is SKIPPING:
-            self._drop_update(optimizer)
-        elif self.mode in (REPLAYING, SEARCHING):
-            return self.replays.suppresses()
-        return self.mode in (WAITING, SKIPPING) or is_held(self)
-
-    def _drop_update(self, optimizer: Any) -> None:
-        self._suppressed = True
-        self.gate.steps.add(optimizer)
-
-    def step_begins(self, optimizer: Any, closure: bool) -> None:
-        self._trains_here()
-        if self.mode in (WAITING, SEARCHING, SKIPPING):
-            # The gate tripped on these very gradients and goes on: nothing of them may be written.
-            drop_gradients(optimizer)
-            self.gate.in_step = None
-            if self.mode is SKIPPING:
-                self._drop_update(optimizer)
-            elif self.replays.sift is not None:
-                self.replays.sift.passed()
-            return
-        if self.mode is REPLAYING and not closure:
-            self._not_again()
-        self.recovery.before_update(optimizer, closure, self.gate.norm)
-        self.gate.look_closely = self.recovery.backup is not None or not is_torchs(optimizer)
-        if self._limit is not None:
-            self.journal.clip(optimizer, self.gate.norm, self._limit)
-
-    def step_ended(self, by_hand: bool = False) -> None:
-        if self.mode is WAITING:
-            # Bad numbers appeared inside the update: it is undone, and will be made again.
-            self.recovery.undo_update()
-            optimizer = self.gate.steps.last() if self.gate.steps.last else None
-            self.gate.steps.take_back(optimizer)
-            return
-        if self.mode is SEARCHING:
-            return
-        self._told, told = False, self._told
-        if self.mode is SKIPPING:
-            self._undo()
-            self._suppressed = True
-            return
-        self.journal.counts.steps += 1
-        if not told:
-            self._streak = 0
-        self.last_calls.forget()
-        if self.layers is not None:
-            self.layers.new_step()
-        self.recovery.backup = None
-        if self.recovery.every is not None:
-            self.recovery.after_update(self.gate.steps.current)
-
-    def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
-        if self.layers is not None:
-            self.layers.wake()
-        self.journal.alarmed(alarm, optimizer)
-        if self.settings.guard == "clip" and self._limit is None and alarm.kind != "explosion":
-            self.journal.clip(optimizer, alarm.norm, alarm.usual)
-
-    # What torch says.
-
-    def concerns(self, roots: list[Tensor]) -> bool:
-        if self._busy or self.training_thread not in (None, threading.get_ident()):
-            return False
-        called, self.last_calls.called = self.last_calls.called, False
-        return called or bool(self.optimizers)
-
-    def backward_begins(self) -> None:
-        if not self.through_us:
-            self.body_ended()
-
-    def optimizer_made(self) -> None:
-        """Only those that were given are followed."""
+    def internal_error(self, error: Exception) -> None:
+        self._errors(error)
 
     def unseen(self) -> contextlib.AbstractContextManager[Any]:
         return self._lock if self.microscope.tracer is None else self._unseen()
@@ -316,135 +212,697 @@ class Session:
         with self._lock, self.microscope.unseen():
             yield
 
-    def _trains_here(self) -> None:
-        self.training_thread = threading.get_ident()
-        if self.layers is not None:
-            self.layers.training_thread = self.training_thread
+    def _enter(self, phase: Phase) -> None:
+        assert phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"
+        self.phase = phase
 
-    # What the loop says.
+    # Optimizers.
 
-    def plays_again(self) -> None:
-        """The loop takes its batches or makes its steps through us: a failing step is played again whole."""
-        if not self.through_us:
-            self.through_us = True
-            if self._alone():
-                self.last_calls.keep_less()
+    def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
+        self.gate.places.made(optimizer, frame)
+        self.gate.optimizer_made(optimizer)
+        self._watch_gradients(optimizer)
+        self.live.optimizer_made()
 
-    def handed_out(self, source: Any, batch: Any) -> None:
+    def _watch_gradients(self, optimizer: Any) -> None:
+        if not self.gate.thorough:
+            self.gate.hot.watch(optimizer)
+
+    def passes_quickly(self, optimizer: Any) -> bool:
+        if self.phase is not WATCHING or self._told or self._clip_at is not None or len(_active) > 1:
+            return False
+        return self.gate.passes_quickly(optimizer)
+
+    def passed_quickly(self, optimizer: Any) -> bool:
+        if not self.gate.passed_quickly(optimizer):
+            return False
+        self._step_ended()
+        return True
+
+    def before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
+        if not self.gate.places.knows_step_of(optimizer):
+            self.gate.places.stepped(optimizer, frame)
+        if self._drops(optimizer):
+            return Decision.DROP
+        for trip in self.gate.check_update(optimizer, closure):
+            self._trip(trip, optimizer)
         self._trains_here()
+        if self._decide(optimizer, closure) is Decision.DROP:
+            return Decision.DROP
+        risky = self.recovery is not None and (self.recovery.backup is not None or not is_torchs(optimizer))
+        safe = self.live.update_begins(optimizer, closure, self.gate.norm, self.gate.steps.of(optimizer))
+        if self._clip_at is not None:
+            self.journal.clip(optimizer, self.gate.norm, self._clip_at)
+        self._alarmed(self.gate.update_begins(optimizer, closely=risky, safe=safe), optimizer)
+        return Decision.RUN
+
+    def _drops(self, optimizer: Any) -> bool:
+        """Nothing is written between a trip and its replay, nor twice by the replay, nor of a bad step."""
+        if self.phase is WATCHING:
+            landing = self.landing
+            return (landing is not None and landing.drops_update()) or self._is_held()
+        if self.phase is SETTLED:
+            self._drop_settled(optimizer)
+            return True
+        if self.phase in REPLAYS and self.loop.drops():
+            return True
+        if self.phase is TRIPPED or self._finite or (self._search is not None and self._search.decided):
+            if self.phase is not SEARCHING and self.loop.is_stuck(optimizer):
+                self._give_up()
+            return True
+        return False
+
+    def _decide(self, optimizer: Any, closure: bool) -> Decision:
+        """The gradients have been looked at, and may have tripped."""
+        if self.phase is SETTLED:
+            self._drop_settled(optimizer)
+            return Decision.DROP
+        if self.phase is TRIPPED:
+            self.loop.is_stuck(optimizer)
+            return Decision.DROP
+        if self._search is not None:
+            self._search.passed()
+            return Decision.DROP
+        if self.phase in REPLAYS:
+            if closure:
+                return self._closure_again(optimizer)
+            self._replay_was_finite()
+            if self.phase is not WATCHING:  # where training goes on, a second finite replay is the step
+                self.loop.is_stuck(optimizer)
+                return Decision.DROP
+        if self.recovery is not None:
+            self.recovery.before_update(optimizer, closure, self.gate.norm)
+        return self.policy.before_update(self, optimizer, closure)
+
+    def _closure_again(self, optimizer: Any) -> Decision:
+        """A closure computes its gradients inside the update, which has to be undone afterwards."""
+        if self.recovery is None:
+            self._give_up()
+            return Decision.DROP
+        self.recovery.before_update(optimizer, True, self.gate.norm)
+        return Decision.RUN
+
+    def _drop_settled(self, optimizer: Any) -> None:
+        if self._journal is not None:
+            self._updated = True
+            self.gate.drop_update(optimizer)
+
+    def _is_held(self) -> bool:
+        """Whether another session is having this very step replayed, or dropped."""
+        return len(_active) > 1 and any(
+            other is not self
+            and other.phase is not WATCHING
+            and any(one is theirs for one in self.scope.optimizers or () for theirs in other.scope.optimizers or ())
+            for other in list(_active)
+        )
+
+    def after_update(self, optimizer: Any) -> None:
+        if not self.gate.is_updating(optimizer):
+            return
+        trips = self.gate.update_ended(optimizer)
         try:
-            with self._lock:
-                self.replayer.fetched(source, batch, self.gate.steps.total)
-        except Exception as error:
-            self.internal_error(error)
+            for trip in trips:
+                self._trip(trip, optimizer)
+        finally:
+            self._step_ended()
+
+    def update_skipped(self, optimizer: Any, scale: float) -> None:
+        if self._drops(optimizer):
+            return
+        for trip in self.gate.update_skipped(optimizer, scale):
+            self._trip(trip, optimizer)
+        if self.phase is SETTLED:
+            self._drop_settled(optimizer)
+        elif self.phase is WATCHING:
+            self.gate.skip_ended(optimizer)
+            self._step_ended()
+
+    def update_count(self) -> int:
+        return self.gate.steps.total
+
+    def _step_ended(self, by_hand: bool = False) -> None:
+        if self.phase is TRIPPED or self.phase in REPLAYS:
+            # Bad numbers appeared inside the update, or it was a replay's: it is undone.
+            self._undo_replayed()
+            return
+        self._told, told = False, self._told
+        if self.phase is SETTLED:
+            self.policy.step_dropped(self)
+            self._updated = True
+            return
+        if not told:
+            self.streak = 0
+        if self._journal is not None:
+            self._journal.counts.steps += 1
+        if self.calls is not None:
+            self.calls.forget()
+        if self.layers is not None:
+            self.layers.new_step()
+        if self.recovery is not None:
+            self.recovery.after_update(self.gate.steps.current)
+        if self.values is not None:
+            self._whole_program_step_ended()
+        self.live.step_ended(by_hand, self.gate.steps.current)
+        self.policy.step_ended(self)
+        if self.landing is not None:
+            self.landing.step_ended(by_hand)
+
+    def _whole_program_step_ended(self) -> None:
+        assert self.values is not None
+        self.values.forget()
+        if self.models is None:
+            self.learn_models()
+        if self.capsules is not None:
+            self.capsules.step_ended()
+
+    def _undo_replayed(self) -> None:
+        if self._search is not None:
+            return
+        if self.recovery is not None and self.recovery.undo_update():
+            self.gate.undo_update()
+        if self.phase in REPLAYS:
+            self._replay_was_finite()
+
+    # Backward.
+
+    def concerns(self, roots: list[Tensor]) -> bool:
+        if self.scope.optimizers is None:
+            return not self._busy
+        if self._busy or self.training_thread not in (None, threading.get_ident()):
+            return False
+        called = self.calls is not None and self.calls.were_made()
+        return called or bool(self.scope.optimizers)
+
+    def before_backward(self, roots: list[Tensor], frame: FrameType) -> None:
+        if not self.gate.places.backward:
+            self.gate.places.called_backward(frame)
+        self.policy.before_backward(self, roots)
+        if not self.through_loop:
+            self.body_ended()
+        if self.values is not None:
+            self.values.trains_on()
+        if self.capsules is not None:
+            self.capsules.backward_begins()
+        if self.landing is not None:
+            self.landing.backward_begins()
+        self.live.backward_begins()
+        self._backwards += 1
+        for trip in self.gate.backward_begins(roots):
+            self._trip(trip, None)
+        if self.layers is not None:
+            self.layers.pass_over()
+
+    def needs_after_backward(self) -> bool:
+        return self.gate.uses_gradients_at_once
+
+    def after_backward(self, roots: list[Tensor]) -> None:
+        for trip in self.gate.backward_ended(roots):
+            self._trip(trip, self.gate.in_step)
+        if self.gate.in_step is None and self.gate.optimizers == 0:
+            self._manual_step_ended()
+
+    def gradients_returned(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
+        self.policy.before_backward(self, losses)
+        for trip in self.gate.gradients_returned(losses, gradients):
+            self._trip(trip, None)
+        if self.gate.optimizers == 0:
+            self._manual_step_ended()
+
+    def _manual_step_ended(self) -> None:
+        self._alarmed(self.gate.end_manual_step(), None)
+        self._step_ended(by_hand=True)
+
+    def norm_measured(self, gradients: list[Tensor], norm: Any) -> None:
+        self.gate.clipping.normed(gradients, norm)
+
+    def gradients_clipped(self, parameters: list[Tensor], limit: Any, norm: Any) -> None:
+        self.gate.clipping.clipped(parameters, limit, norm)
+
+    def loss_scaled(self, given: Any, scaled: Any) -> Any:
+        self.gate.loss_scaled(given, scaled)
+        return self.policy.loss_scaled(given, scaled)
+
+    def _alarmed(self, alarm: Alarm | None, optimizer: Any) -> None:
+        if alarm is None or self._journal is None:
+            return  # Growth is no failure yet; what it came to is told at the end.
+        if self.layers is not None:
+            self.layers.wake()
+        self._journal.alarmed(alarm, optimizer)
+        if self._clips and self._clip_at is None and alarm.kind != "explosion":
+            self._journal.clip(optimizer, alarm.norm, alarm.usual)
+
+    def _trains_here(self) -> None:
+        if self.scope.optimizers is not None:
+            self.training_thread = threading.get_ident()
+            if self.layers is not None:
+                self.layers.training_thread = self.training_thread
+
+    # Batches.
+
+    def indices_sampled(self, iterator: Any, indices: Any) -> None:
+        self.handouts.sampled(iterator, indices)
+
+    def epoch_begins(self, iterator: Any) -> None:
+        self.handouts.epoch_begins(iterator)
+
+    def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+        """The next batch of a loader; while the failing step is replayed, its batches again."""
+        while self.asks_again and torch.is_grad_enabled():
+            handout = self._next_again(iterator)
+            if handout is not None:
+                return self._handed_out_again(handout)
+        self.hooks.guarded(self.body_ended)
+        if self.landing is not None and self.phase is WATCHING and torch.is_grad_enabled():
+            fetch = self.landing.around(fetch, self.unseen)
+        batch = self.live.fetched(fetch, iterator)
+        self.hooks.guarded(self.handed_out, iterator, batch)
+        return batch
+
+    def handed_out(self, iterator: Any, batch: Any) -> None:
+        if not torch.is_grad_enabled() and self.scope.optimizers is None:
+            self.handouts.passed(iterator)
+            return
+        self._trains_here()
+        before = self.handouts.latest.updates if self.handouts.latest is not None else None
+        if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
+            self._backwards = 0
+        if self.landing is not None:
+            self.landing.label(self.handouts.latest)
+        if self.capsules is not None:
+            self.capsules.handed_out()
+        self.live.handed_out(batch)
+
+    def through_the_loop(self) -> None:
+        """The loop takes its batches or makes its steps through us: a failing step can be replayed whole."""
+        if not self.through_loop:
+            self.through_loop = True
+            if self.calls is not None and self.scope.optimizers and world().is_alone:
+                self.calls.keep_less()
 
     def body_ended(self) -> None:
         """The loop asks for the next batch, the function of a step has returned, or another backward begins."""
-        self.replayer.body_ended()
-        if self.mode is REPLAYING:
-            self._not_again()
-        if self.mode is SKIPPING and self._suppressed:
-            self._skip_ends()
+        self.handouts.body_ended()
+        if self.phase is SETTLED and self._updated:
+            self.resume()
 
-    def again(self, source: Any) -> Iterator[Any]:
-        """The batches of the failing step once more, as they were first handed out, under the tracer."""
-        try:
-            handouts = self.replays.prepare(source)
-        except ReplayError:
-            self._cannot_again()
+    # What a whole program reads.
+
+    def value_read(self, tensor: Tensor, frame: FrameType) -> None:
+        if self.values is not None and self.phase in (WATCHING, REPLAYING, COMPARING):
+            self.values.read(tensor, frame)
+
+    def module_returned(self, module: Any, output: Any) -> None:
+        if self.values is not None:
+            self.values.module_returned(module, output)
+
+    # Trips.
+
+    def _trip(self, trip: Trip, optimizer: Any) -> None:
+        place = ("update", id(optimizer)) if optimizer is not None else ("backward", self._backwards)
+        place = (f"{trip.noticed.what} {place[0]}", place[1])
+        if trip.noticed.what == "loss" and not self.scope.is_trained_by(trip.tensors, self.models):
             return
-        self.mode = REPLAYING
-        yield from self.replays.traced(handouts)
-        if self.mode is SEARCHING:
-            yield from self.replays.sifted(source)
-            self._settle(self.searched(), before_update=True)
-        self.body_ended()
+        if self.phase is WATCHING:
+            if self.policy.tripped(self, trip) and not self._told and not self._is_held():
+                self._tripped(trip, place)
+        elif self.phase in REPLAYS:
+            assert self._failure is not None
+            if place != self._failure.place:
+                self._elsewhere = True  # The replay has to fail where the step did: nothing else explains it.
+            elif self._search is not None:
+                self._search.failed()
+            elif self.phase is COMPARING:
+                self._compared(trip)
+            else:
+                self._explained(trip)
 
-    def searched(self) -> Report:
-        """The search for bad samples is over, or was left: the report with what it came to."""
-        sift, self.replays.sift = self.replays.sift, None
-        assert sift is not None
-        assert self.report is not None
-        self.mode = WATCHING
-        return sift.told_in(self.report, self.replays.difference)
+    def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
+        report, late = self.known(trip), self.gate.reads.late
+        self._failure = Failure(trip, place, report)
+        if self.live.on:
+            self._traced_as_it_ran(trip)
+            return
+        self._told = True
+        if late:
+            report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(LATE,))
+        if self._journal is not None:
+            self._journal.tripped(trip.noticed, trip.tensors, report.step, self.gate.norm)
+        # Once bad weights were written every step is bad, and none of them says more.
+        most = self.policy.investigates
+        closely = not late and (most is None or (self._investigated < most and (self.policy.undoes or not self.streak)))
+        self._investigated += closely
+        self._failure = Failure(trip, place, report)
+        self.policy.known(self, report)
+        self.keep_state(report, trip)
+        if closely or self.policy.undoes:
+            self._schedules = Schedules.of(list(self.gate.steps.done))
+        if closely and trip.before_update and self._can_replay():
+            assert self._schedules is not None
+            self.loop.tripped(self._schedules)
+            self._enter(TRIPPED)
+            return
+        if closely:
+            report = self._replayed_at_once(report, trip)
+        elif not late and self.policy.undoes:
+            report = replace(report, notes=(_NOT_INVESTIGATED,))
+        self._settle(report, trip.before_update)
+
+    def known(self, trip: Trip) -> Report:
+        """What is known at once."""
+        if self.layers is not None:
+            self.layers.look_back()
+        return self.microscope.evidence(trip.noticed, trip.tensors).preliminary()
+
+    def keep_state(self, report: Report, trip: Trip) -> None:
+        """The failing step goes into a capsule while its weights are still there."""
+        if self.capsules is not None and self.values is not None:
+            self.capsules.tripped(report, written=not trip.before_update or self.gate.in_step is not None)
+
+    def _can_replay(self) -> bool:
+        return self._may_replay and self.through_loop and world().is_alone and self.loop.can_follow()
+
+    def _traced_as_it_ran(self, trip: Trip) -> None:
+        """Every operator is recorded already."""
+        assert self._failure is not None
+        self.keep_state(self._failure.report, trip)
+        report = self.microscope.conclude(trip.noticed, trip.tensors, [], AS_IT_RAN)
+        if report is not None and not (trip.before_update and self._can_replay() and self._searches(report)):
+            self._settle(report, trip.before_update)
+
+    def _replayed_at_once(self, report: Report, trip: Trip) -> Report:
+        """The report with what can be seen without the loop."""
+        self._busy = True
+        try:
+            source = next((s for s in self.sources if s.can(trip)), None)
+            return source.replay(report, trip) if source is not None else report
+        except Exception as error:  # The replay is our idea: what goes wrong with it is no news to the program.
+            self.internal_error(error)
+            return report
+        finally:
+            self._busy = False
+            self.microscope.stop()
+
+    # Replays by the loop.
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether the next batch that the loop gets is one of the failing step."""
+        return self.phase is TRIPPED or self.phase in REPLAYS or self.handouts.more_to_come
+
+    def _next_again(self, source: Any) -> Handout | None:
+        """The next batch of the replay under way, or the first of the next one; None where all is replayed."""
+        try:
+            if self.phase is TRIPPED:
+                self._begin_replay(REPLAYING, source)
+            handout = self.loop.next(source)
+            if handout is None and self.phase in REPLAYS:
+                self.hooks.guarded(self._body_replayed, source)
+                handout = self.loop.next(source) if self.phase in REPLAYS else None
+            if handout is None:
+                self.loop.stop()
+            return handout
+        except ReplayError:
+            self.loop.stop()
+            self.hooks.guarded(self._give_up)
+            return None
+
+    def _begin_replay(self, phase: Phase, source: Any) -> None:
+        self.loop.begin(source)
+        if phase is not self.phase:
+            self._enter(phase)
+        self._output.begin()
+        self._backwards, self._finite, self._elsewhere = 0, False, False
+        if phase is not SEARCHING:
+            self.microscope.start(in_step=True)
+
+    def _handed_out_again(self, handout: Handout) -> Any:
+        with self.microscope.unseen():
+            if self._search is not None:
+                return self._search.batch(handout)
+            batch = handout.batch if self.phase is REPLAYING else copied(handout.pristine)
+        if self.microscope.running:
+            self.microscope.mark_batch(batch, sys._getframe())
+        return batch
+
+    def _body_replayed(self, source: Any) -> None:
+        """The loop asks for more batches than the step had: this replay is over."""
+        if self._search is not None:
+            self._after_question(self._search, source)
+        elif self._elsewhere and not self._finite:
+            self._give_up()
+        else:
+            self._replay_was_finite()
+            if self.phase is REPLAYING:
+                self._begin_replay(COMPARING, source)
+
+    def _after_question(self, search: SampleSearch, source: Any) -> None:
+        try:
+            goes_on = search.goes_on()
+        except Exception as error:  # The search is our idea: what goes wrong with it is no news to the program.
+            self.internal_error(error)
+            self._search_ended(search)
+            return
+        if goes_on:
+            self._begin_replay(SEARCHING, source)
+        elif search.repeated or self._first_trace is None:
+            self._search_ended(search)
+        else:  # The same batch was finite: another trace of it shows what differs.
+            self._search = None
+            self._begin_replay(COMPARING, source)
+
+    def _replay_was_finite(self) -> None:
+        """The same step, from the same state, is not bad this time."""
+        self._finite = True
+        self.microscope.stop()
+        if self.phase is COMPARING:
+            self._compared(None)
+        elif self._first_trace is None and self.microscope.tracer is not None:
+            self._first_trace = self.microscope.tracer.raws
+
+    def _explained(self, trip: Trip) -> None:
+        """The replay failed where the step did: every operator up to there is recorded."""
+        assert self._failure is not None
+        report = self.microscope.conclude(trip.noticed, trip.tensors, [], self.loop.how) or self._failure.report
+        searches = self.policy.searches and trip.before_update and self.gate.in_step is None
+        if not searches or not self._searches(report):
+            self._settle(report, trip.before_update)
+
+    def _compared(self, trip: Trip | None) -> None:
+        """The step was traced twice: says what differed. `trip` where it failed the second time."""
+        assert self._failure is not None
+        first, tracer = self._first_trace, self.microscope.tracer
+        report = self._failure.report
+        if trip is not None and report.origin is None:
+            report = self.microscope.conclude(trip.noticed, trip.tensors, [], self.loop.how) or report
+        self.microscope.stop()
+        difference = first_difference(first, tracer.raws) if first is not None and tracer is not None else None
+        self._settle(not_repeated(report, difference), before_update=True, resumes=trip is None)
+
+    def _give_up(self) -> None:
+        """The loop cannot replay the step."""
+        assert self._failure is not None
+        if self._search is not None:
+            self._search_ended(self._search)
+            return
+        if self.phase is COMPARING:
+            self._settle(not_repeated(self._failure.report, None), before_update=True)
+            return
+        self.microscope.stop()
+        trip, report = self._failure.trip, self._failure.report
+        report = replace(report, notes=(*report.notes, _NO_LOOP))
+        self._settle(self._replayed_at_once(report, trip), before_update=True)
+        self._updated = True  # As far as it was made: the step is over when the loop asks for its next batch.
+
+    # The search for bad samples.
+
+    def _searches(self, report: Report) -> bool:
+        """Begins the search; False where there is none to begin."""
+        self.microscope.stop()
+        try:
+            search = begin_search(report, self.handouts)
+        except Exception as error:
+            self.internal_error(error)
+            return False
+        if search is None:
+            return False
+        if self.phase is WATCHING:
+            self._schedules = self._schedules or Schedules.of(list(self.gate.steps.done))
+            self.loop.tripped(self._schedules)
+        self._first_trace = self.microscope.tracer.raws if self.microscope.tracer is not None else None
+        assert self._failure is not None
+        self._search, self._failure = search, replace(self._failure, report=report)
+        self._enter(SEARCHING)
+        self.loop.stop()
+        self._output.begin()
+        self.policy.known(self, report)
+        return True
+
+    def _search_ended(self, search: SampleSearch) -> None:
+        assert self._failure is not None
+        self._settle(search.told_in(self._failure.report), before_update=True)
+
+    @contextlib.contextmanager
+    def step_again(self) -> Iterator[None]:
+        """Around a function of one step: what it raises while samples are replaced is no news to anyone."""
+        try:
+            yield
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            if self._search is None:
+                raise
+            self._search.raised(error)
 
     # What is done about it.
 
-    def _settle(self, report: Report, before_update: bool) -> None:
-        """A failure is known as well as it will be: now the policy decides."""
+    def _settle(self, report: Report, before_update: bool, *, resumes: bool = False) -> None:
+        """All is known of a failure: the policy decides. `resumes` where the step was good in the end."""
         self.microscope.stop()
-        self.mode = WATCHING
-        policy = self.settings.policy
+        self._output.end()
+        self._search = self._first_trace = None
+        self._finite = False
+        self._enter(SETTLED)
         self.report = report = self._completed(report, before_update)
-        self._streak += 1
-        if policy == "warn":
-            # Once the weights are lost every step is bad: said ever more rarely.
-            if self._streak.bit_count() == 1:
-                told = report.origin is not None or report.notes
-                log.warning("%s", NonFiniteError(report) if told else f"step {report.step}: {one_line(report)}")
+        self._failure = None
+        self.streak += not resumes
+        if resumes and self.policy.undoes and self.policy.investigates is not None:
+            log.warning("%s", nonfinite_error(report))
+            self.resume()
             return
-        if policy == "raise":
-            self._stop()
-        if self._streak > self.settings.streak:
-            self._stop(f"{self._streak} steps in a row were not finite")
-        if policy == "skip":
-            self.journal.skipped(report)
-        else:
-            self.journal.rolled_back(report, self.recovery.good_step)
-        # What remains of this step must not be written either. A backward still to come needs the weights as they are.
-        self.mode, self._suppressed = SKIPPING, not before_update
-        if not self.through_us:
-            self.last_calls.before_call = self._called
+        self.policy.settle(self, report, before_update)
 
     def _completed(self, report: Report, before_update: bool) -> Report:
         """With all that is known of it, and its capsule written."""
-        return self.capsules.kept(self.journal.completed(report), before_update, self.last_calls.buffers_before())
+        if self._journal is None:
+            return report
+        report = self._journal.completed(report)
+        if self.capsules is None:
+            return report
+        first = self.calls.first if self.calls is not None else None
+        undo = self.recovery.undo_update if self.recovery is not None and self.policy.undoes else None
+        random = first.random if first is not None else None
+        return self.capsules.settled(report, before_update, undo, self.buffers_before(), random)
 
-    def _called(self) -> None:
+    def buffers_before(self) -> list[Any]:
+        """As they were when the step under way began."""
+        return self.calls.buffers_before() if self.calls is not None else self.handouts.first_buffers()
+
+    def drop_rest_of_step(self, *, updated: bool) -> None:
+        """What remains of this step must not be written. A backward still to come needs the weights as they are."""
+        self._updated = updated
+        if not self.through_loop and self.calls is not None:
+            self.calls.before_next(self._model_called)
+
+    def _model_called(self) -> None:
         """In a plain loop a bad step ends where the model is called for the next one."""
-        if self._suppressed and self.training_thread in (None, threading.get_ident()):
-            self.hooks.guard(self.body_ended)
+        if self._updated and self.training_thread in (None, threading.get_ident()):
+            self.hooks.guarded(self.body_ended)
 
-    def _undo(self) -> None:
-        if not self.recovery.go_back():
-            self._stop("the update itself was bad and is written; no state to go back to was kept")
+    def resume(self) -> None:
+        """The bad step is over, and training goes on."""
+        self._enter(WATCHING)
+        self._updated = False
+        if self.calls is not None:
+            self.calls.before_next(None)
+        self.policy.resume(self)
 
-    def _stop(self, *why: str) -> NoReturn:
+    def clean_up(self, buffers: list[Any]) -> None:
+        """Takes back what a dropped step changed besides the weights."""
+        self._told = False
+        self.gate.reads.forget()
+        if self.recovery is not None:
+            self.recovery.clean_up(buffers, self._schedules)
+        self._schedules = None
+        if self.calls is not None:
+            self.calls.forget()
+
+    def undo(self) -> None:
+        if self.recovery is None or not self.recovery.go_back():
+            self.stop(_NO_SNAPSHOT)
+
+    def stop(self, *why: str) -> NoReturn:
         """Ends training; the state of before is worth more than what the bad step made of it."""
         assert self.report is not None
-        self.recovery.go_back()
-        if self.settings.policy != "rollback":
-            put_back(self.last_calls.buffers_before())
+        if self.recovery is not None:
+            self.recovery.go_back()
+            if self.recovery.every is None:
+                put_back(self.buffers_before())
         self.report = replace(self.report, notes=(*self.report.notes, *why))
-        raise NonFiniteError(self.report)
+        raise nonfinite_error(self.report)
 
-    def _skip_ends(self) -> None:
-        self.mode, self._told = WATCHING, False
-        self.last_calls.before_call = None
-        self.gate.reads.forget()
-        if self.settings.policy == "rollback":
-            self._undo()
-            self.recovery.clean_up([])
+    # The loop was left.
+
+    def left(self, error: BaseException | None) -> Report | None:
+        """The loop was left, perhaps because of a bad value: what is known of it; None where that was told."""
+        self._output.end()
+        if self._search is not None:
+            return self.abandon()
+        if self._failure is None and isinstance(error, Exception) and not isinstance(error, NonFiniteError):
+            bad = bad_values(error)
+            trip = Trip(Noticed("exception", type(error).__name__), bad, before_update=True)
+            self._failure = Failure(trip, ("", 0), self.known(trip)) if bad else None
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return self._left_bad() if error is None and self.phase is WATCHING and not self.streak else None
+        report = failure.report
+        if self.phase in REPLAYS:
+            report = (
+                self.microscope.conclude(failure.trip.noticed, [], self.microscope.raised(), self.loop.how) or report
+            )
         else:
-            self.recovery.clean_up(self.last_calls.buffers_before())
-        self.last_calls.forget()
-
-    def _cannot_again(self) -> None:
-        """The batches of the bad step are gone; nothing of it was written."""
-        assert self._first is not None
-        (noticed, report), self._first = self._first, None
-        report = replace(report, notes=("the loop's part in this step could not be played again",))
-        self._settle(self._looked_closer(report, noticed, before_update=True), before_update=True)
-        if self.mode is SKIPPING:
-            self._skip_ends()
-
-    def _not_again(self) -> None:
-        """The same step was finite when it was played again."""
-        assert self._first is not None
-        (_, report), self._first = self._first, None
+            report = self._replayed_at_once(report, failure.trip)
         self.microscope.stop()
-        self.mode = WATCHING
-        self.report = report = not_repeated(self.journal.completed(report), None)
-        if self.settings.policy == "raise":
-            raise NonFiniteError(report)
-        log.warning("%s", NonFiniteError(report))
+        if self.policy.undoes and self.policy.investigates is not None and error is None:
+            self._settle(report, before_update=True)
+            self.resume()
+            return None
+        self.report = self._completed(report, before_update=True)
+        return self.report
+
+    def abandon(self) -> Report | None:
+        """No more replays: returns the report of a failure whose samples were being searched."""
+        self._output.end()
+        search, failure = self._search, self._failure
+        self.microscope.stop()
+        if search is None or failure is None:
+            return None
+        self._search = self._failure = None
+        self._enter(SETTLED)
+        self.report = search.told_in(failure.report)
+        if self._journal is not None:
+            self.report = self._journal.completed(self.report)
+        return self.report
+
+    def close(self) -> None:
+        """Nothing is looked at any more, and nothing is written."""
+        if self.phase is WATCHING:
+            self._enter(SETTLED)
+
+    def landed(self) -> None:
+        """The state of a captured step was put in: from here on every operator is recorded."""
+        self.microscope.stop()
+        self.learn_models()
+        self.microscope.drop_gradients()
+        self.gate.look_at_everything()
+        self.live.begin(in_step=True)
+
+    def trip_at_end(self, trip: Trip) -> None:
+        """What is left of training is not finite."""
+        self._trip(trip, None)
+
+    @property
+    def search(self) -> SampleSearch | None:
+        return self._search
+
+    def _left_bad(self) -> Report | None:
+        """Nothing failed, but the last update, or a buffer whose turn had not come, is not finite."""
+        try:
+            trip = self.gate.left_bad()
+            if trip is None:
+                return None
+            report = self.known(trip)
+            self.journal.tripped(trip.noticed, trip.tensors, report.step, None)
+            self.report = self._completed(report, before_update=False)
+        except Exception as error:
+            self.internal_error(error)
+        return self.report

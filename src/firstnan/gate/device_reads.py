@@ -59,6 +59,10 @@ class Reads:
         """What is looked at now is of an earlier step."""
         return bool(self._in_flight)
 
+    def carry(self, passenger: Passenger) -> None:
+        """From now on its values are read together with these."""
+        self.passenger = passenger
+
     def forget(self) -> None:
         """The step that these values are of never was."""
         self._waiting = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,46 +23,49 @@ from firstnan.observe.sites import Ownership
 from firstnan.records import History, Noticed, StepRecord
 from firstnan.tensors.finite import is_finite, norms, plain_norm, readable, reads_are_free
 from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import describe, drop_gradients, graph_leaves, parameters_of, rate_of
+from firstnan.tensors.optimizers import describe, graph_leaves, parameters_of, rate_of
 from firstnan.tensors.safe_updates import is_torchs
 
 _HISTORY = 64
 _SMALL = 1 << 14
-_GRADIENT, _PARAMETER = Noticed("gradient"), Noticed("parameter")
+_LOSS, _GRADIENT, _PARAMETER = Noticed("loss"), Noticed("gradient"), Noticed("parameter")
 
 
-class Listener(Protocol):
-    """What the gate tells of the program; a trip may end the program by raising out of these."""
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """Something that training uses is not finite."""
 
-    @property
-    def is_calm(self) -> bool:
-        """Nothing is being replayed, skipped or held: a step may pass at a glance."""
-        ...
+    noticed: Noticed
+    tensors: list[Tensor]
+    before_update: bool
+    """The update that would have used it can still be dropped."""
 
-    def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None: ...
-    def step_begins(self, optimizer: Any, closure: bool) -> None: ...
-    def step_ended(self, by_hand: bool = False) -> None: ...
-    def suppresses(self, optimizer: Any) -> bool: ...
-    def alarmed(self, alarm: Alarm, optimizer: Any) -> None: ...
+
+Trips = Sequence[Trip]
+_NONE: Trips = ()
 
 
 class Gate:
-    """Looks at each step once, keeps the last steps' numbers, and says when something is not finite."""
+    """Checks each step once and keeps the last steps' numbers; every check answers with what is not finite.
+
+    `thorough` reads every parameter after every update, however large the model is. `frugal` spares what it can: the
+    norm of a tiny model is not computed in every step, and its parameters are read after every eighth update only.
+    `decides` where values on a device must be known before the update. `guard` makes the growth guard of an optimizer.
+    """
 
     def __init__(
-        self, listener: Listener, *, thorough: bool = False, frugal: bool = False, decides: bool = True
+        self,
+        *,
+        thorough: bool = False,
+        frugal: bool = False,
+        decides: bool = True,
+        guard: Callable[[], Guard] | None = Guard,
     ) -> None:
-        self.listener = listener
         self.frugal = frugal
-        """Spares what it can: a norm is not computed for every step of a tiny model, and its parameters are looked at
-        after every eighth update only, or after one that `look_closely` asks for."""
-        self.look_closely = False
-        self.is_safe = False
-        """Of the update under way it is known that it keeps finite parameters finite: said before each, or never."""
+        self._closely = self._is_safe = False
+        """About the update under way: its parameters are all read; it is known to keep finite parameters finite."""
         self.reads = Reads(decides)
-        self.on_good_loss: Callable[[], None] = lambda: None
-        """Called when backward begins from a loss that did not trip."""
-        self.new_guard: Callable[[], Guard] | None = Guard
+        self._new_guard = guard
         self.hot = HotGradients()
         self.clipping = Clipping()
         self._glances: dict[int, Glance] = {}
@@ -70,7 +74,6 @@ class Gate:
         self._guards: dict[int, Guard] = {}
         """One for each optimizer: what is usual for one of a pair is not for the other."""
         self.thorough = thorough
-        """Looks at every parameter after every update, however large the model is."""
         self.steps = Steps()
         self.places = Places()
         self._steps: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)
@@ -99,55 +102,51 @@ class Gate:
         # One made in the middle of training takes over; those made before it starts take turns.
         self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
 
-    def backward_begins(self, roots: list[Tensor]) -> None:
+    def backward_begins(self, roots: list[Tensor]) -> Trips:
         """The loss is known: a non-finite one trips before anything is computed from it."""
         self.trained = True
+        trips: list[Trip] = []
         if self.optimizers == 0 and self._accumulating():
             self.steps.manual -= 1  # The step that the last backward seemed to end goes on.
         elif self.optimizers == 0:
-            self._check_leaves()
+            trips += self._check_leaves()
         for root in roots if self._scaled is None else self._unscaled(self._scaled, roots):
             if reads_are_free(root) and root.numel() == 1 and type(root) is Tensor and root.is_floating_point():
                 self._loss = root.item()
                 if not math.isfinite(self._loss):
-                    self.listener.trip(Noticed("loss"), [root], before_update=True)
+                    trips.append(Trip(_LOSS, [root], before_update=True))
                 continue
             plain = readable(root)
             if plain is None or not plain.numel():
                 continue
             if not reads_are_free(plain):
-                self.reads.add(Noticed("loss"), [plain], plain.abs().sum())
+                self.reads.add(_LOSS, [plain], plain.abs().sum())
                 continue
             if not is_finite(plain):
-                self.listener.trip(Noticed("loss"), [root], before_update=True)
-        self.on_good_loss()
+                trips.append(Trip(_LOSS, [root], before_update=True))
+        return trips
 
     @property
     def uses_gradients_at_once(self) -> bool:
         """Nothing comes between backward and the update that these gradients are for."""
         return self.in_step is not None or self.optimizers == 0
 
-    def backward_ended(self, roots: list[Tensor]) -> None:
+    def backward_ended(self, roots: list[Tensor]) -> Trips:
         if self.in_step is not None:
             # The step called its closure (LBFGS): these gradients are used at once.
-            self._check_gradients(self.in_step, parameters_of(self.in_step), before_update=False)
-        elif self.optimizers == 0:
-            if not self._scaling:
-                self._check_gradients(None, self._leaves_of(roots), before_update=False)
-            self._end_manual_step()
+            return self._check_gradients(self.in_step, parameters_of(self.in_step), before_update=False)
+        if self.optimizers or self._scaling:
+            return _NONE
+        return self._check_gradients(None, self._leaves_of(roots), before_update=False)
 
-    def gradients_returned(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+    def gradients_returned(self, outputs: list[Tensor], gradients: list[Tensor]) -> Trips:
         """`torch.autograd.grad` in a program without an optimizer object is its step."""
         self.trained = True
         if self.optimizers:
-            return
-        bad = [t for t in outputs if not is_finite(t)]
-        if bad:
-            self.listener.trip(Noticed("loss"), bad, before_update=False)
-        bad = [t for t in gradients if not is_finite(t)]
-        if bad:
-            self.listener.trip(Noticed("gradient"), bad, before_update=False)
-        self._end_manual_step()
+            return _NONE
+        checked = ((_LOSS, outputs), (_GRADIENT, gradients))
+        found = [(noticed, [t for t in tensors if not is_finite(t)]) for noticed, tensors in checked]
+        return [Trip(noticed, bad, before_update=False) for noticed, bad in found if bad]
 
     @property
     def scales(self) -> bool:
@@ -167,100 +166,110 @@ class Gate:
 
     # The optimizer's step.
 
-    def passes_at_a_glance(self, optimizer: Any) -> bool:
+    def passes_quickly(self, optimizer: Any) -> bool:
         """Whether this update needs nothing more before it."""
-        glance = self._glances.get(id(optimizer))
-        if glance is None or not self.listener.is_calm or not glance.suffices(optimizer, self._loss):
+        check = self._glances.get(id(optimizer))
+        if check is None or not check.suffices(optimizer, self._loss):
             return False
         self.in_step, self.norm, self._glanced = optimizer, None, True
         return True
 
-    def before_update(self, optimizer: Any, closure: bool) -> None:
-        self._glanced = False
-        if self.listener.suppresses(optimizer):
-            drop_gradients(optimizer)
-            return
-        self.trained = True
-        if optimizer not in self.steps.done:
-            self.optimizer_made(optimizer)
-        # A gradient scaler that leaves the decision to the optimizer's own kernel: infinities are its business.
-        if getattr(optimizer, "found_inf", None) is None:
-            self._check_gradients(optimizer, parameters_of(optimizer), before_update=not closure)
-        self.in_step = optimizer
-        self.listener.step_begins(optimizer, closure)
-        if self.in_step is optimizer:
-            self._watch_growth(self.steps.of(optimizer), optimizer)
-
-    def passed_at_a_glance(self, optimizer: Any) -> bool:
+    def passed_quickly(self, optimizer: Any) -> bool:
         """Whether this update needs nothing more after it."""
         if not self._glanced or self.in_step is not optimizer:
             return False
         self.in_step = self.skipping_since = None
         self._steps.append((self.steps.add(optimizer), self._loss, None, rate_of(optimizer)))
         self._loss = None
-        self.listener.step_ended()
         return True
 
-    def after_update(self, optimizer: Any) -> None:
-        if self.in_step is not optimizer:
-            return
+    def check_update(self, optimizer: Any, closure: bool) -> Trips:
+        """What the optimizer is about to use."""
+        self._glanced = False
+        self.trained = True
+        if optimizer not in self.steps.done:
+            self.optimizer_made(optimizer)
+        # A gradient scaler that leaves the decision to the optimizer's own kernel: infinities are its business.
+        if getattr(optimizer, "found_inf", None) is not None:
+            return _NONE
+        return self._check_gradients(optimizer, parameters_of(optimizer), before_update=not closure)
+
+    def update_begins(self, optimizer: Any, *, closely: bool = False, safe: bool = False) -> Alarm | None:
+        """The update is made; `closely` reads every parameter after it, `safe` none. Unusual growth is returned."""
+        self.in_step, self._closely, self._is_safe = optimizer, closely, safe
+        return self._watch_growth(self.steps.of(optimizer), optimizer)
+
+    def is_updating(self, optimizer: Any) -> bool:
+        return self.in_step is optimizer
+
+    def update_ended(self, optimizer: Any) -> Trips:
+        """What the update has made of the parameters, and the step of the buffers."""
         self.in_step = self.skipping_since = None
         step = self.steps.add(optimizer)
         rounds, size, whole = self._rounds.get(optimizer), None, False
         if rounds is None:
             rounds = self._rounds[optimizer] = Rounds(self.thorough)
-        # Where most steps pass at a glance, this one is looked at closely in all respects.
+        # Where most steps pass quickly, this one is checked in all respects.
         glance = self._glances.get(id(optimizer))
-        closely = self.look_closely or (glance is not None and glance.applies)
-        if not self.is_safe and (not self.frugal or closely or self.steps.total % ROUND == 1):
-            parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self.look_closely)
+        closely = self._closely or (glance is not None and glance.applies)
+        if not self._is_safe and (not self.frugal or closely or self.steps.total % ROUND == 1):
+            parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self._closely)
             size = self._size(parts, _PARAMETER)
-        self.look_closely = False
+        self._closely = self._is_safe = False
         self._steps.append((step, self._loss, self.norm, rate_of(optimizer), size if whole else None))
         self._loss = None
-        try:
-            bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
-            if bad:
-                self.listener.trip(_PARAMETER, bad, before_update=False)
-            if self.thorough or self.steps.total % ROUND == 1:
-                for noticed, buffers in self._bad_buffers():
-                    self.listener.trip(noticed, buffers, before_update=False)
-        finally:
-            self.listener.step_ended()
+        trips: list[Trip] = []
+        bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
+        if bad:
+            trips.append(Trip(_PARAMETER, bad, before_update=False))
+        if self.thorough or self.steps.total % ROUND == 1:
+            trips += [Trip(*found, before_update=False) for found in self._bad_buffers()]
+        return trips
 
-    def last_look(self) -> None:
-        """At the end of the program: every parameter and buffer once more, also those whose turn had not come."""
-        found = self.left_bad()
-        if found is not None:
-            self.listener.trip(*found, before_update=False)
+    def undo_update(self) -> None:
+        """The last update is taken back: it never was a step."""
+        optimizer = self.steps.last() if self.steps.last else None
+        if optimizer is not None:
+            self.steps.take_back(optimizer)
+            if self._steps:
+                self._steps.pop()
 
-    def left_bad(self) -> tuple[Noticed, list[Tensor]] | None:
-        """What training has left that is not finite: parameters, or a buffer."""
+    def drop_update(self, optimizer: Any) -> None:
+        """A step without an update: it counts all the same."""
+        self.steps.add(optimizer)
+
+    def look_at_everything(self) -> None:
+        """From now on every parameter after every update."""
+        self.thorough = True
+
+    def left_bad(self) -> Trip | None:
+        """What training has left that is not finite: parameters, or a buffer, also those whose turn had not come."""
         bad = [p for optimizer, rounds in list(self._rounds.items()) for p in _bad_parameters(optimizer, rounds)]
-        return (_PARAMETER, bad) if bad else next(self._bad_buffers(), None)
+        found = (_PARAMETER, bad) if bad else next(self._bad_buffers(), None)
+        return Trip(*found, before_update=False) if found is not None else None
 
-    def step_skipped(self, optimizer: Any, scale: float) -> None:
+    def update_skipped(self, optimizer: Any, scale: float) -> Trips:
         """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
-        if self.listener.suppresses(optimizer):
-            return
         self._scaling = True
         if self.skipping_since is None:
             self.skipping_since = self.steps.of(optimizer)
-        if scale < 1.0:
-            bad = [p.grad for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
-            if bad:
-                self.listener.trip(Noticed("gradient"), bad, before_update=True)
+        if scale >= 1.0:
+            return _NONE
+        bad = [p.grad for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
+        return [Trip(_GRADIENT, bad, before_update=True)] if bad else _NONE
+
+    def skip_ended(self, optimizer: Any) -> None:
         self.steps.add(optimizer)
         self._loss = None
-        self.listener.step_ended()
 
-    def _check_gradients(self, optimizer: Any, parameters: list[Tensor], *, before_update: bool) -> None:
+    def _check_gradients(self, optimizer: Any, parameters: list[Tensor], *, before_update: bool) -> Trips:
         self.norm = self.clipping.norm_of(parameters)
         if self.norm is not None:
             self.hot.judge()
-            return
+            return _NONE
+        trips: list[Trip] = []
         cold, squares = self.hot.sorted(parameters)
-        self.norm = self._size(cold, _GRADIENT)
+        self.norm = self._size(cold, _GRADIENT, trips)
         if squares:
             self.norm = math.hypot(self.norm or 0.0, *map(math.sqrt, squares))
         if self.norm is None or math.isfinite(self.norm):
@@ -271,13 +280,17 @@ class Gate:
             gradients = [p.grad for p in parameters if p.grad is not None]
             bad = [g for g in gradients if not is_finite(g)]
             if bad:
-                self.listener.trip(_GRADIENT, bad, before_update=before_update)
+                trips.append(Trip(_GRADIENT, bad, before_update))
             else:
                 wide = [r.double() for g in gradients if (r := readable(g)) is not None]
                 self.norm = math.hypot(*norms(wide).tolist())
+        return trips
 
-    def _size(self, tensors: list[Tensor], noticed: Noticed) -> float | None:
-        """The 2-norm of all of them, read at once on the CPU; elsewhere together with the next read."""
+    def _size(self, tensors: list[Tensor], noticed: Noticed, trips: list[Trip] | None = None) -> float | None:
+        """The 2-norm of all of them, read at once on the CPU; elsewhere together with the next read.
+
+        `trips` gets what that read shows of other values: it is made with the gradients.
+        """
         if not tensors:
             return None
         recording = torch.is_grad_enabled()
@@ -293,11 +306,11 @@ class Gate:
             if reads_are_free(sizes):
                 return math.hypot(*sizes.tolist())
             self.reads.add(noticed, tensors, torch.linalg.vector_norm(sizes))
-            return self._read() if noticed.what == "gradient" else None
+            return self._read(trips) if trips is not None else None
         finally:
             torch._C._set_grad_enabled(recording)
 
-    def _read(self) -> float | None:
+    def _read(self, trips: list[Trip]) -> float | None:
         """Looks at everything on a device that waits: losses, the last update, these gradients."""
         norm = None
         for one in self.reads.take():
@@ -310,18 +323,16 @@ class Gate:
             # A size overflows on large finite numbers: only the elements decide, where they still exist.
             bad = [] if math.isfinite(one.size) else [t for t in one.tensors if not is_finite(t)]
             if bad or (math.isnan(one.size) and not one.tensors):
-                self.listener.trip(one.noticed, bad, before_update=self.reads.decides and one.noticed.what == "loss")
+                trips.append(Trip(one.noticed, bad, self.reads.decides and one.noticed.what == "loss"))
         return norm if self.reads.decides or norm is None or math.isfinite(norm) else None
 
-    def _watch_growth(self, step: int, optimizer: Any) -> None:
-        if self.new_guard is None:
-            return
+    def _watch_growth(self, step: int, optimizer: Any) -> Alarm | None:
+        if self._new_guard is None:
+            return None
         guard = self._guards.get(id(optimizer))
         if guard is None:
-            guard = self._guards[id(optimizer)] = self.new_guard()
-        alarm = guard.observe(step, self.norm, self._loss)
-        if alarm is not None:
-            self.listener.alarmed(alarm, optimizer)
+            guard = self._guards[id(optimizer)] = self._new_guard()
+        return guard.observe(step, self.norm, self._loss)
 
     @property
     def explosion(self) -> Alarm | None:
@@ -371,13 +382,12 @@ class Gate:
         self._leaves = [weakref.ref(leaf) for leaf in alive + new]
         return alive + new
 
-    def _check_leaves(self) -> None:
+    def _check_leaves(self) -> Trips:
         """What the program updated by hand since the last backward."""
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
-        size = self._size(leaves, Noticed("parameter"))
+        size = self._size(leaves, _PARAMETER)
         bad = [] if size is None or math.isfinite(size) else [leaf for leaf in leaves if not is_finite(leaf)]
-        if bad:
-            self.listener.trip(Noticed("parameter"), bad, before_update=False)
+        return [Trip(_PARAMETER, bad, before_update=False)] if bad else _NONE
 
     def _accumulating(self) -> bool:
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None and leaf.grad is not None]
@@ -386,12 +396,13 @@ class Gate:
         smallest = min((leaf.grad for leaf in leaves if leaf.grad is not None), key=Tensor.numel)
         return bool(smallest.any())
 
-    def _end_manual_step(self) -> None:
-        self._watch_growth(self.steps.manual, None)
+    def end_manual_step(self) -> Alarm | None:
+        """Without an optimizer object the gradients end a step; unusual growth is returned."""
+        alarm = self._watch_growth(self.steps.manual, None)
         self._steps.append((self.steps.manual, self._loss, self.norm))
         self._loss = None
         self.steps.manual += 1
-        self.listener.step_ended(by_hand=True)
+        return alarm
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 
-class Quiet:
+class MutedOutput:
     """Points the standard streams of the whole process at nothing, and back; python's own may be no files at all."""
 
     def __init__(self) -> None:

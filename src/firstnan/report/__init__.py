@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TextIO
 
 from firstnan.records import Report
+from firstnan.records.errors import NonFiniteError
 from firstnan.report import json, text
 from firstnan.report.fields import ReportError
 
-__all__ = ["FORMATS", "ReportError", "load", "print_text", "render_text", "write", "write_whole"]
+__all__ = ["FORMATS", "ReportError", "load", "nonfinite_error", "print_text", "render_text", "write", "write_whole"]
 
 LARGEST_FILE = 256 * 2**20
 
@@ -42,6 +43,11 @@ def print_text(report: Report, stream: TextIO, *, saved: str = "") -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(render_text(report, width=width, color=color, encoding=encoding, saved=saved))
     stream.flush()
+
+
+def nonfinite_error(report: Report) -> NonFiniteError:
+    """The error that shows this report."""
+    return NonFiniteError(report)
 
 
 def _as_text(report: Report) -> str:

@@ -15,7 +15,7 @@ from firstnan.engine.batch_search.order import Fetched, Order
 from firstnan.engine.batch_search.result import BadBatch, BatchSearch, Seen
 from firstnan.engine.batch_search.state import Everything, SavedState
 from firstnan.engine.batch_search.training import Training
-from firstnan.engine.batch_search.watched_step import Outcome, WatchedStep
+from firstnan.engine.step_check import Outcome, StepCheck
 from firstnan.gate.growth_guard import Guard
 from firstnan.tensors.finite import norms, readable
 
@@ -69,7 +69,7 @@ class LateSearch:
 
     def __init__(
         self,
-        step: WatchedStep,
+        step: StepCheck,
         order: Order,
         everything: Everything,
         states: Sequence[SavedState],

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.handouts import Handouts
 from firstnan.tensors.batches import batch_size
 
 
@@ -26,8 +26,8 @@ class Fetched:
 class Order:
     """Batch i of the loader belongs to step i, and after its last batch it begins again."""
 
-    def __init__(self, loader: Iterable[Any], replayer: Replayer) -> None:
-        self._loader, self._replayer = loader, replayer
+    def __init__(self, loader: Iterable[Any], handouts: Handouts) -> None:
+        self._loader, self._handouts = loader, handouts
         self._only: Iterator[Fetched] | None = self._pass() if isinstance(loader, Iterator) else None
         try:
             self.length: int | None = len(loader)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ class Order:
     def _indices(self, iterator: Any, batch: Any, index: int) -> tuple[int, ...] | None:
         if not isinstance(iterator, _BaseDataLoaderIter):
             return None
-        indices = self._replayer.fetched(iterator, batch, index).indices
+        indices = self._handouts.fetched(iterator, batch, index).indices
         if isinstance(indices, int):
             return (indices,)
         is_list = isinstance(indices, list | tuple) and all(isinstance(i, int) for i in indices)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from firstnan.engine.batch_search.order import Order
 from firstnan.engine.batch_search.result import BadBatch, BatchSearch
 from firstnan.engine.batch_search.state import Everything
-from firstnan.engine.batch_search.watched_step import WatchedStep
+from firstnan.engine.step_check import StepCheck
 
 
 def scan(
-    step: WatchedStep, order: Order, everything: Everything, every: bool, advance: Callable[[str], None]
+    step: StepCheck, order: Order, everything: Everything, every: bool, advance: Callable[[str], None]
 ) -> BatchSearch:
     """Tries batch after batch up to the first bad one, or all of them."""
     found: list[BadBatch] = []

@@ -8,12 +8,12 @@ from textwrap import shorten
 from time import monotonic
 from typing import Any
 
-from firstnan.engine.conclude import not_repeated
-from firstnan.engine.handouts import Replayer
+from firstnan.engine.conclude import is_numeric, not_repeated
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.samples.cut import Cut, cut
 from firstnan.engine.samples.dataset import Maker
 from firstnan.engine.samples.strategy import ENDED, Finding, Search, search
-from firstnan.engine.world import is_alone
+from firstnan.engine.world import world
 from firstnan.records import Batch, Report
 from firstnan.tensors.batches import Handout, copied
 from firstnan.tracing.compare import Difference
@@ -32,22 +32,22 @@ class _Subject:
     search: Search
 
 
-def begin_search(report: Report, replayer: Replayer) -> Sift | None:
+def begin_search(report: Report, handouts: Handouts) -> SampleSearch | None:
     """The search for the bad samples of this step; None where its origin is no matter of samples."""
-    handouts, origin = replayer.latest_first(), report.origin
-    if origin is None or not handouts or origin.phase not in ("forward", "backward", "input") or not is_alone():
+    given, origin = handouts.latest_first(), report.origin
+    if origin is None or not given or origin.phase not in ("forward", "backward", "input") or not world().is_alone:
         return None
-    makers = [Maker.of(replayer.iterator_of(handout)) for handout in handouts]
-    return Sift(handouts, makers, report.batch.bad_samples or () if report.batch else ())
+    makers = [Maker.of(handouts.iterator_of(handout)) for handout in given]
+    return SampleSearch(given, makers, report.batch.bad_samples or () if report.batch else ())
 
 
-class Sift:
+class SampleSearch:
     """One search: hands out the batches of the step, one of them with samples replaced, and hears what became of it."""
 
     def __init__(self, handouts: list[Handout], makers: list[Maker], suspects: tuple[int, ...]) -> None:
         self.finding: Finding | None = None
-        self.error: BaseException | None = None
-        """What the program raised while it was played again."""
+        self._error: BaseException | None = None
+        """What the program raised while it was replayed."""
         self.finite: bool | None = True
         """What the replay under way came to; None while that is open."""
         self._rest = list(zip(handouts, makers, strict=True))
@@ -80,8 +80,17 @@ class Sift:
         if self.finite is None:
             self.finite = True
 
+    def raised(self, error: BaseException) -> None:
+        """The step raised while it was replayed: a failure where a bad value was the reason, else the search ends."""
+        if isinstance(error, Exception) and is_numeric(error):
+            self.failed()
+        else:
+            self._error = error
+
     def goes_on(self) -> bool:
         """Hands the last answer to the search; False where it is over."""
+        if self._error is not None:
+            return False
         try:
             if self._question is None:
                 self._question = next(self._subject.search)
@@ -126,8 +135,8 @@ class Sift:
     def _why_ended(self) -> str:
         if monotonic() >= self._deadline:
             return f"it took more than {_SECONDS:.0f} seconds"
-        how = "with samples replaced" if self._question else "played again with the same batch"
-        error = self.error or sys.exc_info()[1]  # whoever leaves a `with` does so by it
+        how = "with samples replaced" if self._question else "replayed with the same batch"
+        error = self._error or sys.exc_info()[1]  # whoever leaves a `with` does so by it
         if not isinstance(error, Exception):
             return f"{how}, the program left its loop"
         text = str(error).partition("\n")[0]

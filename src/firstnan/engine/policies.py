@@ -1,0 +1,167 @@
+"""What a session does about a step that is not finite, once all is known of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from firstnan.engine.conclude import came_from_outside
+from firstnan.engine.journal import one_line
+from firstnan.gate.gate import Trip
+from firstnan.observe.observer import Decision
+from firstnan.records import Report
+from firstnan.report import nonfinite_error
+
+if TYPE_CHECKING:
+    from firstnan.engine.session import Session
+
+log = logging.getLogger("firstnan")
+
+
+class Stop(SystemExit):
+    """Ends the watched program after a finding; its own `finally` blocks and exit handlers still run."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+def end_program() -> NoReturn:
+    """Stops the thread that trains; in another than the main one only plain SystemExit ends it silently."""
+    raise Stop if threading.current_thread() is threading.main_thread() else SystemExit(Stop().code)
+
+
+class Policy:
+    """The base: investigates every trip, lets healthy updates run, and does nothing when settled."""
+
+    searches = True
+    """The bad samples are searched for."""
+    investigates: int | None = None
+    """So many failures are investigated; None: all."""
+    undoes = False
+    """A bad update is taken back."""
+
+    def tripped(self, session: Session, trip: Trip) -> bool:
+        """Whether this trip is to be investigated."""
+        return True
+
+    def known(self, session: Session, report: Report) -> None:
+        """The first that is known of a failure, before anything is tried."""
+
+    def before_backward(self, session: Session, roots: list[Tensor]) -> None: ...
+
+    def before_update(self, session: Session, optimizer: Any, closure: bool) -> Decision:
+        """About an update with finite gradients, in a healthy step."""
+        return Decision.RUN
+
+    def loss_scaled(self, given: Any, scaled: Any) -> Any:
+        """What the program gets of a loss that a gradient scaler has scaled."""
+        return scaled
+
+    def step_ended(self, session: Session) -> None:
+        """A healthy step is done."""
+
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        """All is known of a failure that will be."""
+        raise NotImplementedError
+
+    def step_dropped(self, session: Session) -> None:
+        """An update was made in a step of which nothing is to stay."""
+
+    def resume(self, session: Session) -> None:
+        """The step that is not kept is over."""
+
+
+class EndProgram(Policy):
+    """The program ends where it is; what was found is saved the moment it is known."""
+
+    def __init__(self, save: Callable[[Report], None]) -> None:
+        self.save = save
+        self.unresolved = False
+        """The program has to be run again for the whole answer."""
+
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        self.known(session, report)
+        end_program()
+
+    def known(self, session: Session, report: Report) -> None:
+        """Saves it, and notes whether a second run would tell more."""
+        session.report = report
+        outside = report.origin is not None and came_from_outside(report.origin)
+        self.unresolved = not session.live.on and (
+            report.origin is None or (outside and report.reproduced != "transient")
+        )
+        self.save(report)
+
+
+class Raise(Policy):
+    """Training ends with NonFiniteError, in the state before the bad step."""
+
+    undoes = True
+
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        session.stop()
+
+
+class RaiseAsItRuns(Policy):
+    """NonFiniteError where the value reaches training; nothing is undone."""
+
+    searches = False
+
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        session.resume()
+        raise nonfinite_error(report)
+
+
+class Warn(Policy):
+    """The step is written; once the weights are lost every step is bad, and that is said ever more rarely."""
+
+    searches = False
+    investigates = 3
+
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        if session.streak.bit_count() == 1:
+            told = report.origin is not None or report.notes
+            log.warning("%s", nonfinite_error(report) if told else f"step {report.step}: {one_line(report)}")
+        session.resume()
+
+
+class Skip(Policy):
+    """Nothing of the step is written; more than `streak` of them in a row end training."""
+
+    searches = False
+    investigates = 3
+    undoes = True
+
+    def __init__(self, streak: int) -> None:
+        self.streak = streak
+
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        if session.streak > self.streak:
+            session.stop(f"{session.streak} steps in a row were not finite")
+        self.tell(session, report)
+        session.drop_rest_of_step(updated=not before_update)
+
+    def tell(self, session: Session, report: Report) -> None:
+        session.journal.skipped(report)
+
+    def step_dropped(self, session: Session) -> None:
+        session.undo()
+
+    def resume(self, session: Session) -> None:
+        session.clean_up(session.buffers_before())
+
+
+class Rollback(Skip):
+    """Weights and optimizer go back to the last good state."""
+
+    def tell(self, session: Session, report: Report) -> None:
+        assert session.recovery is not None
+        session.journal.rolled_back(report, session.recovery.good_step)
+
+    def resume(self, session: Session) -> None:
+        session.undo()
+        session.clean_up([])

@@ -1,0 +1,166 @@
+"""Calls the user's own step with one batch, under the gate, and says what was not finite in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.engine.batch_search.result import Seen
+from firstnan.engine.conclude import is_numeric
+from firstnan.engine.policies import Policy
+from firstnan.engine.session import Session
+from firstnan.gate.gate import Gate, Trip
+from firstnan.observe.observer import Decision
+from firstnan.observe.sites import Ownership
+from firstnan.records import Noticed
+from firstnan.tensors.batches import copied
+from firstnan.tensors.finite import is_finite, norms, readable, stat, tensors_in
+from firstnan.tensors.names import Models
+from firstnan.tensors.optimizers import leaves_below, parameters_of
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one call of the step showed."""
+
+    seen: tuple[Seen, ...]
+    loss: float | None
+    grad_norm: float | None
+
+
+class Collect(Policy):
+    """Every trip is noted and nothing is done about it; `updates` are made or dropped."""
+
+    def __init__(self, models: Models, *, updates: bool) -> None:
+        self._models, self._updates = models, updates
+        self.seen: dict[str, Seen] = {}
+        self.norms: list[float] = []
+        """Of the gradients that each update would have used."""
+        self.went_back = False
+        """The step has called backward itself."""
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        """What backward writes gradients to, with the gradient that was there before."""
+
+    def tripped(self, session: Session, trip: Trip) -> bool:
+        if trip.tensors:
+            tensor = trip.tensors[0]
+            self.note(trip.noticed.what, trip.noticed.name or self._models.name(tensor), tensor)
+        return False
+
+    def note(self, what: str, name: str, tensor: Tensor) -> None:
+        self.seen.setdefault(what, Seen(Noticed(what, name), stat(name, tensor)))
+
+    def before_backward(self, session: Session, roots: list[Tensor]) -> None:
+        self.went_back = True
+        for leaf in leaves_below(roots):
+            self.leaves.setdefault(id(leaf), (leaf, leaf.grad))
+
+    def before_update(self, session: Session, optimizer: Any, closure: bool) -> Decision:
+        if self._updates:
+            if session.gate.norm is not None:
+                self.norms.append(session.gate.norm)
+            return Decision.RUN
+        if closure:  # The gradients come later; this update is undone with all the rest.
+            return Decision.RUN
+        self.look_at_gradients(parameters_of(optimizer))
+        return Decision.DROP
+
+    def look_at_gradients(self, parameters: Iterable[Tensor]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        values = [r.double() for g in gradients if (r := readable(g)) is not None and r.numel()]
+        if values:
+            self.norms.append(math.hypot(*norms(values).tolist()))
+        for bad in [g for g in gradients if not is_finite(g)][:1]:
+            self.note("gradient", self._models.name(bad), bad)
+
+    def loss_scaled(self, given: Any, scaled: Any) -> Any:
+        # Where nothing is written, no scale is looked for: what overflows by it is no fault of the batch.
+        return scaled if self._updates else given
+
+
+class StepCheck:
+    """The user's step, with the gate around it; `optimizers` are those known to train the models."""
+
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        models: Models,
+        *,
+        optimizers: Iterable[Any] = (),
+        updated_by: Iterable[Any] = (),
+        results_count: bool = False,
+    ) -> None:
+        """`updated_by` update where the step does not; `results_count` where any bad value it returns counts."""
+        self.calls = 0
+        self._step, self._models, self._results_count = step, models, results_count
+        self._optimizers, self._updated_by = list(optimizers), list(updated_by)
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        """Everything that backward wrote gradients to, with the gradient before the first call."""
+
+    def __call__(self, batch: Any, *, updates: bool = False) -> Outcome:
+        """Calls the step with a copy of the batch, its updates made or dropped.
+
+        An error of the step that has nothing to do with its numbers is the user's to see. A loss that is returned is
+        taken through backward where the step has not done so itself, and then through the update.
+        """
+        self.calls += 1
+        policy, gate = Collect(self._models, updates=updates), Gate(thorough=True, guard=None)
+        gate.watch_models(self._models)
+        for optimizer in self._optimizers:
+            gate.optimizer_made(optimizer)
+        bad_inputs = _bad_inputs(batch)
+        loss = None
+        with Session(policy, ownership=Ownership(()), gate=gate).running():
+            try:
+                loss = self._run(copied(batch), policy, updates)
+            except Exception as error:
+                if not (policy.seen or bad_inputs or is_numeric(error)):
+                    raise
+                name = f"{type(error).__name__}: {error}".split("\n")[0]
+                policy.seen["exception"] = Seen(Noticed("exception", name))
+        left = gate.left_bad()
+        if left is not None:
+            policy.note(left.noticed.what, left.noticed.name or self._models.name(left.tensors[0]), left.tensors[0])
+        self.leaves = policy.leaves | self.leaves
+        if not (updates and gate.steps.total):
+            # Where updates are made, a scaler that skips one leaves the gradients that it did not like.
+            policy.look_at_gradients([p for p, _ in self._models.parameters.values()])
+        # An infinity in a batch may be meant: a mask.
+        bad_inputs = [s for s in bad_inputs if policy.seen or s.tensor is None or s.tensor.nan]
+        past = gate.past().steps
+        return Outcome(
+            (*bad_inputs, *policy.seen.values()),
+            next((s.loss for s in reversed(past) if s.loss is not None), loss),
+            math.hypot(*policy.norms) if policy.norms else past[-1].grad_norm if past else None,
+        )
+
+    def _run(self, batch: Any, policy: Collect, updates: bool) -> float | None:
+        """The step, and what it leaves to us; returns the loss where the gate has not seen it."""
+        result = self._step(batch)
+        if policy.went_back and not self._results_count:
+            return None
+        loss = None
+        for place, value in [("", result)] if isinstance(result, float) else tensors_in(result):
+            tensor = torch.tensor(value) if isinstance(value, float) else value
+            if not is_finite(tensor):
+                policy.note("loss", place, tensor)
+            if loss is None and tensor.numel() == 1 and tensor.is_floating_point():
+                loss = tensor
+        if policy.went_back or loss is None:
+            return None
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+            for optimizer in self._updated_by if updates else ():
+                optimizer.step()
+        return loss.item()
+
+
+def _bad_inputs(batch: Any) -> list[Seen]:
+    return [
+        Seen(Noticed("input", f"batch{place}"), stat(place, t)) for place, t in tensors_in(batch) if not is_finite(t)
+    ]

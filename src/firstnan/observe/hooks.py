@@ -1,0 +1,339 @@
+"""Follows training by what torch lets us hook and by the functions of the manifest, and tells one observer."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from firstnan.observe import manifest
+from firstnan.observe.observer import Decision, Observer
+from firstnan.observe.patches import Patches
+from firstnan.records.errors import NonFiniteError
+from firstnan.tensors.finite import is_finite
+from firstnan.tensors.optimizers import drop_gradients
+
+
+class Hooks:
+    """What is installed while training is watched: around the optimizers given, or around all there will be.
+
+    With `program` also around what a program that knows nothing of it does: its batches, and what it reads.
+    """
+
+    def __init__(self, observer: Observer, optimizers: Sequence[Any] | None = None, *, program: bool = False) -> None:
+        self.observer = observer
+        self.installed = False
+        self._optimizers, self._program = optimizers, program
+        self._patches = Patches()
+        self._handles: list[Any] = []
+        self._module_handles: list[Any] = []
+        self._depth = threading.local()
+        self._trains = False
+        self._process = os.getpid()
+
+    def install(self) -> None:
+        self.installed, self._process = True, os.getpid()
+        if self._optimizers is None:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before_update),
+                register_optimizer_step_post_hook(self._after_update),
+            ]
+        for optimizer in self._optimizers or ():
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        names = [*manifest.TRAINING, *(manifest.ALL_OPTIMIZERS if self._optimizers is None else ())]
+        if self._program:
+            self._module_handles = [
+                register_module_forward_pre_hook(self._module_called),
+                register_module_forward_hook(self._module_returned, always_call=True),
+            ]
+            names += manifest.PROGRAM
+        for owner, name in names:
+            self._patches.put(owner, name, getattr(self, _AROUND[name]))
+
+    def remove(self) -> None:
+        """Leaves torch and the optimizers as they were."""
+        self.installed = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._patches.remove()
+        self._stop_following_modules()
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """What runs inside is no step of the program."""
+        self.installed = False
+        try:
+            yield
+        finally:
+            self.installed = True
+
+    @property
+    def idle(self) -> bool:
+        """Removed while someone else still holds a patched function; or in a forked worker, which inherits them."""
+        return not self.installed or os.getpid() != self._process
+
+    def guarded(self, act: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
+        """An error of ours is said once and never reaches the program; what was found does."""
+        if not self.installed:
+            return otherwise
+        try:
+            with self.observer.unseen():
+                return act(*args)
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            self.observer.internal_error(error)
+            return otherwise
+
+    # Optimizers.
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
+        if not closure and self._quickly(self.observer.passes_quickly, optimizer):
+            return
+        frame = sys._getframe(1)
+        if self.guarded(self.observer.before_update, optimizer, closure, frame) is Decision.DROP:
+            drop_gradients(optimizer)
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._quickly(self.observer.passed_quickly, optimizer):
+            self.guarded(self.observer.after_update, optimizer)
+
+    def _quickly(self, suffices: Callable[[Any], bool], optimizer: Any) -> bool:
+        """Without the lock, which costs more than it is worth: no other thread has a part in a step that passes."""
+        try:
+            return self.installed and suffices(optimizer)
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            self.observer.internal_error(error)
+            return False
+
+    def _optimizer_init(self, original: Any) -> Any:
+        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self.guarded(self.observer.optimizer_made, optimizer, sys._getframe(1))
+
+        return made
+
+    # Backward.
+
+    def _backward(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self.idle or torch._C._current_autograd_node() is not None:
+                return original(tensors, *args, **kwargs)
+            roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
+            if not self.observer.concerns(roots):
+                return original(tensors, *args, **kwargs)
+            self._training_begins()
+            self.guarded(self.observer.before_backward, roots, sys._getframe(1))
+            result = original(tensors, *args, **kwargs)
+            if self.observer.needs_after_backward():
+                self.guarded(self.observer.after_backward, roots)
+            return result
+
+        return backward
+
+    def _grad(self, original: Any) -> Any:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(outputs, inputs, *args, **kwargs)
+            if not torch.compiler.is_compiling() and not self.idle:
+                create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+                self.guarded(self._grad_returned, outputs, inputs, result, create_graph)
+            return result
+
+        return grad
+
+    def _grad_returned(self, outputs: Any, inputs: Any, result: Any, create_graph: bool) -> None:
+        targets = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        if create_graph or not all(isinstance(t, Tensor) for t in targets):
+            return
+        losses = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if isinstance(t, Tensor)]
+        if self.observer.concerns(losses):
+            self._training_begins()
+            self.observer.gradients_returned(losses, [g for g in result if isinstance(g, Tensor)])
+
+    # Clipping.
+
+    def _total_norm(self, original: Any) -> Any:
+        def _get_total_norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
+            norm = original(tensors, norm_type, *args, **kwargs)
+            if isinstance(tensors, list) and norm_type == 2 and not torch.compiler.is_compiling() and not self.idle:
+                self.guarded(self.observer.norm_measured, tensors, norm)
+            return norm
+
+        return _get_total_norm
+
+    def _clip(self, original: Any) -> Any:
+        def _clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(parameters, max_norm, total_norm, *args, **kwargs)
+            if isinstance(parameters, list) and not torch.compiler.is_compiling() and not self.idle:
+                self.guarded(self.observer.gradients_clipped, parameters, max_norm, total_norm)
+            return result
+
+        return _clip_grads_with_norm_
+
+    # Gradient scalers.
+
+    def _scale(self, original: Any) -> Any:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            result = original(scaler, outputs)
+            return self.guarded(self.observer.loss_scaled, outputs, result, otherwise=result)
+
+        return scale
+
+    def _scaler_step(self, original: Any) -> Any:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self.observer.update_count()
+            result = original(scaler, optimizer, *args, **kwargs)
+            ours = self._optimizers is None or any(optimizer is o for o in self._optimizers)
+            if ours and self.observer.update_count() == before and scaler.is_enabled():
+                self.guarded(lambda: self.observer.update_skipped(optimizer, scaler.get_scale()))
+            return result
+
+        return step
+
+    # Loaders and their samplers.
+
+    def _next_index(self, original: Any) -> Any:
+        def _next_index(iterator: Any) -> Any:
+            indices = original(iterator)
+            self.guarded(self.observer.indices_sampled, iterator, indices)
+            return indices
+
+        return _next_index
+
+    def _reset(self, original: Any) -> Any:
+        def _reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            self.guarded(self.observer.epoch_begins, iterator)
+            return original(iterator, *args, **kwargs)
+
+        return _reset
+
+    def _next(self, original: Any) -> Any:
+        def following(iterator: Any) -> Any:
+            if self.idle:
+                return original(iterator)
+            return self.observer.next_batch(iterator, original)
+
+        return following
+
+    # Values that the program reads.
+
+    def _item(self, original: Any) -> Any:
+        def item(tensor: Tensor) -> Any:
+            value = original(tensor)
+            if type(value) is float and not math.isfinite(value):
+                self.guarded(self.observer.value_read, tensor, sys._getframe(1))
+            return value
+
+        return item
+
+    def _array(self, original: Any) -> Any:
+        def array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            value = original(tensor, *args, **kwargs)
+            if tensor.numel() == 1 and not is_finite(tensor):
+                self.guarded(self.observer.value_read, tensor, sys._getframe(1))
+            return value
+
+        return array
+
+    def _float(self, original: Any) -> Any:
+        warned = False
+
+        def as_float(tensor: Tensor) -> Any:
+            nonlocal warned
+            if warned or not tensor.requires_grad:
+                value = original(tensor)
+            else:
+                # torch warns of this once, and has to name the line of the program, not this one.
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    value = original(tensor)
+                for one in said:
+                    warned = True
+                    _warn_at(sys._getframe(1), one)
+            if not math.isfinite(value):
+                self.guarded(self.observer.value_read, tensor, sys._getframe(1))
+            return value
+
+        return as_float
+
+    def _bool(self, original: Any) -> Any:
+        def truth(tensor: Tensor) -> Any:
+            value = original(tensor)
+            if tensor.dtype is torch.bool and not torch.compiler.is_compiling():
+                self.guarded(self.observer.value_read, tensor, sys._getframe(1))
+            return value
+
+        return truth
+
+    # Outermost module calls, until the program is known to train.
+
+    def _module_called(self, module: Any, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._depth.value = getattr(self._depth, "value", 0) + 1
+
+    def _module_returned(self, module: Any, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        depth = self._depth.value = max(getattr(self._depth, "value", 1) - 1, 0)
+        if depth == 0 and not self._trains and output is not None and not self.idle:
+            self.guarded(self.observer.module_returned, module, output)
+
+    def _training_begins(self) -> None:
+        if not self._trains:
+            self._trains = True
+            self._stop_following_modules()
+
+    def _stop_following_modules(self) -> None:
+        for handle in self._module_handles:
+            handle.remove()
+        self._module_handles = []
+
+    def _compile(self, original: Any) -> Any:
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            # Compiled code is guarded on these hooks: taken off later they would make it compile again.
+            self._stop_following_modules()
+            return original(*args, **kwargs)
+
+        return compile
+
+
+_AROUND = {
+    "__init__": "_optimizer_init",
+    "backward": "_backward",
+    "grad": "_grad",
+    "_get_total_norm": "_total_norm",
+    "_clip_grads_with_norm_": "_clip",
+    "scale": "_scale",
+    "step": "_scaler_step",
+    "_next_index": "_next_index",
+    "_reset": "_reset",
+    "__next__": "_next",
+    "compile": "_compile",
+    "item": "_item",
+    "__float__": "_float",
+    "numpy": "_array",
+    "tolist": "_array",
+    "__bool__": "_bool",
+}
+"""Which method of Hooks goes around each name of the manifest."""
+
+
+def _warn_at(frame: Any, message: warnings.WarningMessage) -> None:
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__")
+    warnings.warn_explicit(message.message, message.category, frame.f_code.co_filename, frame.f_lineno, name, registry)

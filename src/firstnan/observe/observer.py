@@ -1,0 +1,102 @@
+"""What can be told of a program that trains: one method for each thing that the hooks see."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from enum import Enum, auto
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+
+class Decision(Enum):
+    """What becomes of the update that an optimizer is about to make."""
+
+    RUN = auto()
+    DROP = auto()
+
+
+class Observer:
+    """Hears of what a program does; every method here does nothing, and lets everything pass."""
+
+    # Optimizers.
+
+    def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
+        """An optimizer was constructed; `frame` is the constructor's."""
+
+    def passes_quickly(self, optimizer: Any) -> bool:
+        """Whether the update about to be made needs no more than this question."""
+        return False
+
+    def passed_quickly(self, optimizer: Any) -> bool:
+        """Whether the update just made needs no more than this question."""
+        return False
+
+    def before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
+        """An optimizer is about to update its parameters, perhaps by a closure that computes the gradients."""
+        return Decision.RUN
+
+    def after_update(self, optimizer: Any) -> None: ...
+
+    def update_skipped(self, optimizer: Any, scale: float) -> None:
+        """A gradient scaler found infinite gradients and made no update."""
+
+    def update_count(self) -> int:
+        """How many updates were seen so far."""
+        return 0
+
+    # Backward.
+
+    def concerns(self, roots: list[Tensor]) -> bool:
+        """Whether this backward call is part of the training that is watched."""
+        return True
+
+    def before_backward(self, roots: list[Tensor], frame: FrameType) -> None: ...
+
+    def needs_after_backward(self) -> bool:
+        """Whether `after_backward` is to be told: asked after every backward call, so it has to be quick."""
+        return False
+
+    def after_backward(self, roots: list[Tensor]) -> None: ...
+
+    def gradients_returned(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
+        """`torch.autograd.grad` returned these."""
+
+    def norm_measured(self, gradients: list[Tensor], norm: Any) -> None:
+        """The program measures the 2-norm of its gradients, to clip them."""
+
+    def gradients_clipped(self, parameters: list[Tensor], limit: Any, norm: Any) -> None: ...
+
+    def loss_scaled(self, given: Any, scaled: Any) -> Any:
+        """A gradient scaler scaled a loss; returns what the program gets."""
+        return scaled
+
+    # Data.
+
+    def indices_sampled(self, iterator: Any, indices: Any) -> None:
+        """A loader's sampler chose these elements of the dataset for a batch to come."""
+
+    def epoch_begins(self, iterator: Any) -> None: ...
+
+    def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+        """The program asks a loader for its next batch."""
+        return fetch(iterator)
+
+    # What the program reads.
+
+    def value_read(self, tensor: Tensor, frame: FrameType) -> None:
+        """The program looked at a value that is not finite, or asked whether one is."""
+
+    def module_returned(self, module: Any, output: Any) -> None:
+        """An outermost module returned, before the program has trained."""
+
+    # Ourselves.
+
+    def internal_error(self, error: Exception) -> None:
+        """Our own code failed; the program goes on."""
+
+    def unseen(self) -> contextlib.AbstractContextManager[Any]:
+        """While this lasts, what runs is ours and not the program's."""
+        return contextlib.nullcontext()
