@@ -417,7 +417,7 @@ def test_inference_in_another_thread_is_not_blamed_for_a_trip() -> None:
             optimizer.step()
     report = caught.value.report
     assert report.origin is None
-    assert any("born after them, in the loss code" in note for note in report.notes)
+    assert any("originated after them, in the loss code" in note for note in report.notes)
 
 
 def test_another_thread_that_trains_another_model_is_not_heard() -> None:

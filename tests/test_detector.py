@@ -314,7 +314,7 @@ def test_a_plain_loop_says_that_the_loss_was_outside() -> None:
     report = caught.value.report
     assert report.step == 2
     assert any("the loss code" in note and "detector.batches" in note for note in report.notes)
-    assert any("born after them, in the loss code" in note for note in report.notes)
+    assert any("originated after them, in the loss code" in note for note in report.notes)
 
 
 def test_a_plain_loop_still_sees_into_the_model() -> None:
@@ -513,7 +513,7 @@ def test_what_was_not_looked_at_is_not_blamed() -> None:
             break
     assert caught.value.report.noticed.what == "gradient"
     assert not any("born" in note for note in caught.value.report.notes)
-    assert any("what came back to them in backward was not kept" in note for note in caught.value.report.notes)
+    assert any("the gradients that reached them in backward were not kept" in note for note in caught.value.report.notes)
 
 
 def test_an_exception_without_bad_values_is_left_alone() -> None:
@@ -672,7 +672,7 @@ def test_a_model_that_is_fed_by_another_ones_graph(caplog: pytest.LogCaptureFixt
             optimizer.step()
     assert "internal error" not in caplog.text
     assert caught.value.report.step == 2
-    assert "born after them, in the loss code" in caught.value.report.notes[0]
+    assert "originated after them, in the loss code" in caught.value.report.notes[0]
 
 
 def test_growth_is_told_where_the_failing_operator_was_not_seen() -> None:
@@ -716,4 +716,4 @@ def test_an_optimizer_that_trains_nothing_of_the_model(whose: str, words: int, c
         model.requires_grad_(False)
     with NaNDetector(model, torch.optim.SGD(given.parameters(), 0.1)):
         pass
-    assert len([r for r in caplog.records if "trains no parameter of the model" in r.message]) == words
+    assert len([r for r in caplog.records if "holds none of this model's parameters" in r.message]) == words

@@ -106,7 +106,7 @@ def test_many_skips_are_all_exact_though_few_are_looked_at_closely() -> None:
     assert not differences(undisturbed(Run, without(given, *bad)), run.state())
     assert detector.summary()["skipped"] == 6
     assert detector.report is not None
-    assert "only the first 3 failures are looked at closely" in detector.report.notes[0]
+    assert "only the first 3 failures are investigated" in detector.report.notes[0]
 
 
 @pytest.mark.parametrize("through", ["batches", "plain"])
@@ -249,7 +249,7 @@ def test_a_step_whose_batches_are_gone_is_skipped_too(caplog: pytest.LogCaptureF
                     break
     assert detector.summary()["skipped"] == 2
     assert not differences(undisturbed(Run, [given[0], given[3]]), run.state())
-    assert "the loop's part in this step could not be played again" in detector.report.notes
+    assert "the training loop could not be replayed for this step" in detector.report.notes
     assert len(caplog.records) == 3
 
 
