@@ -144,6 +144,11 @@ class NaNDetector:
         journal = Journal(self.events, self.stats, gate.steps, handouts, models, self._counts, names_layers=watches)
         recovery = Recovery(models, optimizers, self._snapshot_every if self._on_nonfinite == "rollback" else None)
         calls = ModelCalls(roots.values(), handouts)
+        capsules = None
+        if self._capsules is not None:
+            capsules = CapsuleWriter(
+                self._capsules, gate, handouts, lambda: Living.find(optimizers, roots), _arguments, most=_MOST_CAPSULES
+            )
         session = Session(
             policy,
             ownership=self._ownership,
@@ -154,18 +159,15 @@ class NaNDetector:
             layers=self._layer_watch(journal) if watches else None,
             recovery=recovery,
             calls=calls,
+            capsules=capsules,
+            sources=lambda session: (
+                UpdateReplay(session.microscope, recovery, session.hooks),
+                CallReplay(session.microscope, calls, lambda: not session.through_loop),
+            ),
             clips=self._guard == "clip",
             clip_at=self._max_grad_norm if self._guard == "clip" else None,
         )
         calls.on_error(session.internal_error)
-        session.sources = (
-            UpdateReplay(session.microscope, recovery, session.hooks),
-            CallReplay(session.microscope, calls, lambda: not session.through_loop),
-        )
-        if self._capsules is not None:
-            session.capsules = CapsuleWriter(
-                self._capsules, gate, handouts, lambda: Living.find(optimizers, roots), _arguments, most=_MOST_CAPSULES
-            )
         return session
 
     def _warn_of_strangers(self, session: Session) -> None:
@@ -208,7 +210,7 @@ class NaNDetector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         session = self._session
-        report, searching = None, session is not None and session.search is not None
+        report, searching = None, session is not None and session.is_searching
         try:
             report = session.left(error) if session is not None else None
         finally:

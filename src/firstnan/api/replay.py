@@ -42,12 +42,13 @@ def replay(
     roots, optimizers = models_given(model), optimizers_given(optimizer)
     gate = Gate(thorough=True, guard=None)
     ownership = Ownership(tuple(directories(caller)))
-    # Also optimizers that nobody named are followed, so the scope names the models alone.
-    session = Session(RaiseAsItRuns(), ownership=ownership, scope=Scope(roots), gate=gate, trace_block=True)
     for one in optimizers:
         gate.optimizer_made(one)
-    landing = Landing(load(capsule), gate, lambda: Living.find(optimizers, roots), session.live.begin)
-    session.landing = landing
+    landing = Landing(load(capsule), gate, lambda: Living.find(optimizers, roots), lambda: session.live.begin())
+    # Also optimizers that nobody named are followed, so the scope names the models alone.
+    session = Session(
+        RaiseAsItRuns(), ownership=ownership, scope=Scope(roots), gate=gate, landing=landing, trace_block=True
+    )
     source = NamelessSource()
     try:
         with session.running():

@@ -129,5 +129,5 @@ class Block(RaiseAsItRuns):
         report = self.session.microscope.conclude(noticed, [], events, AS_IT_RAN) if events else None
         if report is None or report.origin is None:
             return None
-        self.session.report = report
+        self.session.found(report)
         return report

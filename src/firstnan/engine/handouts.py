@@ -258,8 +258,10 @@ class Handouts:
         """In the middle of a replay a loop that counts its batches may want to update its weights too early."""
         return any(source.again for source in self.sources.values())
 
-    def again(self, iterator: Any) -> Handout:
+    def has_more(self, iterator: Any) -> bool:
+        """Whether this loader has batches of a replay left to hand out."""
         source = self.sources.get(iterator)
-        if source is None or not source.again:
-            raise ReplayError
-        return source.again.pop(0)
+        return source is not None and bool(source.again)
+
+    def again(self, iterator: Any) -> Handout:
+        return self.sources[iterator].again.pop(0)

@@ -1,68 +1,285 @@
-"""The failing step once more by the program's own loop: its batches are handed out again, with the state put back."""
+"""One failure, investigated by the program's own loop: its batches are handed out again, with the state put back."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from firstnan.engine.handouts import Handouts, ReplayError
-from firstnan.engine.microscope import Microscope
-from firstnan.engine.recovery import Recovery
-from firstnan.gate.gate import Gate
-from firstnan.tensors.batches import Handout
+from firstnan.engine.conclude import not_repeated
+from firstnan.engine.handouts import ReplayError
+from firstnan.engine.phases import COMPARING, REPLAYING, REPLAYS, SEARCHING, TRIPPED, WATCHING, Phase
+from firstnan.engine.samples.search import SampleSearch, begin_search
+from firstnan.engine.world import world
+from firstnan.gate.gate import Trip
+from firstnan.observe.muted_output import MutedOutput
+from firstnan.observe.observer import Decision
+from firstnan.records import Report
+from firstnan.records.errors import NonFiniteError
+from firstnan.tensors.batches import Handout, copied
 from firstnan.tensors.snapshot import Schedules
+from firstnan.tracing.compare import first_difference
+from firstnan.tracing.recording import Raw
+
+if TYPE_CHECKING:
+    from firstnan.engine.session import Session
+
+HOW = "the failing batch was handed out again"
+_NO_LOOP = "the training loop could not be replayed for this step"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The trip that is investigated, and which one of the step it was."""
+
+    trip: Trip
+    place: tuple[str, int]
+    report: Report
+    """What is known of it so far."""
+
+
+def can_replay(session: Session) -> bool:
+    """Whether the step under way began with batches that are still here, and nothing of it is written for good."""
+    gate, recovery = session.gate, session.recovery
+    undone = gate.in_step is None or (recovery is not None and recovery.backup is not None)
+    return world().is_alone and gate.optimizers > 0 and undone and session.handouts.possible(gate.steps.total)
 
 
 class LoopReplay:
-    """Puts the state back before each replay, and knows which updates the loop must not make."""
+    """Has the step run again as often as it takes, and keeps every update of it from the weights.
 
-    how = "the failing batch was handed out again"
+    The session's phase says what the loop is run for: the trace, a second trace to compare, the search for bad samples.
+    """
 
-    def __init__(self, handouts: Handouts, gate: Gate, microscope: Microscope, recovery: Recovery | None) -> None:
-        self.handouts, self._gate, self._microscope, self._recovery = handouts, gate, microscope, recovery
-        self._schedules: Schedules | None = None
-        self._updates = self._to_drop = 0
+    def __init__(self, session: Session, failure: Failure, schedules: Schedules) -> None:
+        """`schedules`: learning rates, their schedules and the scales of gradient scalers, as they are at the trip."""
+        self.failure = failure
+        self.search: SampleSearch | None = None
+        self._session, self._schedules = session, schedules
+        self._handouts, self._microscope = session.handouts, session.microscope
+        self._updates, self._to_drop = session.gate.steps.total, 0
         self._dropped: dict[int, int] = {}
+        """Updates that the loop wanted to make since it was last given a batch, by optimizer."""
+        self._finite = self._elsewhere = False
+        """The replay under way came to an update; it failed, but not where the step did."""
+        self._first_trace: list[Raw] | None = None
+        self._output = MutedOutput()
 
-    def can_follow(self) -> bool:
-        """Whether the step under way began with batches that are still here, and its update can be undone."""
-        undone = not self._gate.in_step or (self._recovery is not None and self._recovery.backup is not None)
-        return bool(self._gate.optimizers) and undone and self.handouts.possible(self._gate.steps.total)
+    # What the loop does.
 
-    def tripped(self, schedules: Schedules) -> None:
-        """The step will be replayed, with the learning rates and scales of now."""
-        self._updates, self._dropped, self._schedules = self._gate.steps.total, {}, schedules
-
-    def begin(self, source: Any) -> None:
-        """Everything is as it was when the step began; ReplayError where its batches are gone."""
-        self._to_drop, self._dropped = self.handouts.begin(source, self._updates), {}
-        if self._schedules is not None:
-            self._schedules.put_back()
-        self._gate.reads.forget()
-        self._microscope.drop_gradients()
-
-    def next(self, source: Any) -> Handout | None:
-        """The next batch of the replay for this loader; None where it has had all of them."""
+    def next_batch(self, source: Any) -> tuple[Any] | None:
+        """The next batch of the replay under way, or the first of the next one; None where the replays are over."""
+        session = self._session
         try:
-            return self.handouts.again(source)
-        except ReplayError:
-            if self.handouts.knows(source):
-                return None
+            with session.unseen():
+                if session.phase is TRIPPED:
+                    self._begin(REPLAYING, source)
+                handout = self._next(source)
+                if handout is None:
+                    self._body_ended(source)
+                    handout = self._next(source) if session.phase in REPLAYS else None
+                if handout is not None:
+                    return (self._handed_out(handout),)
+        except NonFiniteError:
             raise
+        except Exception as error:  # The replay is our idea: what goes wrong with it is no news to the program.
+            if not isinstance(error, ReplayError):
+                session.internal_error(error)
+            session.hooks.guarded(self._give_up)
+            session.forget_replay()
+        return None
 
-    def stop(self) -> None:
-        """The rest of the replay's batches is not handed out."""
-        self.handouts.stop_again()
+    def _begin(self, phase: Phase, source: Any) -> None:
+        """Everything is as it was when the step began; ReplayError where its batches are gone."""
+        session = self._session
+        self._to_drop, self._dropped = self._handouts.begin(source, self._updates), {}
+        self._schedules.put_back()
+        session.gate.reads.forget()
+        self._microscope.drop_gradients()
+        session.enter(phase)
+        session.backwards, self._finite, self._elsewhere = 0, False, False
+        self._output.begin()
+        if phase is not SEARCHING:
+            self._microscope.start(in_step=True)
 
-    def drops(self) -> bool:
-        """Whether the update that the loop wants to make is one too many."""
-        if self.handouts.more_to_come:
-            return True  # A loop that counts its batches counts these too, and updates its weights too early.
-        if self._to_drop > 0:
-            self._to_drop -= 1  # It is in the weights already.
-            return True
-        return False
+    def _next(self, source: Any) -> Handout | None:
+        """None where this loader has handed out all batches of the step; ReplayError where it has none of them."""
+        if self._handouts.has_more(source):
+            return self._handouts.again(source)
+        if self._handouts.knows(source):
+            return None
+        raise ReplayError
 
-    def is_stuck(self, optimizer: Any) -> bool:
-        """Whether the loop updates again and again without asking for a batch; tells of one more update."""
+    def _handed_out(self, handout: Handout) -> Any:
+        if self.search is not None:
+            return self.search.batch(handout)
+        batch = handout.batch if self._session.phase is REPLAYING else copied(handout.pristine)
+        if self._microscope.running:
+            self._microscope.mark_batch(batch, sys._getframe())
+        return batch
+
+    def drops(self, optimizer: Any) -> bool:
+        """Whether an update is dropped before its gradients are looked at."""
+        session = self._session
+        if session.phase in REPLAYS:
+            if self._handouts.more_to_come:
+                return True  # A loop that counts its batches counts these too, and updates its weights too early.
+            if self._to_drop > 0:
+                self._to_drop -= 1  # It is in the weights already.
+                return True
+        if self.search is not None:
+            return self.search.decided
+        if session.phase is not TRIPPED and not self._finite:
+            return False
+        if self._is_stuck(optimizer):
+            self._give_up()
+        return True
+
+    def _is_stuck(self, optimizer: Any) -> bool:
+        """One more update; whether there are too many for a loop that will ask for a batch."""
         count = self._dropped[id(optimizer)] = self._dropped.get(id(optimizer), 0) + 1
-        return count > self.handouts.updates_per_batch
+        return count > self._handouts.updates_per_batch
+
+    def decide(self, optimizer: Any, closure: bool) -> Decision:
+        """The gradients of an update have been looked at, and may have tripped."""
+        session = self._session
+        if session.phase is TRIPPED:
+            self._is_stuck(optimizer)
+        elif self.search is not None:
+            self.search.passed()
+        elif closure and session.recovery is None:
+            self._give_up()  # A closure computes its gradients inside the update, which has to be undone then.
+        elif closure:
+            session.recovery.before_update(optimizer, closure, session.gate.norm)  # type: ignore[union-attr]
+            return Decision.RUN
+        else:
+            self._was_finite()
+            self._is_stuck(optimizer)
+        # Where training goes on, a second finite replay is the step.
+        return Decision.RUN if session.phase is WATCHING else Decision.DROP
+
+    def update_ended(self) -> None:
+        """Bad numbers appeared inside the update, or it was a replay's: it is undone."""
+        session = self._session
+        if self.search is not None:
+            return
+        if session.recovery is not None and session.recovery.undo_update():
+            session.gate.undo_update()
+        if session.phase in REPLAYS:
+            self._was_finite()
+
+    def tripped(self, trip: Trip, place: tuple[str, int]) -> None:
+        """A replay failed; it explains the step only if it failed where the step did."""
+        session = self._session
+        if session.phase not in REPLAYS:
+            return
+        if place != self.failure.place:
+            self._elsewhere = True
+        elif self.search is not None:
+            self.search.failed()
+        elif session.phase is COMPARING:
+            self._compared(trip)
+        else:
+            report = self._microscope.conclude(trip.noticed, trip.tensors, [], HOW) or self.failure.report
+            searches = session.policy.searches and trip.before_update and session.gate.in_step is None
+            if not searches or not self.searches(report):
+                self._settle(report, trip.before_update)
+
+    def raised(self, error: BaseException) -> bool:
+        """The loop raised; False where that is no matter of a replay."""
+        if self.search is not None:
+            self.search.raised(error)
+        return self.search is not None
+
+    # What comes of it.
+
+    def _body_ended(self, source: Any) -> None:
+        """The loop asks for more batches than the step had: this replay is over."""
+        if self.search is not None:
+            self._after_question(self.search, source)
+        elif self._elsewhere and not self._finite:
+            self._give_up()
+        else:
+            self._was_finite()
+            if self._session.phase is REPLAYING:
+                self._begin(COMPARING, source)
+
+    def _was_finite(self) -> None:
+        """The same step, from the same state, is not bad this time."""
+        self._finite = True
+        self._microscope.stop()
+        if self._session.phase is COMPARING:
+            self._compared(None)
+        elif self._first_trace is None and self._microscope.tracer is not None:
+            self._first_trace = self._microscope.tracer.raws
+
+    def _compared(self, trip: Trip | None) -> None:
+        """The step was traced twice: says what differed. `trip` where it failed the second time."""
+        report, first, tracer = self.failure.report, self._first_trace, self._microscope.tracer
+        if trip is not None and report.origin is None:
+            report = self._microscope.conclude(trip.noticed, trip.tensors, [], HOW) or report
+        self._microscope.stop()
+        difference = first_difference(first, tracer.raws) if first is not None and tracer is not None else None
+        self._settle(not_repeated(report, difference), before_update=True, finite=trip is None)
+
+    def searches(self, report: Report) -> bool:
+        """Begins the search for bad samples; False where there is none to begin."""
+        session = self._session
+        self._microscope.stop()
+        try:
+            search = begin_search(report, self._handouts)
+        except Exception as error:
+            session.internal_error(error)
+            return False
+        if search is None:
+            return False
+        self._first_trace = self._microscope.tracer.raws if self._microscope.tracer is not None else None
+        self.search, self.failure = search, replace(self.failure, report=report)
+        session.enter(SEARCHING)
+        self._handouts.stop_again()
+        self._output.begin()
+        session.policy.known(session, report)
+        return True
+
+    def _after_question(self, search: SampleSearch, source: Any) -> None:
+        if search.goes_on():
+            self._begin(SEARCHING, source)
+        elif search.repeated or self._first_trace is None:
+            self._settle(search.told_in(self.failure.report), before_update=True)
+        else:  # The same batch was finite: another trace of it shows what differs.
+            self.search = None
+            self._begin(COMPARING, source)
+
+    def _give_up(self) -> None:
+        """The loop cannot run the step again."""
+        session, failure = self._session, self.failure
+        self._handouts.stop_again()
+        if self.search is not None:
+            self._settle(self.search.told_in(failure.report), before_update=True)
+        elif session.phase is COMPARING:
+            self._settle(not_repeated(failure.report, None), before_update=True)
+        else:
+            self._microscope.stop()
+            report = replace(failure.report, notes=(*failure.report.notes, _NO_LOOP))
+            self._settle(session.replayed_at_once(report, failure.trip), before_update=True)
+        session.step_is_over()
+
+    def left(self) -> Report:
+        """The loop was left, and no replay will come: what is known."""
+        self._output.end()
+        if self.search is not None:
+            return self.search.told_in(self.failure.report)
+        if self._session.phase in REPLAYS:
+            raised = self._microscope.raised()
+            return self._microscope.conclude(self.failure.trip.noticed, [], raised, HOW) or self.failure.report
+        return self._session.replayed_at_once(self.failure.report, self.failure.trip)
+
+    def end(self) -> None:
+        """The program's output is its own again."""
+        self._output.end()
+        self._handouts.stop_again()
+        self._microscope.stop()
+
+    def _settle(self, report: Report, before_update: bool, *, finite: bool = False) -> None:
+        self._output.end()
+        self._session.settle(report, before_update, finite=finite)

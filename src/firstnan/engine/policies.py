@@ -43,6 +43,8 @@ class Policy:
     """So many failures are investigated; None: all."""
     undoes = False
     """A bad update is taken back."""
+    goes_on = False
+    """A bad step is dropped, and training goes on."""
 
     def tripped(self, session: Session, trip: Trip) -> bool:
         """Whether this trip is to be investigated."""
@@ -134,7 +136,7 @@ class Skip(Policy):
 
     searches = False
     investigates = 3
-    undoes = True
+    undoes = goes_on = True
 
     def __init__(self, streak: int) -> None:
         self.streak = streak

@@ -92,8 +92,7 @@ class ProgramValues:
         session = self._session
         if isinstance(error, Stop | KeyboardInterrupt) or session.phase is SETTLED or self._suspect is not None:
             return
-        if session.search is not None:  # What it says of a replay is no news: the output stays hidden to the end.
-            session.search.raised(error)
+        if session.raised(error):  # What it says of a replay is no news: the output stays hidden to the end.
             return
         if isinstance(error, SystemExit) and error.code in (0, None):
             return
@@ -104,9 +103,7 @@ class ProgramValues:
     def program_ended(self) -> Report:
         """The last look; returns what was found."""
         session = self._session
-        report = session.abandon()
-        if report is not None:
-            self._policy.known(session, report)
+        session.left_by_program()
         trip = session.gate.left_bad()
         if trip is not None:
             with contextlib.suppress(SystemExit):

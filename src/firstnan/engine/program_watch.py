@@ -11,6 +11,7 @@ from firstnan.capsule.content import Capsule
 from firstnan.capsule.training_objects import Living
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.landing import Landing
 from firstnan.engine.policies import EndProgram
 from firstnan.engine.program_values import ProgramValues
@@ -36,14 +37,22 @@ class ProgramWatch(Generic[P]):
         trace_from: int | None = None,
         may_replay: bool = False,
         outputs_decide: bool = False,
+        wanted: Wanted | None = None,
+        landing: Landing | None = None,
     ) -> None:
-        self.policy = policy
+        self.policy, handouts = policy, Handouts()
+        self.capsules: CapsuleWriter | None = None
+        if wanted is not None:
+            self.capsules = CapsuleWriter(wanted, gate, handouts, lambda: _living(gate))
         self.values = ProgramValues(ownership, outputs_decide=outputs_decide)
         self.session = Session(
             policy,
             ownership=ownership,
             gate=gate,
+            handouts=handouts,
             values=self.values,
+            capsules=self.capsules,
+            landing=landing,
             trace_from=trace_from,
             through_loop=True,
             may_replay=may_replay,
@@ -60,10 +69,6 @@ class ProgramWatch(Generic[P]):
     @property
     def bad_output(self) -> Noticed | None:
         return self.values.bad_output
-
-    @property
-    def capsules(self) -> CapsuleWriter | None:
-        return self.session.capsules
 
     def program_failed(self, error: BaseException) -> None:
         self.values.program_failed(error)
@@ -97,13 +102,11 @@ def watch(
         trace_from=trace_from,
         may_replay=may_replay,
         outputs_decide=outputs_decide,
+        wanted=wanted,
     )
-    session = found.session
-    if wanted is not None:
-        session.capsules = CapsuleWriter(wanted, session.gate, session.handouts, lambda: _living(session.gate))
-    session.begin()
+    found.session.begin()
     if tracing:
-        session.live.begin()
+        found.session.live.begin()
     return found
 
 
@@ -129,12 +132,11 @@ def watch_capsule(
     """Watches a program that is to land in a captured step."""
     gate = Gate(thorough=from_the_start(capsule))
     landing = Landing(capsule, gate, lambda: _living(gate), lambda: found.session.landed())
-    found = ProgramWatch(CapsuleReplay(landing, save), ownership, gate)
+    first = from_the_start(capsule)
+    found = ProgramWatch(CapsuleReplay(landing, save), ownership, gate, landing=None if first else landing)
     found.session.begin()
-    if from_the_start(capsule):
+    if first:
         found.session.live.begin()
-    else:
-        found.session.landing = landing
     return found
 
 

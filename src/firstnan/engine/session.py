@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from firstnan.engine.capsule_writer import CapsuleWriter
-from firstnan.engine.conclude import AS_IT_RAN, bad_values, not_repeated
-from firstnan.engine.handouts import Handouts, ReplayError
+from firstnan.engine.conclude import AS_IT_RAN, bad_values
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.journal import Journal
 from firstnan.engine.landing import Landing
 from firstnan.engine.live_trace import LiveTrace
-from firstnan.engine.loop_replay import LoopReplay
+from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay
 from firstnan.engine.microscope import Microscope
 from firstnan.engine.model_calls import ModelCalls
 from firstnan.engine.phases import (
@@ -39,7 +38,6 @@ from firstnan.engine.policies import Policy
 from firstnan.engine.program_values import ProgramValues
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.replay_sources import ReplaySource
-from firstnan.engine.samples.search import SampleSearch, begin_search
 from firstnan.engine.scope import Scope
 from firstnan.engine.world import world
 from firstnan.gate.device_reads import LATE
@@ -47,18 +45,15 @@ from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.layers import LayerWatch
-from firstnan.observe.muted_output import MutedOutput
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
-from firstnan.tensors.batches import Handout, copied, put_back
+from firstnan.tensors.batches import put_back
 from firstnan.tensors.names import Models
 from firstnan.tensors.safe_updates import is_torchs
 from firstnan.tensors.snapshot import Schedules
-from firstnan.tracing.compare import first_difference
-from firstnan.tracing.recording import Raw
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _NO_LOOP = "the training loop could not be replayed for this step"
@@ -69,22 +64,13 @@ _active: weakref.WeakSet[Session] = weakref.WeakSet()
 """The sessions that watch named optimizers in this process now."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The trip that is being investigated, and which one of the step it was."""
-
-    trip: Trip
-    place: tuple[str, int]
-    report: Report
-    """What was known at once."""
-
-
 class Session(Observer):
     """One watch over one training, from `begin` to `end`; what the doors differ in are its parts.
 
     `gate` and `handouts` are made by whoever makes the parts that share them. `journal`, `layers`, `recovery` and
     `calls` are those of a detector; `capsules` writes the failing step to a file; `landing` starts from such a file;
-    `values` watches what a whole program reads. `through_loop`: the loop takes its batches through us from the start.
+    `values` watches what a whole program reads; `sources` are replays that need no loop. `through_loop`: the loop takes
+    its batches through us from the start.
     """
 
     def __init__(
@@ -100,6 +86,9 @@ class Session(Observer):
         recovery: Recovery | None = None,
         calls: ModelCalls | None = None,
         values: ProgramValues | None = None,
+        capsules: CapsuleWriter | None = None,
+        landing: Landing | None = None,
+        sources: Callable[[Session], Sequence[ReplaySource]] = lambda session: (),
         trace_from: int | None = None,
         trace_block: bool = False,
         through_loop: bool = False,
@@ -113,12 +102,8 @@ class Session(Observer):
         self._journal, self.layers, self.recovery, self.calls, self.values = journal, layers, recovery, calls, values
         self.microscope = Microscope(ownership, self.gate, self.handouts, self.scope.models)
         self.live = LiveTrace(self.microscope, from_step=trace_from, block=trace_block)
-        self.loop = LoopReplay(self.handouts, self.gate, self.microscope, recovery)
         self.hooks = Hooks(self, self.scope.optimizers, program=values is not None)
-        self.sources: Sequence[ReplaySource] = ()
-        """Replays that need no loop, tried where the loop cannot be replayed."""
-        self.capsules: CapsuleWriter | None = None
-        self.landing: Landing | None = None
+        self._sources, self._capsules, self._landing = sources(self), capsules, landing
         self.models: Models | None = None
         self.phase: Phase = WATCHING
         self.report: Report | None = None
@@ -130,18 +115,14 @@ class Session(Observer):
         """Gradients are clipped at a warning; no norm is let through above the limit."""
         self._errors = InternalErrors(say)
         self._lock = threading.RLock()
-        self._output = MutedOutput()
         self._busy = self._told = False
         """Something of ours runs that looks like training; this step's failure was told."""
-        self._investigated = self._backwards = 0
+        self._investigated = 0
+        self.backwards = 0
+        """How many backward calls the step under way has made."""
         self._updated = False
         """Of a step that is dropped: its update has come."""
-        self._failure: Failure | None = None
-        self._search: SampleSearch | None = None
-        self._first_trace: list[Raw] | None = None
-        """Of the failing step, where it is traced once more to compare."""
-        self._finite = self._elsewhere = False
-        """The replay under way: it came to an update; it failed, but not where the step did."""
+        self._replay: LoopReplay | None = None
         self._schedules: Schedules | None = None
 
     # From the first line to the last.
@@ -165,7 +146,7 @@ class Session(Observer):
 
     def end(self) -> None:
         """Leaves torch, the models and the optimizers as they were."""
-        self._output.end()
+        self.forget_replay()
         if self.phase is SETTLED and self.report is not None:
             with contextlib.suppress(NonFiniteError):  # told already
                 self.resume()
@@ -212,8 +193,8 @@ class Session(Observer):
         with self._lock, self.microscope.unseen():
             yield
 
-    def _enter(self, phase: Phase) -> None:
-        assert phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"
+    def enter(self, phase: Phase) -> None:
+        assert phase is self.phase or phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"
         self.phase = phase
 
     # Optimizers.
@@ -258,49 +239,25 @@ class Session(Observer):
 
     def _drops(self, optimizer: Any) -> bool:
         """Nothing is written between a trip and its replay, nor twice by the replay, nor of a bad step."""
-        if self.phase is WATCHING:
-            landing = self.landing
-            return (landing is not None and landing.drops_update()) or self._is_held()
+        if self._replay is not None:
+            return self._replay.drops(optimizer)
         if self.phase is SETTLED:
             self._drop_settled(optimizer)
             return True
-        if self.phase in REPLAYS and self.loop.drops():
-            return True
-        if self.phase is TRIPPED or self._finite or (self._search is not None and self._search.decided):
-            if self.phase is not SEARCHING and self.loop.is_stuck(optimizer):
-                self._give_up()
-            return True
-        return False
+        return (self._landing is not None and self._landing.drops_update()) or self._is_held()
 
     def _decide(self, optimizer: Any, closure: bool) -> Decision:
         """The gradients have been looked at, and may have tripped."""
+        if self._replay is not None:
+            decision = self._replay.decide(optimizer, closure)
+            if self.phase is not WATCHING:
+                return decision
         if self.phase is SETTLED:
             self._drop_settled(optimizer)
             return Decision.DROP
-        if self.phase is TRIPPED:
-            self.loop.is_stuck(optimizer)
-            return Decision.DROP
-        if self._search is not None:
-            self._search.passed()
-            return Decision.DROP
-        if self.phase in REPLAYS:
-            if closure:
-                return self._closure_again(optimizer)
-            self._replay_was_finite()
-            if self.phase is not WATCHING:  # where training goes on, a second finite replay is the step
-                self.loop.is_stuck(optimizer)
-                return Decision.DROP
         if self.recovery is not None:
             self.recovery.before_update(optimizer, closure, self.gate.norm)
         return self.policy.before_update(self, optimizer, closure)
-
-    def _closure_again(self, optimizer: Any) -> Decision:
-        """A closure computes its gradients inside the update, which has to be undone afterwards."""
-        if self.recovery is None:
-            self._give_up()
-            return Decision.DROP
-        self.recovery.before_update(optimizer, True, self.gate.norm)
-        return Decision.RUN
 
     def _drop_settled(self, optimizer: Any) -> None:
         if self._journal is not None:
@@ -341,9 +298,8 @@ class Session(Observer):
         return self.gate.steps.total
 
     def _step_ended(self, by_hand: bool = False) -> None:
-        if self.phase is TRIPPED or self.phase in REPLAYS:
-            # Bad numbers appeared inside the update, or it was a replay's: it is undone.
-            self._undo_replayed()
+        if self._replay is not None:
+            self._replay.update_ended()
             return
         self._told, told = False, self._told
         if self.phase is SETTLED:
@@ -364,24 +320,16 @@ class Session(Observer):
             self._whole_program_step_ended()
         self.live.step_ended(by_hand, self.gate.steps.current)
         self.policy.step_ended(self)
-        if self.landing is not None:
-            self.landing.step_ended(by_hand)
+        if self._landing is not None:
+            self._landing.step_ended(by_hand)
 
     def _whole_program_step_ended(self) -> None:
         assert self.values is not None
         self.values.forget()
         if self.models is None:
             self.learn_models()
-        if self.capsules is not None:
-            self.capsules.step_ended()
-
-    def _undo_replayed(self) -> None:
-        if self._search is not None:
-            return
-        if self.recovery is not None and self.recovery.undo_update():
-            self.gate.undo_update()
-        if self.phase in REPLAYS:
-            self._replay_was_finite()
+        if self._capsules is not None:
+            self._capsules.step_ended()
 
     # Backward.
 
@@ -401,12 +349,12 @@ class Session(Observer):
             self.body_ended()
         if self.values is not None:
             self.values.trains_on()
-        if self.capsules is not None:
-            self.capsules.backward_begins()
-        if self.landing is not None:
-            self.landing.backward_begins()
+        if self._capsules is not None:
+            self._capsules.backward_begins()
+        if self._landing is not None:
+            self._landing.backward_begins()
         self.live.backward_begins()
-        self._backwards += 1
+        self.backwards += 1
         for trip in self.gate.backward_begins(roots):
             self._trip(trip, None)
         if self.layers is not None:
@@ -467,13 +415,15 @@ class Session(Observer):
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """The next batch of a loader; while the failing step is replayed, its batches again."""
-        while self.asks_again and torch.is_grad_enabled():
-            handout = self._next_again(iterator)
-            if handout is not None:
-                return self._handed_out_again(handout)
+        while self._replay is not None and torch.is_grad_enabled():
+            again = self._replay.next_batch(iterator)
+            if again is not None:
+                return again[0]
+        if self.handouts.has_more(iterator):  # Training goes on in the middle of a replay.
+            return self.handouts.again(iterator).batch
         self.hooks.guarded(self.body_ended)
-        if self.landing is not None and self.phase is WATCHING and torch.is_grad_enabled():
-            fetch = self.landing.around(fetch, self.unseen)
+        if self._landing is not None and self.phase is WATCHING and torch.is_grad_enabled():
+            fetch = self._landing.around(fetch, self.unseen)
         batch = self.live.fetched(fetch, iterator)
         self.hooks.guarded(self.handed_out, iterator, batch)
         return batch
@@ -485,11 +435,11 @@ class Session(Observer):
         self._trains_here()
         before = self.handouts.latest.updates if self.handouts.latest is not None else None
         if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
-            self._backwards = 0
-        if self.landing is not None:
-            self.landing.label(self.handouts.latest)
-        if self.capsules is not None:
-            self.capsules.handed_out()
+            self.backwards = 0
+        if self._landing is not None:
+            self._landing.label(self.handouts.latest)
+        if self._capsules is not None:
+            self._capsules.handed_out()
         self.live.handed_out(batch)
 
     def through_the_loop(self) -> None:
@@ -518,29 +468,19 @@ class Session(Observer):
     # Trips.
 
     def _trip(self, trip: Trip, optimizer: Any) -> None:
-        place = ("update", id(optimizer)) if optimizer is not None else ("backward", self._backwards)
+        place = ("update", id(optimizer)) if optimizer is not None else ("backward", self.backwards)
         place = (f"{trip.noticed.what} {place[0]}", place[1])
         if trip.noticed.what == "loss" and not self.scope.is_trained_by(trip.tensors, self.models):
             return
-        if self.phase is WATCHING:
-            if self.policy.tripped(self, trip) and not self._told and not self._is_held():
-                self._tripped(trip, place)
-        elif self.phase in REPLAYS:
-            assert self._failure is not None
-            if place != self._failure.place:
-                self._elsewhere = True  # The replay has to fail where the step did: nothing else explains it.
-            elif self._search is not None:
-                self._search.failed()
-            elif self.phase is COMPARING:
-                self._compared(trip)
-            else:
-                self._explained(trip)
+        if self._replay is not None:
+            self._replay.tripped(trip, place)
+        elif self.phase is WATCHING and self.policy.tripped(self, trip) and not self._told and not self._is_held():
+            self._tripped(trip, place)
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
         report, late = self.known(trip), self.gate.reads.late
-        self._failure = Failure(trip, place, report)
         if self.live.on:
-            self._traced_as_it_ran(trip)
+            self._traced_as_it_ran(Failure(trip, place, report))
             return
         self._told = True
         if late:
@@ -551,21 +491,20 @@ class Session(Observer):
         most = self.policy.investigates
         closely = not late and (most is None or (self._investigated < most and (self.policy.undoes or not self.streak)))
         self._investigated += closely
-        self._failure = Failure(trip, place, report)
         self.policy.known(self, report)
         self.keep_state(report, trip)
         if closely or self.policy.undoes:
             self._schedules = Schedules.of(list(self.gate.steps.done))
         if closely and trip.before_update and self._can_replay():
             assert self._schedules is not None
-            self.loop.tripped(self._schedules)
-            self._enter(TRIPPED)
+            self._replay = LoopReplay(self, Failure(trip, place, report), self._schedules)
+            self.enter(TRIPPED)
             return
         if closely:
-            report = self._replayed_at_once(report, trip)
+            report = self.replayed_at_once(report, trip)
         elif not late and self.policy.undoes:
             report = replace(report, notes=(_NOT_INVESTIGATED,))
-        self._settle(report, trip.before_update)
+        self.settle(report, trip.before_update)
 
     def known(self, trip: Trip) -> Report:
         """What is known at once."""
@@ -575,25 +514,30 @@ class Session(Observer):
 
     def keep_state(self, report: Report, trip: Trip) -> None:
         """The failing step goes into a capsule while its weights are still there."""
-        if self.capsules is not None and self.values is not None:
-            self.capsules.tripped(report, written=not trip.before_update or self.gate.in_step is not None)
+        if self._capsules is not None and self.values is not None:
+            self._capsules.tripped(report, written=not trip.before_update or self.gate.in_step is not None)
 
     def _can_replay(self) -> bool:
-        return self._may_replay and self.through_loop and world().is_alone and self.loop.can_follow()
+        return self._may_replay and self.through_loop and can_replay(self)
 
-    def _traced_as_it_ran(self, trip: Trip) -> None:
+    def _traced_as_it_ran(self, failure: Failure) -> None:
         """Every operator is recorded already."""
-        assert self._failure is not None
-        self.keep_state(self._failure.report, trip)
+        trip = failure.trip
+        self.keep_state(failure.report, trip)
         report = self.microscope.conclude(trip.noticed, trip.tensors, [], AS_IT_RAN)
-        if report is not None and not (trip.before_update and self._can_replay() and self._searches(report)):
-            self._settle(report, trip.before_update)
+        if report is None:
+            return
+        if self.policy.searches and trip.before_update and self._can_replay():
+            self._replay = LoopReplay(self, failure, Schedules.of(list(self.gate.steps.done)))
+            if self._replay.searches(report):
+                return
+        self.settle(report, trip.before_update)
 
-    def _replayed_at_once(self, report: Report, trip: Trip) -> Report:
+    def replayed_at_once(self, report: Report, trip: Trip) -> Report:
         """The report with what can be seen without the loop."""
         self._busy = True
         try:
-            source = next((s for s in self.sources if s.can(trip)), None)
+            source = next((s for s in self._sources if s.can(trip)), None)
             return source.replay(report, trip) if source is not None else report
         except Exception as error:  # The replay is our idea: what goes wrong with it is no news to the program.
             self.internal_error(error)
@@ -602,170 +546,16 @@ class Session(Observer):
             self._busy = False
             self.microscope.stop()
 
-    # Replays by the loop.
-
-    @property
-    def asks_again(self) -> bool:
-        """Whether the next batch that the loop gets is one of the failing step."""
-        return self.phase is TRIPPED or self.phase in REPLAYS or self.handouts.more_to_come
-
-    def _next_again(self, source: Any) -> Handout | None:
-        """The next batch of the replay under way, or the first of the next one; None where all is replayed."""
-        try:
-            if self.phase is TRIPPED:
-                self._begin_replay(REPLAYING, source)
-            handout = self.loop.next(source)
-            if handout is None and self.phase in REPLAYS:
-                self.hooks.guarded(self._body_replayed, source)
-                handout = self.loop.next(source) if self.phase in REPLAYS else None
-            if handout is None:
-                self.loop.stop()
-            return handout
-        except ReplayError:
-            self.loop.stop()
-            self.hooks.guarded(self._give_up)
-            return None
-
-    def _begin_replay(self, phase: Phase, source: Any) -> None:
-        self.loop.begin(source)
-        if phase is not self.phase:
-            self._enter(phase)
-        self._output.begin()
-        self._backwards, self._finite, self._elsewhere = 0, False, False
-        if phase is not SEARCHING:
-            self.microscope.start(in_step=True)
-
-    def _handed_out_again(self, handout: Handout) -> Any:
-        with self.microscope.unseen():
-            if self._search is not None:
-                return self._search.batch(handout)
-            batch = handout.batch if self.phase is REPLAYING else copied(handout.pristine)
-        if self.microscope.running:
-            self.microscope.mark_batch(batch, sys._getframe())
-        return batch
-
-    def _body_replayed(self, source: Any) -> None:
-        """The loop asks for more batches than the step had: this replay is over."""
-        if self._search is not None:
-            self._after_question(self._search, source)
-        elif self._elsewhere and not self._finite:
-            self._give_up()
-        else:
-            self._replay_was_finite()
-            if self.phase is REPLAYING:
-                self._begin_replay(COMPARING, source)
-
-    def _after_question(self, search: SampleSearch, source: Any) -> None:
-        try:
-            goes_on = search.goes_on()
-        except Exception as error:  # The search is our idea: what goes wrong with it is no news to the program.
-            self.internal_error(error)
-            self._search_ended(search)
-            return
-        if goes_on:
-            self._begin_replay(SEARCHING, source)
-        elif search.repeated or self._first_trace is None:
-            self._search_ended(search)
-        else:  # The same batch was finite: another trace of it shows what differs.
-            self._search = None
-            self._begin_replay(COMPARING, source)
-
-    def _replay_was_finite(self) -> None:
-        """The same step, from the same state, is not bad this time."""
-        self._finite = True
-        self.microscope.stop()
-        if self.phase is COMPARING:
-            self._compared(None)
-        elif self._first_trace is None and self.microscope.tracer is not None:
-            self._first_trace = self.microscope.tracer.raws
-
-    def _explained(self, trip: Trip) -> None:
-        """The replay failed where the step did: every operator up to there is recorded."""
-        assert self._failure is not None
-        report = self.microscope.conclude(trip.noticed, trip.tensors, [], self.loop.how) or self._failure.report
-        searches = self.policy.searches and trip.before_update and self.gate.in_step is None
-        if not searches or not self._searches(report):
-            self._settle(report, trip.before_update)
-
-    def _compared(self, trip: Trip | None) -> None:
-        """The step was traced twice: says what differed. `trip` where it failed the second time."""
-        assert self._failure is not None
-        first, tracer = self._first_trace, self.microscope.tracer
-        report = self._failure.report
-        if trip is not None and report.origin is None:
-            report = self.microscope.conclude(trip.noticed, trip.tensors, [], self.loop.how) or report
-        self.microscope.stop()
-        difference = first_difference(first, tracer.raws) if first is not None and tracer is not None else None
-        self._settle(not_repeated(report, difference), before_update=True, resumes=trip is None)
-
-    def _give_up(self) -> None:
-        """The loop cannot replay the step."""
-        assert self._failure is not None
-        if self._search is not None:
-            self._search_ended(self._search)
-            return
-        if self.phase is COMPARING:
-            self._settle(not_repeated(self._failure.report, None), before_update=True)
-            return
-        self.microscope.stop()
-        trip, report = self._failure.trip, self._failure.report
-        report = replace(report, notes=(*report.notes, _NO_LOOP))
-        self._settle(self._replayed_at_once(report, trip), before_update=True)
-        self._updated = True  # As far as it was made: the step is over when the loop asks for its next batch.
-
-    # The search for bad samples.
-
-    def _searches(self, report: Report) -> bool:
-        """Begins the search; False where there is none to begin."""
-        self.microscope.stop()
-        try:
-            search = begin_search(report, self.handouts)
-        except Exception as error:
-            self.internal_error(error)
-            return False
-        if search is None:
-            return False
-        if self.phase is WATCHING:
-            self._schedules = self._schedules or Schedules.of(list(self.gate.steps.done))
-            self.loop.tripped(self._schedules)
-        self._first_trace = self.microscope.tracer.raws if self.microscope.tracer is not None else None
-        assert self._failure is not None
-        self._search, self._failure = search, replace(self._failure, report=report)
-        self._enter(SEARCHING)
-        self.loop.stop()
-        self._output.begin()
-        self.policy.known(self, report)
-        return True
-
-    def _search_ended(self, search: SampleSearch) -> None:
-        assert self._failure is not None
-        self._settle(search.told_in(self._failure.report), before_update=True)
-
-    @contextlib.contextmanager
-    def step_again(self) -> Iterator[None]:
-        """Around a function of one step: what it raises while samples are replaced is no news to anyone."""
-        try:
-            yield
-        except NonFiniteError:
-            raise
-        except Exception as error:
-            if self._search is None:
-                raise
-            self._search.raised(error)
-
     # What is done about it.
 
-    def _settle(self, report: Report, before_update: bool, *, resumes: bool = False) -> None:
-        """All is known of a failure: the policy decides. `resumes` where the step was good in the end."""
+    def settle(self, report: Report, before_update: bool, *, finite: bool = False) -> None:
+        """All is known of a failure: the policy decides. `finite` where the step was good in the end."""
         self.microscope.stop()
-        self._output.end()
-        self._search = self._first_trace = None
-        self._finite = False
-        self._enter(SETTLED)
+        self._replay = None
+        self.enter(SETTLED)
         self.report = report = self._completed(report, before_update)
-        self._failure = None
-        self.streak += not resumes
-        if resumes and self.policy.undoes and self.policy.investigates is not None:
+        self.streak += not finite
+        if finite and self.policy.goes_on:
             log.warning("%s", nonfinite_error(report))
             self.resume()
             return
@@ -773,15 +563,16 @@ class Session(Observer):
 
     def _completed(self, report: Report, before_update: bool) -> Report:
         """With all that is known of it, and its capsule written."""
-        if self._journal is None:
-            return report
-        report = self._journal.completed(report)
-        if self.capsules is None:
+        report = self._told_of(report)
+        if self._capsules is None or self._journal is None:
             return report
         first = self.calls.first if self.calls is not None else None
         undo = self.recovery.undo_update if self.recovery is not None and self.policy.undoes else None
         random = first.random if first is not None else None
-        return self.capsules.settled(report, before_update, undo, self.buffers_before(), random)
+        return self._capsules.settled(report, before_update, undo, self.buffers_before(), random)
+
+    def _told_of(self, report: Report) -> Report:
+        return self._journal.completed(report) if self._journal is not None else report
 
     def buffers_before(self) -> list[Any]:
         """As they were when the step under way began."""
@@ -798,9 +589,46 @@ class Session(Observer):
         if self._updated and self.training_thread in (None, threading.get_ident()):
             self.hooks.guarded(self.body_ended)
 
+    # Replays by the loop.
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether the next batch that the loop gets is one of the failing step."""
+        return self._replay is not None or self.handouts.more_to_come
+
+    @property
+    def is_searching(self) -> bool:
+        return self.phase is SEARCHING
+
+    def raised(self, error: BaseException) -> bool:
+        """The loop raised; whether that is only what became of a replay."""
+        return self._replay is not None and self._replay.raised(error)
+
+    @contextlib.contextmanager
+    def step_again(self) -> Iterator[None]:
+        """Around a function of one step: what it raises while samples are replaced is no news to anyone."""
+        try:
+            yield
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            if not self.raised(error):
+                raise
+
+    def forget_replay(self) -> None:
+        """Whatever became of it, no more of it will come."""
+        if self._replay is not None:
+            self._replay.end()
+            self._replay = None
+            self.enter(SETTLED)
+
+    def step_is_over(self) -> None:
+        """As far as a bad step was made, it was made: training resumes when the loop goes on."""
+        self._updated = True
+
     def resume(self) -> None:
         """The bad step is over, and training goes on."""
-        self._enter(WATCHING)
+        self.enter(WATCHING)
         self._updated = False
         if self.calls is not None:
             self.calls.before_next(None)
@@ -834,49 +662,53 @@ class Session(Observer):
 
     def left(self, error: BaseException | None) -> Report | None:
         """The loop was left, perhaps because of a bad value: what is known of it; None where that was told."""
-        self._output.end()
-        if self._search is not None:
-            return self.abandon()
-        if self._failure is None and isinstance(error, Exception) and not isinstance(error, NonFiniteError):
-            bad = bad_values(error)
-            trip = Trip(Noticed("exception", type(error).__name__), bad, before_update=True)
-            self._failure = Failure(trip, ("", 0), self.known(trip)) if bad else None
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return self._left_bad() if error is None and self.phase is WATCHING and not self.streak else None
-        report = failure.report
-        if self.phase in REPLAYS:
-            report = (
-                self.microscope.conclude(failure.trip.noticed, [], self.microscope.raised(), self.loop.how) or report
-            )
-        else:
-            report = self._replayed_at_once(report, failure.trip)
+        replay = self._replay
+        if replay is not None:
+            return self._left_in_replay(replay, error)
+        if isinstance(error, Exception) and not isinstance(error, NonFiniteError):
+            trip = Trip(Noticed("exception", type(error).__name__), bad_values(error), before_update=True)
+            return self._known_at_end(trip, replay=True) if trip.tensors else None
+        last = self.gate.left_bad() if error is None and self.phase is WATCHING and not self.streak else None
+        return self._known_at_end(last, replay=False) if last is not None else None
+
+    def _left_in_replay(self, replay: LoopReplay, error: BaseException | None) -> Report | None:
+        report = replay.left()
         self.microscope.stop()
-        if self.policy.undoes and self.policy.investigates is not None and error is None:
-            self._settle(report, before_update=True)
+        if self.policy.goes_on and error is None and replay.search is None:
+            self.settle(report, before_update=True)
             self.resume()
             return None
-        self.report = self._completed(report, before_update=True)
+        self._replay = None
+        self.enter(SETTLED)
+        self.report = self._completed(report, before_update=True) if replay.search is None else self._told_of(report)
         return self.report
 
-    def abandon(self) -> Report | None:
-        """No more replays: returns the report of a failure whose samples were being searched."""
-        self._output.end()
-        search, failure = self._search, self._failure
+    def _known_at_end(self, trip: Trip, *, replay: bool) -> Report:
+        """An exception with a bad value, or what the last update has left."""
+        report = self.known(trip)
+        if not replay:
+            self.journal.tripped(trip.noticed, trip.tensors, report.step, None)
+        report = self.replayed_at_once(report, trip) if replay else report
         self.microscope.stop()
-        if search is None or failure is None:
-            return None
-        self._search = self._failure = None
-        self._enter(SETTLED)
-        self.report = search.told_in(failure.report)
-        if self._journal is not None:
-            self.report = self._journal.completed(self.report)
+        self.report = self._completed(report, before_update=replay)
         return self.report
+
+    def found(self, report: Report) -> None:
+        """Something was found outside of any step."""
+        self.report = report
+
+    def left_by_program(self) -> None:
+        """The program has ended, and no replay will come."""
+        replay = self._replay
+        if replay is not None:
+            self.forget_replay()
+            if replay.search is not None:
+                self.policy.known(self, replay.left())
 
     def close(self) -> None:
         """Nothing is looked at any more, and nothing is written."""
         if self.phase is WATCHING:
-            self._enter(SETTLED)
+            self.enter(SETTLED)
 
     def landed(self) -> None:
         """The state of a captured step was put in: from here on every operator is recorded."""
@@ -889,20 +721,3 @@ class Session(Observer):
     def trip_at_end(self, trip: Trip) -> None:
         """What is left of training is not finite."""
         self._trip(trip, None)
-
-    @property
-    def search(self) -> SampleSearch | None:
-        return self._search
-
-    def _left_bad(self) -> Report | None:
-        """Nothing failed, but the last update, or a buffer whose turn had not come, is not finite."""
-        try:
-            trip = self.gate.left_bad()
-            if trip is None:
-                return None
-            report = self.known(trip)
-            self.journal.tripped(trip.noticed, trip.tensors, report.step, None)
-            self.report = self._completed(report, before_update=False)
-        except Exception as error:
-            self.internal_error(error)
-        return self.report
