@@ -189,7 +189,7 @@ def test_what_does_not_train_is_not_kept(kits: Any) -> None:
     with torch.inference_mode():
         model(torch.ones(2, 4))
     assert not kit.calls.calls
-    assert not kit.calls.called
+    assert not kit.calls.were_made()
 
 
 def test_a_call_that_backward_makes_is_not_kept(kits: Any) -> None:
@@ -245,7 +245,7 @@ def test_less_is_kept_where_the_loop_is_played_again(kits: Any) -> None:
     kit = kits(model)
     kit.calls.keep_less()
     x, source = torch.ones(1, 4), Kit
-    kit.calls.replayer.fetched(source, x, 0)
+    kit.calls._handouts.fetched(source, x, 0)
     out = model(x)
     assert not out._backward_hooks
     assert not kit.calls.calls

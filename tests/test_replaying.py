@@ -162,7 +162,7 @@ def test_it_happens_again(firstnan: Zygote, tmp_path: Path, text: str) -> None:
     assert first.found["step"] > 0
     assert capsule.name == f"firstnan-step{first.found['step']:06}.capsule"
     assert where(again) == where(first)
-    assert again.found["replay"] == "the captured step was played again"
+    assert again.found["replay"] == "the captured step was replayed"
     assert len(again.stdout.splitlines()) <= 1, "the earlier steps are not made again"
 
 
@@ -223,7 +223,7 @@ def test_no_training_step_to_land_in(firstnan: Zygote, tmp_path: Path) -> None:
     again = replayed(firstnan, tmp_path, capsule)
     assert again.code == 0
     assert again.stdout == "only this\n"
-    assert "came to no training step" in again.stderr
+    assert "reached no training step" in again.stderr
 
 
 # --- what is in the way of a capsule ------------------------------------------------------------------------------

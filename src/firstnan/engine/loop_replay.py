@@ -113,7 +113,8 @@ class LoopReplay:
     def _handed_out(self, handout: Handout) -> Any:
         if self.search is not None:
             return self.search.batch(handout)
-        batch = handout.batch if self._session.phase is REPLAYING else copied(handout.pristine)
+        with self._microscope.unseen():
+            batch = handout.batch if self._session.phase is REPLAYING else copied(handout.pristine)
         if self._microscope.running:
             self._microscope.mark_batch(batch, sys._getframe())
         return batch
@@ -184,12 +185,6 @@ class LoopReplay:
             searches = session.policy.searches and trip.before_update and session.gate.in_step is None
             if not searches or not self.searches(report):
                 self._settle(report, trip.before_update)
-
-    def raised(self, error: BaseException) -> bool:
-        """The loop raised; False where that is no matter of a replay."""
-        if self.search is not None:
-            self.search.raised(error)
-        return self.search is not None
 
     # What comes of it.
 

@@ -92,7 +92,7 @@ class ProgramValues:
         session = self._session
         if isinstance(error, Stop | KeyboardInterrupt) or session.phase is SETTLED or self._suspect is not None:
             return
-        if session.raised(error):  # What it says of a replay is no news: the output stays hidden to the end.
+        if session.left_by(error):  # What it says of a replay is no news: the output stays hidden to the end.
             return
         if isinstance(error, SystemExit) and error.code in (0, None):
             return

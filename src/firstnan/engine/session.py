@@ -305,6 +305,8 @@ class Session(Observer):
         if self.phase is SETTLED:
             self.policy.step_dropped(self)
             self._updated = True
+            if self._journal is not None and not self.policy.goes_on:
+                self._journal.counts.steps += 1
             return
         if not told:
             self.streak = 0
@@ -557,7 +559,7 @@ class Session(Observer):
         self.streak += not finite
         if finite and self.policy.goes_on:
             log.warning("%s", nonfinite_error(report))
-            self.resume()
+            self.enter(WATCHING)
             return
         self.policy.settle(self, report, before_update)
 
@@ -600,9 +602,12 @@ class Session(Observer):
     def is_searching(self) -> bool:
         return self.phase is SEARCHING
 
-    def raised(self, error: BaseException) -> bool:
-        """The loop raised; whether that is only what became of a replay."""
-        return self._replay is not None and self._replay.raised(error)
+    def left_by(self, error: BaseException) -> bool:
+        """An error has left the loop; whether that is only what became of a replay."""
+        search = self._replay.search if self._replay is not None else None
+        if search is not None:
+            search.left_by(error)
+        return search is not None
 
     @contextlib.contextmanager
     def step_again(self) -> Iterator[None]:
@@ -612,8 +617,10 @@ class Session(Observer):
         except NonFiniteError:
             raise
         except Exception as error:
-            if not self.raised(error):
+            search = self._replay.search if self._replay is not None else None
+            if search is None:
                 raise
+            search.raised(error)
 
     def forget_replay(self) -> None:
         """Whatever became of it, no more of it will come."""

@@ -87,6 +87,10 @@ class SampleSearch:
         else:
             self._error = error
 
+    def left_by(self, error: BaseException) -> None:
+        """The loop was left by an error: no more replays will come."""
+        self._error = error
+
     def goes_on(self) -> bool:
         """Hands the last answer to the search; False where it is over."""
         if self._error is not None:
