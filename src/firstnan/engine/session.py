@@ -9,20 +9,16 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
-from firstnan.engine.journal import Journal
-from firstnan.engine.landing import Landing
 from firstnan.engine.live_trace import LiveTrace
 from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay
 from firstnan.engine.microscope import Microscope
-from firstnan.engine.model_calls import ModelCalls
 from firstnan.engine.phases import (
     COMPARING,
     REPLAYING,
@@ -35,25 +31,31 @@ from firstnan.engine.phases import (
     Phase,
 )  # fmt: skip
 from firstnan.engine.policies import Policy
-from firstnan.engine.program_values import ProgramValues
-from firstnan.engine.recovery import Recovery
-from firstnan.engine.replay_sources import ReplaySource
 from firstnan.engine.scope import Scope
 from firstnan.engine.world import world
 from firstnan.gate.device_reads import LATE
 from firstnan.gate.gate import Gate, Trip
-from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.hooks import Hooks
-from firstnan.observe.layers import LayerWatch
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.batches import put_back
-from firstnan.tensors.names import Models
 from firstnan.tensors.safe_updates import is_torchs
 from firstnan.tensors.snapshot import Schedules
+
+if TYPE_CHECKING:
+    from firstnan.engine.capsule_writer import CapsuleWriter
+    from firstnan.engine.journal import Journal
+    from firstnan.engine.landing import Landing
+    from firstnan.engine.model_calls import ModelCalls
+    from firstnan.engine.program_values import ProgramValues
+    from firstnan.engine.recovery import Recovery
+    from firstnan.engine.replay_sources import ReplaySource
+    from firstnan.gate.growth_guard import Alarm
+    from firstnan.observe.layers import LayerWatch
+    from firstnan.tensors.names import Models
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _NO_LOOP = "the training loop could not be replayed for this step"
