@@ -25,7 +25,7 @@ from firstnan.engine.statistics import Statistics
 from firstnan.observe.layers import LayerWatch, Sink
 from firstnan.observe.sites import Ownership, directories
 from firstnan.records import NaNEvent, Report
-from firstnan.records.errors import NonFiniteError
+from firstnan.report import nonfinite_error
 from firstnan.tensors.batches import NamelessSource
 from firstnan.tensors.optimizers import parameters_of
 
@@ -177,13 +177,13 @@ class NaNDetector:
         if report is None:
             return
         if searching and isinstance(error, Exception):  # raised by what only we wanted to be done
-            raise NonFiniteError(report) from None
+            raise nonfinite_error(report) from None
         if error is not None:
-            error.add_note(str(NonFiniteError(report)))
+            error.add_note(str(nonfinite_error(report)))
         elif self._settings.policy == "raise":
-            raise NonFiniteError(report)
+            raise nonfinite_error(report)
         else:
-            log.warning("%s", NonFiniteError(report))
+            log.warning("%s", nonfinite_error(report))
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """The loader's batches; one that fails is handed out again, so that the loop body shows why."""

@@ -21,6 +21,7 @@ from firstnan.observe.sites import Ownership, directories
 from firstnan.observe.training_hooks import TrainingHooks
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
+from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.live_objects import alive
 from firstnan.tensors.names import Models
@@ -127,15 +128,15 @@ class Block:
             return
         self.report = report
         if told is None:
-            raise NonFiniteError(report)
-        told.add_note(str(NonFiniteError(report)))
+            raise nonfinite_error(report)
+        told.add_note(str(nonfinite_error(report)))
 
     # What the gate says.
 
     def trip(self, noticed: Noticed, tensors: list[Tensor], *, before_update: bool) -> None:
         self.report = self.microscope.conclude(noticed, tensors, [], AS_IT_RAN)
         if self.report is not None:
-            raise NonFiniteError(self.report)
+            raise nonfinite_error(self.report)
 
     def suppresses(self, optimizer: Any) -> bool:
         return False

@@ -34,6 +34,7 @@ from firstnan.observe.sites import Ownership
 from firstnan.observe.training_hooks import TrainingHooks
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
+from firstnan.report import nonfinite_error
 from firstnan.tensors.batches import NamelessSource, put_back
 from firstnan.tensors.names import Models
 from firstnan.tensors.optimizers import drop_gradients, reaches
@@ -381,7 +382,7 @@ class Session:
             # Once the weights are lost every step is bad: said ever more rarely.
             if self._streak.bit_count() == 1:
                 told = report.origin is not None or report.notes
-                log.warning("%s", NonFiniteError(report) if told else f"step {report.step}: {one_line(report)}")
+                log.warning("%s", nonfinite_error(report) if told else f"step {report.step}: {one_line(report)}")
             return
         if policy == "raise":
             self._stop()
@@ -416,7 +417,7 @@ class Session:
         if self.settings.policy != "rollback":
             put_back(self.last_calls.buffers_before())
         self.report = replace(self.report, notes=(*self.report.notes, *why))
-        raise NonFiniteError(self.report)
+        raise nonfinite_error(self.report)
 
     def _skip_ends(self) -> None:
         self.mode, self._told = WATCHING, False
@@ -446,5 +447,5 @@ class Session:
         self.mode = WATCHING
         self.report = report = not_repeated(self.journal.completed(report), None)
         if self.settings.policy == "raise":
-            raise NonFiniteError(report)
-        log.warning("%s", NonFiniteError(report))
+            raise nonfinite_error(report)
+        log.warning("%s", nonfinite_error(report))
