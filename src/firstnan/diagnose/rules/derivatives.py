@@ -18,9 +18,8 @@ import math
 
 from firstnan.diagnose.rules import story
 from firstnan.diagnose.rules.base import Finding, rule
-from firstnan.diagnose.rules.scene import COMPARISONS, Scene, describe, has_zero, words
+from firstnan.diagnose.rules.scene import COMPARISONS, Scene, describe, has_zero, number, words
 from firstnan.records import OpEvent, Phase
-from firstnan.records.words import number
 
 BACKWARD: frozenset[Phase] = frozenset({"backward"})
 SQRTS = words(

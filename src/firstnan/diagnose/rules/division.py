@@ -6,8 +6,7 @@ import math
 
 from firstnan.diagnose.rules import story
 from firstnan.diagnose.rules.base import Finding, rule
-from firstnan.diagnose.rules.scene import Scene, has_zero
-from firstnan.records.words import number
+from firstnan.diagnose.rules.scene import Scene, has_zero, number
 
 # (numerator, denominator) by operator; `1 / x` reaches aten as reciprocal(x), then mul.
 DIVISIONS: dict[str, tuple[str, str]] = {

@@ -6,8 +6,7 @@ import math
 
 from firstnan.diagnose.rules import story
 from firstnan.diagnose.rules.base import Finding, rule
-from firstnan.diagnose.rules.scene import Scene
-from firstnan.records.words import number
+from firstnan.diagnose.rules.scene import Scene, number
 
 # The argument of the logarithm, and the value at which it is -inf (below that it is NaN).
 LOGS = {

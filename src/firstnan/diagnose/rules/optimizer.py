@@ -8,9 +8,8 @@ from typing import Any
 from firstnan.diagnose.rules.base import Finding, rule
 from firstnan.diagnose.rules.division import DIVISIONS, div_by_zero, zero_over_zero
 from firstnan.diagnose.rules.overflow import STATE_OPS, overflowed
-from firstnan.diagnose.rules.scene import Scene, has_zero, is_number
+from firstnan.diagnose.rules.scene import Scene, has_zero, is_number, number
 from firstnan.records import Phase
-from firstnan.records.words import number
 
 UPDATES: frozenset[Phase] = frozenset({"optimizer", "parameter"})
 FUSED = ("adam", "adamw", "adagrad", "sgd", "fused_adam", "fused_adamw", "fused_adagrad", "fused_sgd")

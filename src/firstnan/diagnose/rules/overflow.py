@@ -7,9 +7,8 @@ import math
 from firstnan.diagnose.rules import story
 from firstnan.diagnose.rules.base import ANY, Finding, rule
 from firstnan.diagnose.rules.division import DIVISIONS
-from firstnan.diagnose.rules.scene import Scene, describe, dtype_max, largest, words
+from firstnan.diagnose.rules.scene import Scene, describe, dtype_max, largest, number, words
 from firstnan.records import OpEvent, TensorStat, Trace
-from firstnan.records.words import number
 
 EXPONENTIALS = ("exp", "expm1", "exp2", "sinh", "cosh", "softplus", "logaddexp")
 ARITHMETIC = words(

@@ -6,9 +6,8 @@ import math
 
 from firstnan.diagnose.rules.base import Finding, rule
 from firstnan.diagnose.rules.division import DIVISIONS
-from firstnan.diagnose.rules.scene import Scene, has_zero, words
+from firstnan.diagnose.rules.scene import Scene, has_zero, number, words
 from firstnan.records import TensorStat
-from firstnan.records.words import number
 
 MEANS = words(
     "mean nanmean median nanmedian mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "

@@ -10,7 +10,7 @@ from typing import Any
 
 from firstnan.diagnose.rules.growth import Growth, growth
 from firstnan.records import History, Operand, OpEvent, Origin, Phase, TensorStat, Trace
-from firstnan.records.words import number
+from firstnan.records.words import number as number
 
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}
 FLOAT8_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e8m0": 1.7e38}

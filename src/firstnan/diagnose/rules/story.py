@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from firstnan.diagnose.rules.scene import largest, words
+from firstnan.diagnose.rules.scene import largest, number, words
 from firstnan.records import Operand, OpEvent, Trace
-from firstnan.records.words import number
 
 CARRIERS = words(
     "view reshape select slice index gather squeeze unsqueeze expand transpose permute t clone detach contiguous to "
