@@ -170,7 +170,7 @@ class _Page:
         for feature in batch.features[: MOST["features"]]:
             yield "samples", self._text(words.feature_line(feature))
         if (left_out := len(batch.features) - MOST["features"]) > 0:
-            yield "samples", Text(f"and {count(left_out, 'value')} more in the JSON", style="dim")
+            yield "samples", Text(f"and {count(left_out, 'more value')} in the JSON", style="dim")
         if batch.note:
             yield "samples", self._text(batch.note)
 
@@ -212,7 +212,7 @@ class _Page:
         worst_first = sorted(range(len(origin.inputs)), key=lambda i: -origin.inputs[i].bad)
         kept = sorted(worst_first[: MOST["inputs"]])
         tensors = [("", origin.inputs[i]) for i in kept]
-        if origin.produced and origin.inputs != (origin.produced,):  # what came from outside was read, not made
+        if origin.produced and origin.inputs != (origin.produced,):  # a tensor from outside was read, not produced
             tensors.append(("-> " if origin.inputs else "", origin.produced))
         rows = [[arrow + stat.name, str(list(stat.shape)), short_dtype(stat.dtype)] for arrow, stat in tensors]
         rows = [[self.chars.cut(self.chars.show(cell), 160) for cell in row] for row in rows]
@@ -226,7 +226,7 @@ class _Page:
                 facts.pop()  # the last one matters least
             yield "values", Text(f"{head}  {self.chars.cut('   '.join(facts), 160)}", style="red" if made else "")
         if left_out := len(origin.inputs) - len(kept):
-            yield "values", Text(f"and {count(left_out, 'input')} more", style="dim")
+            yield "values", Text(f"and {count(left_out, 'more input')}", style="dim")
         evidence = self.report.cause.evidence if self.report.cause else ()
         witness = witness_line(origin)
         extra = ("" if witness in evidence else witness, scalars_line(origin))
@@ -264,7 +264,7 @@ class _Page:
             style = {"+": "green", "-": "red", " ": ""}.get(mark, "dim")
             yield self._hanging(mark, Text(text, style=style), style) if mark else Text(text, style=style)
         if len(lines) > MOST["diff"]:
-            yield Text(f"and {count(len(lines) - MOST['diff'], 'line')} more", style="dim")
+            yield Text(f"and {count(len(lines) - MOST['diff'], 'more line')}", style="dim")
 
     def _footer(self, saved: str) -> Rows:
         if replay := words.replay_line(self.report):
