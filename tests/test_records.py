@@ -15,6 +15,7 @@ import pytest
 
 from firstnan import records
 from firstnan.records import Cause, LayerTrack, Origin, Remedy, Report, ReportError, TensorStat, decode, encode
+from firstnan.records.codec import prepare
 from firstnan.records.words import number
 
 RECORDS: list[type[Any]] = [v for v in map(vars(records).get, records.__all__) if dataclasses.is_dataclass(v)]
@@ -181,6 +182,17 @@ def test_new_fields_and_records_need_no_code() -> None:
             decode(LargerRemedy, {**data, "spans": wrong}, "at")
     with pytest.raises(ReportError, match=r"^at\.owners\[0\]\.file is missing$"):
         decode(LargerRemedy, {**data, "owners": {"\n": [{}]}}, "at")
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    values: tuple[bytes, ...] = ()
+
+
+def test_a_type_that_cannot_be_read_is_refused_before_anything_is_read() -> None:
+    prepare(LargerRemedy)
+    with pytest.raises(TypeError, match="a record cannot have a field of type <class 'bytes'>"):
+        prepare(tuple[Unreadable, ...] | None)
 
 
 def test_what_a_record_refuses_is_told_with_its_place() -> None:

@@ -154,6 +154,21 @@ def _types(cls: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     return {f.name: hints[f.name] for f in fields(cls)}, required
 
 
+def prepare(hint: Any) -> None:
+    """Resolves a record's types and those of the records inside it; TypeError if the codec cannot read one of them.
+
+    Done at import: reading a file then evaluates no annotation, and cannot fail on a type.
+    """
+    if is_dataclass(hint):
+        for inner in _types(cast(Any, hint))[0].values():
+            prepare(inner)
+    elif get_origin(hint) in (Union, UnionType, tuple, dict):
+        for inner in get_args(hint):
+            prepare(inner)
+    elif hint not in (*_SIMPLE, Any, type(None), ...) and get_origin(hint) is not Literal:
+        raise TypeError(f"a record cannot have a field of type {hint}")
+
+
 def _items(options: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     """The elements of `tuple[X, ...]`, or of a tuple that names the type of each."""
     if not isinstance(value, list):

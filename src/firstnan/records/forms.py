@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from firstnan.records.codec import FORMS, Form, ReportError, decode, decode_value, encode, field_at
+from firstnan.records.codec import FORMS, Form, ReportError, decode, decode_value, encode, field_at, prepare
+from firstnan.records.events import NaNEvent
 from firstnan.records.report import History, Origin, Report
 from firstnan.records.trace import InFloat64, OpEvent, Site, TensorStat
 
@@ -157,3 +158,5 @@ FORMS.update(
         ),
     }
 )
+for _record in (Report, NaNEvent, _Argument, _Number):
+    prepare(_record)
