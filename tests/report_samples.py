@@ -44,6 +44,7 @@ def forward() -> Report:
             "The 1e-3 that is added does not help against a value that is more negative than that.",
             ("1 of 128 inputs is negative, none is 0", "the least input is -0.499"),
             0.95,
+            "docs/causes/log_of_negative.md",
         ),
         other_causes=(Cause("nan_input", "bad data", "", (), 0.2),),
         remedies=(

@@ -17,8 +17,8 @@ import report_samples
 from firstnan.api.checks import Finding, check, check_gradients, check_weights
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import NonFiniteError
-from firstnan.report import render_text
-from firstnan.report.words import short_path
+from firstnan.records.words import short_path
+from firstnan.report import nonfinite_error, render_text
 
 
 @dataclass
@@ -162,10 +162,10 @@ def test_check_is_not_in_the_way_of_symbolic_tracing() -> None:
 
 def test_error_shows_the_report_headline_first() -> None:
     report = report_samples.forward()
-    error = NonFiniteError(report)
+    error = nonfinite_error(report)
     assert isinstance(error, ArithmeticError)
     assert str(error) == render_text(report, width=100).rstrip()
-    assert str(error).startswith("firstnan: NaN born in forward, step 11, at nowhere/train.py:10")
+    assert str(error).startswith("firstnan: NaN created in forward, step 11, at nowhere/train.py:10")
     assert "log_of_negative" in str(error)
 
 
@@ -177,7 +177,7 @@ def test_error_without_an_origin_still_tells_the_step() -> None:
 def test_error_survives_pickle() -> None:
     with pytest.raises(NonFiniteError) as caught:
         check(torch.tensor([nan, 1.0]), "q")
-    for error in (caught.value, NonFiniteError(report_samples.forward())):
+    for error in (caught.value, nonfinite_error(report_samples.forward()), NonFiniteError(report_samples.forward())):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is NonFiniteError
         assert again.report.to_dict() == error.report.to_dict()

@@ -1,4 +1,4 @@
-"""The events that are kept, logged and told."""
+"""The event log: which events it keeps, logs and passes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_first_and_the_last_are_kept(most: int, count: int) -> None:
     assert log.dropped == count - len(expected)
 
 
-def test_cleared_it_starts_afresh() -> None:
+def test_a_cleared_log_starts_over() -> None:
     log = EventLog(2)
     for n in range(5):
         log.add(event(n))
@@ -105,7 +105,7 @@ LEVELS = [({"kind": kind}, logging.WARNING) for kind in ("spike", "explosion", "
 
 
 @pytest.mark.parametrize(("fields", "level"), LEVELS)
-def test_how_loud_an_event_is(fields: dict[str, Any], level: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_level_of_an_event(fields: dict[str, Any], level: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "firstnan")
     log = EventLog()
     log.add(event(message="100 % of it {}", **fields))
@@ -114,7 +114,7 @@ def test_how_loud_an_event_is(fields: dict[str, Any], level: int, caplog: pytest
     assert caplog.records[0].getMessage() == "firstnan: 100 % of it {}"
 
 
-def test_a_callback_that_fails_is_said_once_and_still_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_callback_is_reported_once_and_still_called(caplog: pytest.LogCaptureFixture) -> None:
     told = []
 
     def fails(e: NaNEvent) -> None:
@@ -132,7 +132,7 @@ def test_a_callback_that_fails_is_said_once_and_still_told(caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_a_wish_to_stop_gets_through(stop: type[BaseException]) -> None:
+def test_keyboard_interrupt_and_exit_pass_through(stop: type[BaseException]) -> None:
     def stops(_: NaNEvent) -> None:
         raise stop
 

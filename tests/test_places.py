@@ -6,8 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from firstnan.records import History, Site
-from firstnan.report.json import from_dict, to_dict
+from firstnan.records import History, Report, Site
 from report_samples import forward
 from zygote import Zygote
 
@@ -74,4 +73,4 @@ def test_a_failure_in_the_first_step_knows_what_was_reached(firstnan: Zygote, tm
 def test_places_survive_a_file() -> None:
     history = History(made_at=Site("train.py", 3, code="SGD(p)"), backward_at=Site("train.py", 9))
     report = forward().with_(history=history)
-    assert from_dict(to_dict(report)).history == history
+    assert Report.from_dict(report.to_dict()).history == history

@@ -18,8 +18,12 @@ import pytest
 from rich.cells import cell_len
 
 from firstnan.records import History, LayerTrack, Noticed, Origin, PathStep, Report, Site, TensorStat
-from firstnan.report import print_text, render_text, words
+from firstnan.records.errors import NonFiniteError
+from firstnan.records.words import headline
+from firstnan.report import nonfinite_error, print_text, render_text, words
 from firstnan.report.diff import shown
+from firstnan.report.history import sparkline
+from firstnan.report.tensors import short_dtype, tensor_facts
 from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer, watched
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -149,11 +153,20 @@ def test_any_field_may_be_missing(make: Callable[[], Report]) -> None:
         assert f"train.py:{site.line}" in text.splitlines()[0]
 
 
+def test_an_error_shows_its_text_or_at_least_the_headline() -> None:
+    assert str(nonfinite_error(forward())) == plain(forward()).rstrip()
+    assert str(NonFiniteError(forward())) == plain(forward()).splitlines()[0]
+    unrenderable = forward().with_(notes=(3,))
+    error = nonfinite_error(unrenderable)
+    assert error.report is unrenderable
+    assert str(error) == str(NonFiniteError(forward()))
+
+
 # --- the source excerpt ----------------------------------------------------------------------------------------
 
 
 def underlined(report: Report, **options: Any) -> list[str]:
-    """What stands above the carets, by screen columns, line by line."""
+    """What is above the carets, by screen columns, line by line."""
     lines = plain(report, **options).splitlines()
     found = []
     for above, below in itertools.pairwise(lines):
@@ -239,7 +252,7 @@ def test_context_comes_from_the_file_while_it_matches(tmp_path: Path) -> None:
 
 
 def test_a_line_beyond_what_was_recorded(tmp_path: Path) -> None:
-    """The record of a very long statement may end before the guilty line; the file or the expression stands in."""
+    """The record of a very long statement may end before the guilty line; the file or the expression is shown."""
     file = tmp_path / "t.py"
     file.write_text("y = f(\n" + "    0,\n" * 20 + "    log(x),\n)\n", encoding="utf-8")
     site = Site(str(file), 22, 4, 22, 10, "f", "log(x)", ("y = f(", *["    0,"] * 7), 1)
@@ -253,7 +266,7 @@ def test_a_line_beyond_what_was_recorded(tmp_path: Path) -> None:
 
 
 def stat(**fields: Any) -> str:
-    return words.tensor_cells(TensorStat(**{"name": "x", "shape": (4, 2), "dtype": "torch.float32", **fields}))[3]
+    return "   ".join(tensor_facts(TensorStat(**{"name": "x", "shape": (4, 2), "dtype": "torch.float32", **fields})))
 
 
 def test_one_tensor_one_line() -> None:
@@ -270,7 +283,7 @@ def test_one_tensor_one_line() -> None:
     )
     assert stat(shape=(), posinf=1, first_index=()) == "Inf"
     names = ["torch.float32", "bfloat16", "float8_e4m3fn", "bool", "complex64", "uint8", "int64", ""]
-    assert [words.dtype(n) for n in names] == ["f32", "bf16", "float8_e4m3fn", "bool", "c64", "u8", "i64", ""]
+    assert [short_dtype(n) for n in names] == ["f32", "bf16", "float8_e4m3fn", "bool", "c64", "u8", "i64", ""]
 
 
 def test_path_is_shortened_in_the_middle() -> None:
@@ -289,7 +302,7 @@ def test_path_is_shortened_in_the_middle() -> None:
     )
 
 
-def test_path_says_where_it_turns_back() -> None:
+def test_path_shows_where_backward_begins() -> None:
     steps = (PathStep("mul", 2, "t.py"), PathStep("where", 3, "t.py", phase="backward"), PathStep("exp", 3, "lib.py"))
     origin = Origin("forward", "exp", "aten.exp.default", site=Site("t.py", 1))
     line = words.path_line(Report("nonfinite", origin=origin, path=steps))
@@ -298,14 +311,14 @@ def test_path_says_where_it_turns_back() -> None:
 
 def test_sparkline() -> None:
     levels = "01234567"
-    assert words.sparkline([0, 1, 2, 3, 4, 5, 6, 7], levels) == levels
-    assert words.sparkline([1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7], levels) == levels  # by magnitude
-    assert words.sparkline([-1.7e308, 1.7e308, nan, inf], levels) == "07!!"
-    assert words.sparkline([3, 3, 3], levels) == "000"
-    assert words.sparkline([nan], levels) == "!"
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], levels) == levels
+    assert sparkline([1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7], levels) == levels  # by magnitude
+    assert sparkline([-1.7e308, 1.7e308, nan, inf], levels) == "07!!"
+    assert sparkline([3, 3, 3], levels) == "000"
+    assert sparkline([nan], levels) == "!"
 
 
-def test_history_only_where_growth_is_the_story() -> None:
+def test_history_only_if_the_cause_is_growth() -> None:
     report = divergence()
     assert "history" in plain(report)
     assert report.cause is not None
@@ -358,7 +371,7 @@ def test_many_long_tracks_stay_on_the_screen() -> None:
     assert all(len(line) <= 90 and "▁" in line for line in lines)
 
 
-def test_nothing_is_told_twice() -> None:
+def test_nothing_is_shown_twice() -> None:
     report = forward()
     assert report.cause is not None
     twice = ("self [16, 8] float32 in [-0.499, 1], 1 negative", "at [6, 3]: self = -0.499 -> nan", "self is odd")
@@ -368,7 +381,7 @@ def test_nothing_is_told_twice() -> None:
     assert "self is odd" in text
 
 
-def test_wrappers_of_torch_are_no_news() -> None:
+def test_wrappers_of_torch_are_not_shown() -> None:
     def header(file: str) -> str:
         report = optimizer()
         assert report.origin is not None
@@ -395,7 +408,7 @@ def test_nothing_here_imports_torch() -> None:
         "for make in report_samples.SAMPLES.values():\n"
         "    report = make()\n"
         "    assert firstnan.report.render_text(report)\n"
-        "    assert firstnan.report.json.from_dict(report.to_dict())\n"
+        "    assert type(report).from_dict(report.to_dict())\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     here = Path(__file__).parent
@@ -420,21 +433,21 @@ def test_a_diff_is_shown_by_place_with_little_around_it() -> None:
 
 
 @pytest.mark.parametrize("diff", ["", "\n", "no diff", "@@", "--- a", "@@ -x +y @@\n", "--- \n+++ \n@@ -1 +1 @@\n"])
-def test_what_is_no_diff_shows_nothing(diff: str) -> None:
+def test_text_that_is_not_a_diff_shows_nothing(diff: str) -> None:
     assert shown(diff) == []
 
 
-def test_a_diff_without_a_place_is_shown_all_the_same() -> None:
+def test_a_diff_without_a_place_is_shown() -> None:
     assert shown("-eps=0\n+eps=1e-8") == [("-", "eps=0"), ("+", "eps=1e-8")]
 
 
-def test_a_buffer_is_no_data() -> None:
+def test_a_buffer_is_not_called_data() -> None:
     made = Origin("input", "div", "aten.div", produced=TensorStat("result", (2,), "float32", nan=1), label="weight")
     for origin, says in (
-        (made, "NaN born in the data (weight)"),
+        (made, "NaN created in the data (weight)"),
         (dataclasses.replace(made, role="buffer"), "a buffer"),
     ):
-        assert says in words.headline(Report("nonfinite", 3, origin=origin))
+        assert says in headline(Report("nonfinite", 3, origin=origin))
     came = dataclasses.replace(made, op="", aten="", role="buffer")
-    assert "NaN came in with a buffer (weight)" in words.headline(Report("nonfinite", 3, origin=came))
-    assert words.at_expression(came) == "the bad buffer enters the step here"
+    assert "NaN came in with a buffer (weight)" in headline(Report("nonfinite", 3, origin=came))
+    assert words.at_expression(came) == "the non-finite buffer enters the step here"

@@ -594,7 +594,7 @@ def test_a_program_is_told_its_sample_and_where_it_is_in_the_data_set(
     # Nothing that the replays printed is seen.
     steps = result.stdout.splitlines()
     assert steps == [f"step {i}" for i in range(len(steps))]
-    assert f"sample {batch['bad_samples'][0]} of 12, in the data set 41, confirmed by" in result.stderr
+    assert f"sample {batch['bad_samples'][0]} of 12, dataset index 41, confirmed by" in result.stderr
 
 
 def test_several_bad_samples_of_a_program(firstnan: Zygote, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from firstnan.engine.second_run import Start
 from firstnan.engine.trials import Limits, Outcome, Trials, judged, keeps_numbers, last_bad_step, loss_change, ranked
 from firstnan.observe.runner import Program
 from firstnan.records import History, Noticed, Origin, Remedy, Report, Site, StepRecord, TensorStat
-from firstnan.report import load
+from firstnan.records.files import load
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from firstnan.diagnose.rules import rule
     from firstnan.records import NaNEvent, Report
     from firstnan.records.errors import NonFiniteError
-    from firstnan.report import load
+    from firstnan.records.files import load
 
 __all__ = [
     "NaNDetector",
@@ -42,7 +42,7 @@ _ROOMS = {
     "check_weights": "api.checks",
     "find_bad_batch": "api.bad_batch",
     "find_bad_samples": "api.bad_samples",
-    "load": "report",
+    "load": "records.files",
     "replay": "api.replay",
     "rule": "diagnose.rules",
     "trace": "api.trace",

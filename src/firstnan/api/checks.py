@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from firstnan.observe.sites import Spot, resolve
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
-from firstnan.records.errors import NonFiniteError
 from firstnan.tensors.finite import dtype_name, extremes, is_finite, readable, stat, tensors_in
 from firstnan.tensors.names import readable_path
 
@@ -54,7 +53,9 @@ def check(x: T, name: str = "") -> T:
     bad = _first_bad(x)
     if bad is not None:
         caller = sys._getframe(1)
-        raise NonFiniteError(_report_of(bad, name, (caller.f_code, caller.f_lasti)))
+        from firstnan.report import nonfinite_error
+
+        raise nonfinite_error(_report_of(bad, name, (caller.f_code, caller.f_lasti)))
     return x
 
 
@@ -76,11 +77,11 @@ def _first_bad(x: Any) -> TensorStat | None:
 
 
 def _report_of(bad: TensorStat, name: str, spot: Spot) -> Report:
-    from firstnan.report import words
+    from firstnan.records.words import place
 
     site = resolve(spot)
     label = (name or site.code or "a value") + bad.name
-    message = f"{label} at {words.place(site)}: {_facts(bad)}"
+    message = f"{label} at {place(site)}: {_facts(bad)}"
     event = NaNEvent(
         "nonfinite", message, tensor=bad, rank=_rank(), thread=threading.current_thread().name, time=time.time()
     )
@@ -89,10 +90,9 @@ def _report_of(bad: TensorStat, name: str, spot: Spot) -> Report:
 
 def _facts(tensor: TensorStat) -> str:
     """`NaN 3, Inf 1 of 4096, first at [0, 17], the rest -3.2 … 8.1, [8, 512] float32`."""
-    from firstnan.report import words
+    from firstnan.report.tensors import tensor_facts
 
-    _, shape, _, values = words.tensor_cells(replace(tensor, binary=False))
-    return ", ".join([*filter(None, values.split("   ")), f"{shape} {tensor.dtype}"])
+    return ", ".join([*tensor_facts(replace(tensor, binary=False)), f"{list(tensor.shape)} {tensor.dtype}"])
 
 
 def _rank() -> int:

@@ -8,8 +8,7 @@ from typing import Any
 
 from firstnan.capsule.file import CapsuleError, Opened
 from firstnan.capsule.values import Missing, Packed, Reader, Sparse
-from firstnan.records import Report
-from firstnan.report import ReportError
+from firstnan.records import Report, ReportError
 
 
 @dataclass(frozen=True)

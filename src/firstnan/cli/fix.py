@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TextIO
 
 from firstnan.records import Remedy, Report
+from firstnan.records.words import short_path
 from firstnan.repair.patch import PatchError, Source, located, new_contents, parse, with_paths
 from firstnan.report.chars import Charset
-from firstnan.report.words import remedy_result, short_path
+from firstnan.report.words import remedy_result
 
 _NONE_PROVEN = "no change is proven; --number K takes one all the same\n"
 _NONE = "the report has no change of the program\n"

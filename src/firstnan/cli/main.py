@@ -113,7 +113,9 @@ def _replay(words: list[str]) -> int:
 
 def _show(parsed: argparse.Namespace) -> int:
     output = _writable(_known_format(parsed.output))
-    from firstnan.report import ReportError, load, print_text, write
+    from firstnan.records import ReportError
+    from firstnan.records.files import load
+    from firstnan.report import print_text, write
 
     try:
         report = load(parsed.report)
@@ -132,7 +134,8 @@ def _show(parsed: argparse.Namespace) -> int:
 
 def _fix(parsed: argparse.Namespace) -> int:
     from firstnan.cli.fix import FixError, apply, choose, show
-    from firstnan.report import ReportError, load
+    from firstnan.records import ReportError
+    from firstnan.records.files import load
 
     try:
         report = load(parsed.report)

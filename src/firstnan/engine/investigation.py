@@ -19,8 +19,9 @@ from firstnan.observe import source_overlay as overlay
 from firstnan.observe.imports import when_imported
 from firstnan.observe.runner import Program
 from firstnan.observe.sites import Ownership
-from firstnan.records import Report
-from firstnan.report import ReportError, print_text, write, write_whole
+from firstnan.records import Report, ReportError
+from firstnan.records.files import write_whole
+from firstnan.report import print_text, write
 
 if TYPE_CHECKING:
     from firstnan.capsule.content import Capsule

@@ -85,7 +85,8 @@ class Start:
         self, program: Program, *, step: int | None, what: str, capsule: tuple[str, int] | None = None
     ) -> Report | None:
         """The child's report, or None where it could not be had; the program's output is thrown away."""
-        from firstnan.report import ReportError, load
+        from firstnan.records import ReportError
+        from firstnan.records.files import load
 
         with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
             report = Path(folder, "report.json")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from firstnan.records import LayerTrack, plain
+from firstnan.records import LayerTrack, encode
 
 Phase = Literal["forward", "backward"]
 
@@ -72,9 +72,9 @@ class Statistics:
         """What `select` gives, also written as JSON lines where a path is given."""
         rows = self.select(pattern)
         if path is not None:
-            from firstnan.report import write_whole
+            from firstnan.records.files import write_whole
 
-            write_whole(path, "".join(json.dumps(plain(row), allow_nan=False) + "\n" for row in rows))
+            write_whole(path, "".join(json.dumps(encode(row), allow_nan=False) + "\n" for row in rows))
         return rows
 
     def tracks(self, most: int = 6) -> tuple[LayerTrack, ...]:

@@ -1,7 +1,8 @@
 """The records that every room shares: frozen dataclasses of plain values; nothing here knows torch."""
 
-from firstnan.records.codec import FORMAT, VERSION, dumps, number, plain
+from firstnan.records.codec import ReportError, decode, dumps, encode
 from firstnan.records.events import NaNEvent
+from firstnan.records.forms import FORMAT, VERSION
 from firstnan.records.report import (
     Batch,
     Cause,
@@ -35,12 +36,13 @@ __all__ = [
     "Phase",
     "Remedy",
     "Report",
+    "ReportError",
     "Role",
     "Site",
     "StepRecord",
     "TensorStat",
     "Trace",
+    "decode",
     "dumps",
-    "number",
-    "plain",
+    "encode",
 ]

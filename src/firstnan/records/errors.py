@@ -1,4 +1,4 @@
-"""What is raised when a value is not finite, and how an error of our own is told; needs no torch."""
+"""The error raised for a non-finite value, and how internal errors are reported; needs no torch."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ import os
 import traceback
 from collections.abc import Callable
 
-from firstnan.records import Report
-
-WIDTH = 100
+from firstnan.records.report import Report
+from firstnan.records.words import headline
 
 
 class NonFiniteError(ArithmeticError):
-    """A NaN or Inf was found; `report` holds all that is known of it, and `str()` shows it."""
+    """A NaN or Inf was found: `report` holds what is known about it, `str()` is its text or at least its headline."""
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)  # as the only argument: that is what pickle calls the class with again
-        self.report = report
+    def __init__(self, report: Report, text: str = "") -> None:
+        super().__init__(report, text)  # pickle calls the class with these again
+        self.report, self.text = report, text
 
     def __str__(self) -> str:
-        """The report as text, its headline first; one line where a value was only looked at, outside any step."""
-        report = self.report
-        if report.origin is None and report.step is None and report.events:
-            return f"firstnan: {report.events[0].message}"
-        from firstnan.report import render_text
-
-        return render_text(report, width=WIDTH).rstrip()
+        return self.text or f"firstnan: {headline(self.report)}"
 
 
 class InternalErrors:
-    """Errors of our own: the first is told, and none ever stops the program."""
+    """Errors of firstnan itself: the first is reported, and none stops the program."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say

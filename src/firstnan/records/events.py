@@ -1,10 +1,11 @@
-"""What a detector noticed, as data."""
+"""What a detector noticed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from firstnan.records.codec import decode, encode_record
 from firstnan.records.trace import TensorStat
 
 
@@ -16,16 +17,16 @@ class NaNEvent:
     message: str
     """One readable line."""
     step: int | None = None
-    """None where it is no part of a training step: inference, another thread."""
+    """None outside training steps: inference, another thread."""
     batch: int | None = None
     epoch: int | None = None
     phase: Literal["forward", "backward", "optimizer"] | None = None
     what: Literal["input", "output", "loss", "gradient", "parameter", "buffer"] | None = None
-    """Which tensor; in backward `output` is the gradient that a layer was given and `input` the one it handed on."""
+    """Which tensor; in backward, `output` is the gradient a layer receives and `input` the one it passes on."""
     layer: str = ""
     """Readable path of the layer, or the name of the parameter or buffer."""
     paths: tuple[str, ...] = ()
-    """Every path of a layer that several parents share."""
+    """All paths of a layer that several parents share."""
     layer_type: str = ""
     call: int = 0
     """Which call of the layer in this step, counted from 0."""
@@ -39,13 +40,9 @@ class NaNEvent:
 
     def to_dict(self) -> dict[str, Any]:
         """The event as JSON values."""
-        from firstnan.report.json import event_to_dict
-
-        return event_to_dict(self)
+        return encode_record(self)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> NaNEvent:
         """The event that `to_dict` wrote; ReportError where the data is anything else."""
-        from firstnan.report.json import event_from_dict
-
-        return event_from_dict(data)
+        return decode(NaNEvent, data, "event")

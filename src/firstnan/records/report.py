@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from firstnan.records.codec import decode, encode_record
 from firstnan.records.events import NaNEvent
 from firstnan.records.trace import OpEvent, Phase, Role, Site, TensorStat
+
+_WRAPPERS = ("torch/_compile.py", "torch/_tensor.py", "torch/_ops.py", "torch/utils/_contextlib.py")
+"""Library files that only wrap what the user called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """Where the value was seen first: `what` is loss, gradient, parameter, buffer, output, value or exception."""
+    """Where the value was first seen: `what` is loss, gradient, parameter, buffer, output, value or exception."""
 
     what: str
     name: str = ""
@@ -19,7 +24,7 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What the gate knows of one healthy step."""
+    """What the gate knows about one healthy step."""
 
     step: int
     loss: float | None = None
@@ -38,26 +43,30 @@ class LayerTrack:
     norm: tuple[float, ...] = ()
     max_abs: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not len(self.steps) == len(self.norm) == len(self.max_abs):
+            raise ValueError("steps, norm and max_abs must have the same length")
+
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The last steps before the failure, oldest first, the failing one last if it is known."""
+    """The last steps before the failure, oldest first; the failing one is last if it is known."""
 
     steps: tuple[StepRecord, ...] = ()
     optimizer: str = ""
     settings: tuple[tuple[str, Any], ...] = ()
-    """The optimizer's numbers of its first group: lr, eps, betas, momentum."""
+    """The settings of the optimizer's first group: lr, eps, betas, momentum."""
     layers: tuple[LayerTrack, ...] = ()
-    """Where statistics were kept: the layers that grew most, the first to do so first."""
+    """If statistics were kept: the layers that grew most, in the order in which they began to grow."""
     made_at: Site | None = None
-    """Where the program makes this optimizer, where it calls its step, and where it calls backward."""
+    """Where the program creates this optimizer, calls its step, and calls backward."""
     stepped_at: Site | None = None
     backward_at: Site | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the causal value was born, in the words of the report."""
+    """Where the first bad value was created, as the report describes it."""
 
     phase: Phase
     op: str
@@ -75,8 +84,17 @@ class Origin:
     label: str = ""
     """Phases input and parameter: which tensor it is."""
     arrived: TensorStat | None = None
-    """Phase input, made inside a Dataset: the part of the batch as it reached the step; its name is the label there."""
+    """Phase input, created inside a Dataset: that part of the batch as it reached the step; its name is the label."""
     step: int = 0
+
+    @property
+    def library_site(self) -> Site | None:
+        """The library code that the user's line called; for a derivative, that of the forward line."""
+        event = self.event
+        if self.phase == "backward" and not (event and event.in_python_backward):
+            event = self.forward_event  # below a backward operator there is only the autograd engine
+        site = event.library_site if event else None
+        return None if site is None or site.file.replace(os.sep, "/").endswith(_WRAPPERS) else site
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +104,27 @@ class Cause:
     why: str
     evidence: tuple[str, ...] = ()
     confidence: float = 0.5
+    link: str | None = None
+    """Its page in the documentation; None for a rule of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of the program that should help, and what trying it showed."""
+    """A change to the program that should help, and the result of trying it."""
 
     title: str
     diff: str = ""
-    """Unified, against the user's own files."""
+    """Unified, against the user's files."""
     tried: bool = False
     failing_step_finite: bool | None = None
     steps_finite_after: int | None = None
     why: str = ""
-    """One sentence: what it does to the numbers."""
+    """One sentence: how it changes the numbers."""
     kind: Literal["code", "setting", "data"] = "code"
     loss_change: float | None = None
     """The largest relative change of the loss in the healthy steps before the failing one."""
     note: str = ""
-    """Why it was not tried, or how it failed."""
+    """Why it was not tried, or how the trial failed."""
 
     @property
     def proven(self) -> bool:
@@ -114,7 +134,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class PathStep:
-    """One operator on the way from the origin to where the value was noticed."""
+    """One operator on the path from the origin to where the value was noticed."""
 
     op: str
     line: int | None
@@ -127,13 +147,13 @@ class PathStep:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One unusual value of a bad sample, beside the range of the other samples at the same place."""
+    """One unusual value of a bad sample, and the range of the other samples at the same position."""
 
     sample: int
     member: str
     """Which tensor of the batch: `batch[0]`."""
     index: tuple[int, ...] | None
-    """Where in the sample; None where all its values there are alike, and `low` and `high` are over all places."""
+    """Where in the sample; None if all its values are equal, and then `low` and `high` are over all positions."""
     value: float
     low: float
     high: float
@@ -144,20 +164,20 @@ class Batch:
     index: int | None = None
     size: int | None = None
     bad_samples: tuple[int, ...] | None = None
-    """Positions in the batch; None where no single sample is to blame, or it is not known."""
+    """Positions in the batch; None if no single sample is responsible, or if that is unknown."""
     confirmed: bool = False
-    """Replays have shown it: these samples fail without the others, and without them the step is finite."""
+    """Replays showed that these samples fail without the others, and that the step is finite without them."""
     dataset_indices: tuple[int, ...] | None = None
-    """What the bad samples are in the data set, where the sampler has told."""
+    """Dataset indices of the bad samples, if the sampler gave them."""
     features: tuple[Feature, ...] = ()
     replays: int = 0
-    """How often the step was played again to find them."""
+    """How many replays of the step it took to find them."""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was found; `verdict` is "nonfinite" or "clean"."""
+    """Everything that was found; `verdict` is "nonfinite" or "clean"."""
 
     verdict: Literal["nonfinite", "clean"]
     step: int | None = None
@@ -177,21 +197,18 @@ class Report:
     world_size: int = 1
     environment: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """What is weaker than it could be, in plain words."""
+    """Limits of this report, in words."""
     capsule: str = ""
-    """The file that holds the failing step, for `firstnan replay`."""
+    """The file with the failing step, for `firstnan replay`."""
 
     def with_(self, **changes: Any) -> Report:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values, section by section."""
-        from firstnan.report.json import to_dict
-
-        return to_dict(self)
+        """The report as JSON values."""
+        return encode_record(self)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Report:
-        from firstnan.report.json import from_dict
-
-        return from_dict(data)
+        """The report that `to_dict` wrote; ReportError where the data is anything else."""
+        return decode(Report, data)

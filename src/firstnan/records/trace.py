@@ -1,4 +1,4 @@
-"""What a trace is made of: tensors in a line, places in source, operator calls."""
+"""What a trace is made of: statistics of tensors, places in source, operator calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Role = Literal["parameter", "buffer", "input", "constant", "gradient", "state", 
 
 @dataclass(frozen=True, slots=True)
 class TensorStat:
-    """One tensor in a line: `min`, `max` and `smallest` (the least magnitude) are over its finite elements."""
+    """Statistics of one tensor: `min`, `max` and `smallest` (the least magnitude) are over its finite elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class TensorStat:
     posinf: int = 0
     neginf: int = 0
     first_index: tuple[int, ...] | None = None
-    """Where the first non-finite element is; None where there is none."""
+    """Where the first non-finite element is; None if there is none."""
     binary: bool = False
     """Every finite element is 0 or 1, as in a mask."""
 
@@ -56,7 +56,7 @@ class Site:
     function: str = ""
     code: str = ""
     source: tuple[str, ...] = ()
-    """The whole lines of the statement, as they stand in the file; the first is line `source_line`."""
+    """The lines of the statement as they are in the file; the first is line `source_line`."""
     source_line: int | None = None
 
 
@@ -66,67 +66,67 @@ class Operand:
 
     name: str
     stat: TensorStat | None = None
-    """Full statistics where the event is non-finite; only `min` and `max`, or nothing, where it is healthy."""
+    """Full statistics if the event is non-finite; only `min` and `max`, or nothing, if it is healthy."""
     producer: int | None = None
     role: Role | None = None
     """What a tensor from outside the trace is."""
     label: str = ""
     """Its readable name: `encoder.0.weight`, `batch[1]`."""
     guilty: bool = False
-    """Its own non-finite elements are (some of) those that the operator handed on."""
+    """The operator passed on (some of) its non-finite elements."""
     also: tuple[int, ...] = ()
-    """Guilty: earlier events that left other non-finite elements in the same memory; `producer` is the last."""
+    """If guilty: earlier events that left other non-finite elements in the same memory; `producer` is the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpEvent:
-    """One operator call, as it was seen."""
+    """One operator call."""
 
     index: int
     op: str
-    """The name people know: `log`, `softmax`, `linear`; for aten's own name see `aten`."""
+    """The familiar name: `log`, `softmax`, `linear`; the name in aten is `aten`."""
     aten: str
     phase: Literal["forward", "backward", "optimizer"]
     step: int
     inputs: tuple[Operand, ...] = ()
     outputs: tuple[TensorStat, ...] = ()
     scalars: tuple[tuple[str, Any], ...] = ()
-    """Arguments that are no tensors, by name: numbers, dims, flags."""
+    """Arguments other than tensors, by name: numbers, dims, flags."""
     site: Site | None = None
     library_site: Site | None = None
-    """The innermost frame where that is not the user's own code."""
+    """The innermost frame, if that is not the user's code."""
     module: str = ""
     module_type: str = ""
     node: str | None = None
     """Backward: the autograd node that ran, `LogBackward0`."""
     forward: int | None = None
-    """Backward: index of the forward event whose node this is, if it was traced."""
+    """Backward: index of the forward event whose node this is, if that was traced."""
     born: int = 0
-    """Non-finite elements written here although everything that fed them was finite."""
+    """Non-finite elements created here: everything they were computed from was finite."""
     nan_from_inf: int = 0
-    """NaN elements made here out of an infinity (inf - inf, 0 * inf, inf / inf)."""
+    """NaN elements created here from an infinity (inf - inf, 0 * inf, inf / inf)."""
     on_purpose: bool = False
     """A constant infinity or NaN that the program asked for: `full(-inf)`, `masked_fill(mask, -inf)`."""
     uninitialized: bool = False
     """The memory was never written (`torch.empty`)."""
     witness: tuple[tuple[str, float], ...] = ()
-    """The values that the operator read and wrote at the first bad element, where they line up."""
+    """The values that the operator read and wrote at the first bad element, if their shapes match."""
     bad_rows: tuple[int, ...] = ()
-    """Indices along the first dimension that hold the elements born here (at most 64)."""
+    """Indices along the first dimension of the elements created here (at most 64)."""
     raised: str | None = None
     """The operator raised this instead of returning."""
     in_python_backward: bool = False
-    """Ran inside a user's own `autograd.Function.backward` (or a tensor hook)."""
+    """Ran inside the `backward` of a user's `autograd.Function` (or a tensor hook)."""
     region: Literal["setup", "data", "step", "between", "update"] = "step"
-    """Before the first step, while a batch was fetched, inside a step, after an update before the next step, or
+    """Before the first step, while a batch was fetched, inside a step, between an update and the next step, or
     (without an optimizer object) after backward, where the program updates its weights itself."""
     role: Role | None = None
-    """What the memory is that was written, where the program gave it a role: a parameter, a batch..."""
+    """What the written memory is, if the program gave it a role: a parameter, a batch..."""
     label: str = ""
     grad: bool = False
-    """Recorded for autograd: the result takes part in training."""
+    """Recorded by autograd: the result takes part in training."""
     in_float64: InFloat64 | None = None
-    """What the same call gives in float64, where something was born here: finite means only the type was too narrow."""
+    """What the same call returns in float64, if it created bad elements; finite: only the type was too narrow."""
 
     @property
     def bad(self) -> int:
@@ -144,7 +144,7 @@ class Trace:
         return [self.events[i.producer] for i in event.inputs if i.producer is not None]
 
     def feeding(self, event: OpEvent, depth: int = 8) -> list[OpEvent]:
-        """Everything up to `depth` operators back, nearest first, each once."""
+        """The events up to `depth` operators before this one, nearest first, each once."""
         seen, wave, out = {event.index}, [event], []
         for _ in range(depth):
             wave = [p for e in wave for p in self.producers(e)]

@@ -1,4 +1,4 @@
-"""Which characters may be shown: no control codes ever, and nothing that the reader's encoding lacks."""
+"""Which characters may be shown: no control codes, and nothing that the output's encoding lacks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\
 
 
 class Charset:
-    """Turns any text into text that can be printed in `encoding` without moving the cursor or changing colors."""
+    """Turns any text into text that is safe to print in `encoding`: it cannot move the cursor or change colors."""
 
     def __init__(self, encoding: str = "utf-8") -> None:
         try:
             _GLYPHS.encode(encoding)
         except UnicodeEncodeError:
             self.plain = True
-        except LookupError:  # an encoding that Python does not know: trust it with nothing
+        except LookupError:  # an encoding that Python does not know
             self.plain, encoding = True, "ascii"
         else:
             self.plain = False
@@ -28,7 +28,7 @@ class Charset:
         self.spark = "_.-:=+*#" if self.plain else "▁▂▃▄▅▆▇█"
 
     def show(self, text: str) -> str:
-        """`text` with everything unprintable written as an escape."""
+        """`text` with unprintable characters escaped."""
         if text.isascii() and text.isprintable():
             return text
         if self.plain:
@@ -37,7 +37,7 @@ class Charset:
         return text.encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def prose(self, text: str, limit: int = 700) -> str:
-        """`text` on one line, without runs of blanks, cut at `limit`."""
+        """`text` on one line, without runs of spaces, cut at `limit`."""
         return self.cut(self.show(" ".join(text[: 4 * limit].split())), limit)
 
     def cut(self, text: str, limit: int) -> str:
@@ -45,7 +45,7 @@ class Charset:
 
 
 def _unsafe(char: str) -> bool:
-    """Controls (escape sequences among them), halves of characters, line separators, and marks that reorder text."""
+    """Control characters (escape sequences too), lone surrogates, line separators, and marks that reorder text."""
     return char in _BIDI or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")
 
 

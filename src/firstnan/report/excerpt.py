@@ -1,4 +1,4 @@
-"""The source around a Site: which lines to show, and which part of each is the guilty expression."""
+"""The source around a Site: which lines to show, and which part of each belongs to the guilty expression."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_MARKED_LINES = 4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line to show; `mark` is the guilty part as (start, end) characters. Without a number: lines left out."""
+    """One line to show; `mark` is the guilty part as (start, end) characters. No number: lines are left out here."""
 
     number: int | None
     text: str = ""
@@ -24,7 +24,7 @@ class Row:
 
 
 def excerpt(site: Site) -> list[Row]:
-    """The statement at `site` with a little of its surroundings, or as much of that as is known."""
+    """The statement at `site` with a few lines around it, as far as they are known."""
     file = _file_lines(site.file)
     statement, recorded = _statement(site, file)
     if not statement:
@@ -35,7 +35,7 @@ def excerpt(site: Site) -> list[Row]:
 
 
 def _file_lines(path: str) -> list[str]:
-    """The lines of a source file; none where it is missing, strange or no text."""
+    """The lines of a source file; none if it is missing, too large or not text."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > LONGEST_FILE:
             return []
@@ -46,10 +46,10 @@ def _file_lines(path: str) -> list[str]:
 
 
 def _statement(site: Site, file: list[str]) -> tuple[dict[int, str], bool]:
-    """Line number -> text of the statement, and whether it is as recorded, so that the columns fit.
+    """Line number -> text of the statement, and whether that is the recorded text, which the columns refer to.
 
-    What was recorded of a very long statement may end before the guilty line: then that line counts as unknown,
-    and the file's line, or else the bare expression, stands in for it.
+    The record of a very long statement may end before the guilty line. Then the file's line is shown instead, or the
+    bare expression.
     """
     start = site.source_line if site.source_line is not None else site.line
     if start <= site.line < start + len(site.source):
@@ -64,7 +64,7 @@ def _statement(site: Site, file: list[str]) -> tuple[dict[int, str], bool]:
 
 
 def _mark(site: Site, number: int, last: int, text: str, recorded: bool) -> tuple[int, int] | None:
-    """The part of line `number` that belongs to the expression; the whole line where columns do not help."""
+    """The part of line `number` that belongs to the expression; the whole line if the columns do not fit."""
     if not site.line <= number <= last:
         return None
     indent, end = len(text) - len(text.lstrip()), len(text.rstrip())
@@ -78,7 +78,7 @@ def _mark(site: Site, number: int, last: int, text: str, recorded: bool) -> tupl
 
 
 def _context(rows: list[Row], file: list[str], *, before: bool) -> list[Row]:
-    """Lines of the file next to the statement, only while the file still holds that very statement."""
+    """Lines of the file next to the statement, if the file still has that statement there."""
     first, last = rows[0].number or 0, rows[-1].number or 0
     if first < 1 or [r.text.rstrip() for r in rows] != [line.rstrip() for line in file[first - 1 : last]]:
         return []
@@ -92,7 +92,7 @@ def _context(rows: list[Row], file: list[str], *, before: bool) -> list[Row]:
 
 
 def _shortened(rows: list[Row]) -> list[Row]:
-    """At most a handful of rows: the statement's first line and what is marked, the rest as gaps."""
+    """A few rows: the statement's first line and the marked lines, with gaps for the rest."""
     marked = [i for i, row in enumerate(rows) if row.mark]
     hidden: set[int] = set()
     if len(marked) > MOST_MARKED_LINES:

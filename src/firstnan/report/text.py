@@ -1,10 +1,13 @@
-"""Report -> one screen of text, plain or colored, for someone who is tired and wants to know what to do."""
+"""A report as one screen of text, plain or colored."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import shutil
 from collections.abc import Iterable
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -13,21 +16,23 @@ from rich.text import Text
 
 from firstnan.diagnose.causes import catalogue
 from firstnan.records import Cause, Origin, Remedy, Report
-from firstnan.report import words
+from firstnan.records.errors import NonFiniteError
+from firstnan.records.words import count, headline, short_path
+from firstnan.report import history, words
 from firstnan.report.chars import Charset
 from firstnan.report.diff import shown
-from firstnan.report.excerpt import Row, excerpt
+from firstnan.report.source import TAB, source_lines
+from firstnan.report.tensors import scalars_line, short_dtype, tensor_facts, witness_line
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
-TAB = 4
 MOST = {"inputs": 5, "evidence": 4, "remedies": 3, "diff": 12, "causes": 3, "notes": 4, "layers": 6, "features": 4}
 
-Cells = list[tuple[str, bool]]
-"""What a source line shows, one screen column or wide character an entry, and whether it is marked."""
+Rows = Iterable[tuple[str, RenderableType]]
+"""Labels and what is shown beside them."""
 
 
-def render(
+def render_text(
     report: Report,
     *,
     width: int | None = None,
@@ -36,7 +41,10 @@ def render(
     encoding: str = "utf-8",
     saved: str = "",
 ) -> str:
-    """The report as text of at most `width` columns, in characters that `encoding` has; `saved` names the JSON."""
+    """The report as one screen of text, in characters that `encoding` has; `saved` names the JSON file.
+
+    Without `width` it is as wide as the terminal, at most 100 columns.
+    """
     if width is None:
         width = min(WIDTH, shutil.get_terminal_size((WIDTH, 40)).columns)
     width = max(width, NARROWEST)
@@ -49,18 +57,42 @@ def render(
         force_jupyter=False,
         color_system="standard" if color else None,
         no_color=not color,
-        markup=False,  # the user's own brackets stay what they are
+        markup=False,  # brackets in the user's text are no markup
         emoji=False,
         highlight=False,
         legacy_windows=False,
-        _environ={},  # what was asked for counts, not FORCE_COLOR or COLUMNS
+        _environ={},  # the arguments count, not FORCE_COLOR or COLUMNS
     )
     console.print(page.whole(saved))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
+def print_text(report: Report, stream: TextIO, *, saved: str = "") -> None:
+    """Writes the report to `stream`: in color to a terminal, in ASCII if the encoding has nothing else."""
+    tty = stream.isatty()
+    width = WIDTH
+    if tty:
+        with contextlib.suppress(OSError, ValueError):  # a terminal without a size, as in some log viewers
+            width = min(width, os.get_terminal_size(stream.fileno()).columns or width)
+    color = tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(render_text(report, width=width, color=color, encoding=encoding, saved=saved))
+    stream.flush()
+
+
+def nonfinite_error(report: Report) -> NonFiniteError:
+    """The error to raise for a report, with the report as its text; one line for a value checked outside any step."""
+    if report.origin is None and report.step is None and report.events:
+        return NonFiniteError(report, f"firstnan: {report.events[0].message}")
+    try:
+        text = render_text(report, width=WIDTH).rstrip()
+    except Exception:  # the error matters more than its text: without one it shows the headline
+        text = ""
+    return NonFiniteError(report, text)
+
+
 class _Page:
-    """Builds the parts of one report for one width and one set of characters."""
+    """Builds the sections of one report for one width and one set of characters."""
 
     def __init__(self, report: Report, chars: Charset, width: int) -> None:
         self.report, self.chars, self.width = report, chars, width
@@ -68,16 +100,16 @@ class _Page:
     def whole(self, saved: str) -> RenderableType:
         report = self.report
         if report.verdict == "clean":
-            return Group(self._headline(saved), self._facts(self._notes()))
+            return Group(self._headline(saved), self._table(self._notes()))
         parts: list[RenderableType] = [self._headline()]
-        if report.origin and (source := self._source(report.origin)):
+        if report.origin and (source := source_lines(report.origin, self.chars, self.width)):
             parts += [Text(), *source]
-        for section in (self._cause(), self._numbers(), self._ways_out(), self._footer(saved)):
-            if facts := list(section):
-                parts += [Text(), self._facts(facts)]
+        for section in (self._cause(), self._numbers(), self._remedies(), self._footer(saved)):
+            if rows := list(section):
+                parts += [Text(), self._table(rows)]
         return Group(*parts)
 
-    def _facts(self, rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    def _table(self, rows: Rows) -> Table:
         """Labels on the left, text on the right that wraps below itself."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(width=LABEL_WIDTH, no_wrap=True, style="bold cyan")
@@ -97,87 +129,12 @@ class _Page:
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_column(no_wrap=True, style="bold")
         grid.add_column(overflow="fold")
-        grid.add_row("firstnan:", Text.assemble((self.chars.prose(words.headline(self.report)), tone), tail))
+        grid.add_row("firstnan:", Text.assemble((self.chars.prose(headline(self.report)), tone), tail))
         if batch := words.batch_line(self.report):
             grid.add_row("", self._text(batch, "bold"))
         return grid
 
-    # --- the source ----------------------------------------------------------------------------------------------
-
-    def _source(self, origin: Origin) -> list[Text]:
-        """Where, the statement, and the guilty expression underlined."""
-        if origin.site is None:
-            return []
-        rows = excerpt(origin.site)
-        gutter = max([len(str(row.number)) for row in rows if row.number is not None], default=1) + 2
-        lines = [Text(" " * (gutter - 1) + "--> " + self._whereabouts(origin), style="dim")]
-        room = max(self.width - gutter - 3, 20)
-        rows_of_cells = _dedented([self._cells(row) for row in rows])
-        final = max((i for i, row in enumerate(rows) if row.mark), default=-1)
-        for i, (row, cells) in enumerate(zip(rows, rows_of_cells, strict=True)):
-            name = self.chars.ellipsis if row.number is None else str(row.number)
-            code, carets = self._cropped(cells, room)
-            tone = "bold" if row.mark else ""
-            lines.append(self._source_line(name.rjust(gutter), code, tone))
-            if row.mark:
-                remark = self.chars.prose(words.at_expression(origin)) if i == final else ""
-                lines += self._underline(carets, remark, gutter, room)
-        return lines
-
-    def _whereabouts(self, origin: Origin) -> str:
-        site = origin.site
-        library = words.library_site(origin)
-        where = words.place(site) if site else ""
-        if site and site.function and not site.function.startswith("<"):
-            where += f", in {site.function}"
-        if library:
-            where += f", inside {words.place(library)}" + (f" ({library.function})" if library.function else "")
-        return self.chars.prose(where, self.width - 12)
-
-    def _source_line(self, name: str, code: str, tone: str) -> Text:
-        line = Text.assemble((f"{name} {self.chars.bar} ", "dim"), (code, tone))
-        line.no_wrap, line.overflow = True, "ignore"
-        return line
-
-    def _underline(self, carets: str, remark: str, gutter: int, room: int) -> list[Text]:
-        if cell_len(carets) + 1 + cell_len(remark) <= room:
-            return [self._source_line(" " * gutter, f"{carets} {remark}", "bold red")]
-        indent = " " * min(len(carets) - len(carets.lstrip()), max(room - cell_len(remark), 0))
-        below = [self._source_line(" " * gutter, carets, "bold red")]
-        return below + ([self._source_line(" " * gutter, indent + remark, "bold red")] if remark else [])
-
-    def _cells(self, row: Row) -> Cells:
-        """The line as it will be seen: tabs opened, unprintable characters escaped."""
-        start, end = row.mark or (0, 0)
-        cells: Cells = []
-        column = 0
-        for i, char in enumerate(row.text.rstrip()[:4000]):
-            shown = " " * (TAB - column % TAB) if char == "\t" else self.chars.show(char)
-            pieces = [shown] if len(shown) == 1 else list(shown)
-            cells += [(piece, start <= i < end) for piece in pieces]
-            column += cell_len(shown)
-        return cells
-
-    def _cropped(self, cells: Cells, room: int) -> tuple[str, str]:
-        """The line and its underline, cut to `room` columns around what is marked."""
-        first = next((i for i, (_, marked) in enumerate(cells) if marked), 0)
-        after = max((i for i, (_, marked) in enumerate(cells) if marked), default=0) + 1
-        dots: Cells = [(c, False) for c in self.chars.ellipsis]
-        if _columns(cells) > room:
-            space = room - 2 * len(dots)
-            if _columns(cells[:after]) > space and first > 8:
-                cells = dots + cells[first - 8 :]
-            if _columns(cells) > room:
-                while _columns(cells) > room - len(dots):
-                    cells = cells[: -max(1, (_columns(cells) - room + len(dots)) // 2)]
-                cells = cells + dots
-        code = "".join(piece for piece, _ in cells)
-        carets = "".join(("^" if marked else " ") * cell_len(piece) for piece, marked in cells)
-        return code, carets.rstrip()
-
-    # --- the story -----------------------------------------------------------------------------------------------
-
-    def _cause(self) -> Iterable[tuple[str, RenderableType]]:
+    def _cause(self) -> Rows:
         report = self.report
         if cause := report.cause:
             sure = "cause" if cause.confidence >= 0.4 else "maybe"
@@ -190,57 +147,57 @@ class _Page:
         elif report.origin:
             yield "cause", Text("no known cause fits", style="yellow")
 
-    def _numbers(self) -> Iterable[tuple[str, RenderableType]]:
-        """What went in and out, the way it took, and how it grew."""
+    def _numbers(self) -> Rows:
+        """What the operator read and wrote, the path from there, and how the numbers grew."""
         report = self.report
         if origin := report.origin:
             yield from self._values(origin)
         yield from self._samples()
         if path := words.path_line(report):
             yield "path", self._text(path)
-        if rows := words.history_rows(report):
-            yield "history", self._text(words.history_head(report))
+        if rows := history.history_rows(report):
+            yield "history", self._text(history.history_head(report))
             for name, values, growth in rows:
-                spark = words.sparkline(values, self.chars.spark)
+                spark = history.sparkline(values, self.chars.spark)
                 yield "history", Text.assemble(f"{name:<12}", (spark, "magenta"), f"  {growth}")
         yield from self._layers()
 
-    def _samples(self) -> Iterable[tuple[str, RenderableType]]:
-        """What is unusual in the bad samples, and what their search could not show."""
+    def _samples(self) -> Rows:
+        """What is unusual in the bad samples, and what the search for them could not show."""
         batch = self.report.batch
         if batch is None:
             return
         for feature in batch.features[: MOST["features"]]:
             yield "samples", self._text(words.feature_line(feature))
         if (left_out := len(batch.features) - MOST["features"]) > 0:
-            yield "samples", Text(f"and {words.count(left_out, 'value')} more in the JSON", style="dim")
+            yield "samples", Text(f"and {count(left_out, 'more value')} in the JSON", style="dim")
         if batch.note:
             yield "samples", self._text(batch.note)
 
-    def _layers(self) -> Iterable[tuple[str, RenderableType]]:
-        """The first bad layer, and how those grew that grew."""
-        if first := words.first_bad_layer(self.report):
+    def _layers(self) -> Rows:
+        """The first bad layer, and the layers that grew."""
+        if first := history.first_bad_layer(self.report):
             yield "layers", self._text(first)
         tracks = [t for t in self.report.history.layers if t.max_abs][: MOST["layers"]]
         names = [self._path_end(t.layer) for t in tracks]
         widest = max(map(cell_len, names), default=0)
-        most = min(max(self.width - LABEL_WIDTH - widest - 42, 8), 40)  # what the phase and three numbers leave
+        most = min(max(self.width - LABEL_WIDTH - widest - 42, 8), 40)  # what the phase and three numbers leave free
         for name, track in zip(names, tracks, strict=True):
             values = track.max_abs[-most:]
             head = f"{name}{' ' * (widest - cell_len(name))}  {track.phase:<8}  "
-            spark = words.sparkline(values, self.chars.spark)
-            yield "layers", Text.assemble(head, (spark, "magenta"), f"  {words.growth(values)}")
+            spark = history.sparkline(values, self.chars.spark)
+            yield "layers", Text.assemble(head, (spark, "magenta"), f"  {history.growth(values)}")
 
     def _path_end(self, path: str, most: int = 28) -> str:
-        """A layer's path, cut at its beginning: the end tells more."""
+        """A layer's path, cut at the start: its end says more."""
         shown = self.chars.show(path)
         return shown if len(shown) <= most else self.chars.ellipsis + shown[len(self.chars.ellipsis) - most :]
 
     def _evidence(self, cause: Cause) -> list[str]:
-        """The evidence without the lines that the table of values tells again."""
+        """The evidence without the lines that the table of values repeats."""
         read = self.report.origin.inputs if self.report.origin else ()
-        told = tuple(f"{stat.name} {list(stat.shape)} " for stat in read if stat.name)
-        return [line for line in cause.evidence if not (told and line.startswith(told))]
+        repeated = tuple(f"{stat.name} {list(stat.shape)} " for stat in read if stat.name)
+        return [line for line in cause.evidence if not (repeated and line.startswith(repeated))]
 
     def _hanging(self, mark: str, text: Text, style: str = "") -> Table:
         """A text whose wrapped lines stay right of its mark."""
@@ -250,34 +207,36 @@ class _Page:
         grid.add_row(mark, text)
         return grid
 
-    def _values(self, origin: Origin) -> Iterable[tuple[str, RenderableType]]:
-        """What the operator read and what it wrote, one line a tensor."""
+    def _values(self, origin: Origin) -> Rows:
+        """What the operator read and wrote, one line per tensor."""
         worst_first = sorted(range(len(origin.inputs)), key=lambda i: -origin.inputs[i].bad)
         kept = sorted(worst_first[: MOST["inputs"]])
-        cells = [words.tensor_cells(origin.inputs[i]) for i in kept]
-        if origin.produced and origin.inputs != (origin.produced,):  # what came from outside was read, not made
-            cells.append(words.tensor_cells(origin.produced, "-> " if origin.inputs else ""))
-        rows = [[self.chars.cut(self.chars.show(c), 160) for c in row] for row in cells]
-        widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)][:3]
-        for i, row in enumerate(rows):
+        tensors = [("", origin.inputs[i]) for i in kept]
+        if origin.produced and origin.inputs != (origin.produced,):  # a tensor from outside was read, not produced
+            tensors.append(("-> " if origin.inputs else "", origin.produced))
+        rows = [[arrow + stat.name, str(list(stat.shape)), short_dtype(stat.dtype)] for arrow, stat in tensors]
+        rows = [[self.chars.cut(self.chars.show(cell), 160) for cell in row] for row in rows]
+        widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+        for i, (row, (_, stat)) in enumerate(zip(rows, tensors, strict=True)):
             made = len(rows) > len(kept) and i == len(rows) - 1
-            padded = [c + " " * (w - cell_len(c)) for c, w in zip(row, widths, strict=False)]
-            facts = row[3].split("   ")
-            while len(facts) > 1 and cell_len("  ".join([*padded, "   ".join(facts)])) > self.width - LABEL_WIDTH - 2:
-                facts.pop()  # the last ones matter least
-            yield "values", Text("  ".join([*padded, "   ".join(facts)]), style="red" if made else "")
+            head = "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True))
+            facts = [self.chars.show(fact) for fact in tensor_facts(stat)]
+            room = self.width - LABEL_WIDTH - 2
+            while len(facts) > 1 and cell_len(f"{head}  {'   '.join(facts)}") > room:
+                facts.pop()  # the last one matters least
+            yield "values", Text(f"{head}  {self.chars.cut('   '.join(facts), 160)}", style="red" if made else "")
         if left_out := len(origin.inputs) - len(kept):
-            yield "values", Text(f"and {words.count(left_out, 'input')} more", style="dim")
-        told = self.report.cause.evidence if self.report.cause else ()
-        witness = words.witness_line(origin)
-        extra = ("" if witness in told else witness, words.scalars_line(origin))
+            yield "values", Text(f"and {count(left_out, 'more input')}", style="dim")
+        evidence = self.report.cause.evidence if self.report.cause else ()
+        witness = witness_line(origin)
+        extra = ("" if witness in evidence else witness, scalars_line(origin))
         if line := ", ".join(part for part in extra if part):
             yield "values", self._text(line)
         if origin.event and origin.event.raised:
             yield "raised", self._text(origin.event.raised)
 
-    def _ways_out(self) -> Iterable[tuple[str, RenderableType]]:
-        """What can be changed: in full what is known to help, otherwise what might."""
+    def _remedies(self) -> Rows:
+        """What to change: in full what is proven to help, otherwise what might."""
         remedies = self.report.remedies
         helps = bool(remedies) and remedies[0].proven
         for i, remedy in enumerate(remedies[: MOST["remedies"]]):
@@ -305,35 +264,24 @@ class _Page:
             style = {"+": "green", "-": "red", " ": ""}.get(mark, "dim")
             yield self._hanging(mark, Text(text, style=style), style) if mark else Text(text, style=style)
         if len(lines) > MOST["diff"]:
-            yield Text(f"and {words.count(len(lines) - MOST['diff'], 'line')} more", style="dim")
+            yield Text(f"and {count(len(lines) - MOST['diff'], 'more line')}", style="dim")
 
-    def _footer(self, saved: str) -> Iterable[tuple[str, RenderableType]]:
+    def _footer(self, saved: str) -> Rows:
         if replay := words.replay_line(self.report):
             yield "replay", self._text(replay)
         yield from self._notes()
         if self.report.cause and self.report.cause.slug in catalogue():
             yield "more", Text(f"firstnan causes {self.report.cause.slug}")
         if self.report.capsule:
-            yield "capsule", self._text(f"{self.report.capsule} (firstnan replay lands in it)")
+            yield "capsule", self._text(f"{self.report.capsule} (restored by firstnan replay)")
         if saved:
             yield "json", self._text(saved)
         if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:
-            yield "", self._text(f"firstnan fix {words.short_path(saved)} --apply makes the change", "dim")
+            yield "", self._text(f"to apply the fix: firstnan fix {short_path(saved)} --apply", "dim")
 
-    def _notes(self) -> Iterable[tuple[str, RenderableType]]:
+    def _notes(self) -> Rows:
         notes = self.report.notes
         for note in notes[: MOST["notes"]]:
             yield "note", self._text(note)
         if len(notes) > MOST["notes"]:
             yield "note", Text(f"and {len(notes) - MOST['notes']} more in the JSON", style="dim")
-
-
-def _columns(cells: Cells) -> int:
-    return sum(cell_len(piece) for piece, _ in cells)
-
-
-def _dedented(rows: list[Cells]) -> list[Cells]:
-    """The rows without the indentation that all of them share."""
-    indents = [next((i for i, (piece, _) in enumerate(row) if piece != " "), None) for row in rows]
-    least = min((i for i in indents if i is not None), default=0)
-    return [row[least:] for row in rows]

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Entry", "catalogue", "families"]
+__all__ = ["Entry", "catalogue", "families", "link_to"]
 
 HERE = Path(__file__).parent
 
@@ -42,6 +42,11 @@ class Entry:
 def catalogue() -> dict[str, Entry]:
     """Every cause by its slug, in the order of the families."""
     return {slug: _entry(slug, **fields) for slug, fields in _file()["causes"].items()}
+
+
+def link_to(slug: str) -> str | None:
+    """The page of a cause; None for a rule of the user's that the catalogue does not have."""
+    return entry.link if (entry := catalogue().get(slug)) else None
 
 
 def families() -> dict[str, list[Entry]]:

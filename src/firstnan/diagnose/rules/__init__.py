@@ -59,7 +59,8 @@ def from_history(history: History) -> Cause | None:
     if rise is None or rise.factor < CLEAR_GROWTH:
         return None
     why = f"In the steps before, {rise.sentence()}: {rise.worse()}, until the numbers ran out of range."
-    return Cause("divergence_lr", catalogue()["divergence_lr"].title, why, rise.lines(), SECOND)
+    entry = catalogue()["divergence_lr"]
+    return Cause(entry.slug, entry.title, why, rise.lines(), SECOND, entry.link)
 
 
 def _all(scene: Scene) -> list[Cause]:
@@ -78,7 +79,8 @@ def _unexplained(scene: Scene) -> Cause:
     if scene.raised:
         why = f"`{code}` raised an error instead of returning a value, and no known cause fits."
         evidence = (f"torch said: {scene.raised}", *evidence)
-    return Cause("unexplained", catalogue()["unexplained"].title, why, evidence, 0.1)
+    entry = catalogue()["unexplained"]
+    return Cause(entry.slug, entry.title, why, evidence, 0.1, entry.link)
 
 
 def _origin_name(scene: Scene) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from firstnan.diagnose.causes import catalogue
+from firstnan.diagnose.causes import catalogue, link_to
 from firstnan.diagnose.rules.scene import Scene
 from firstnan.records import Cause, Phase
 
@@ -54,7 +54,7 @@ class Rule:
             return None
         evidence = tuple(dict.fromkeys((*finding.evidence, *scene.witness_lines(), *scene.float64_lines())))
         confidence = min(1.0, max(0.0, finding.confidence * weight))
-        return Cause(self.slug, finding.title or self.title, finding.why, evidence, confidence)
+        return Cause(self.slug, finding.title or self.title, finding.why, evidence, confidence, link_to(self.slug))
 
     def _failed(self, error: Exception) -> Cause:
         """Says so to whoever wrote the rule; nobody is confident of it, so it is no cause."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from firstnan.diagnose.rules.growth import Growth, growth
 from firstnan.records import History, Operand, OpEvent, Origin, Phase, TensorStat, Trace
+from firstnan.records.words import number as number
 
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}
 FLOAT8_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e8m0": 1.7e38}
@@ -33,13 +34,6 @@ BLENDERS = words(
 
 STEEP = words("exp expm1 exp2 sinh cosh prod cumprod ldexp logaddexp softplus")
 """Operators that are defined everywhere and leave the range even of float64 for numbers that float32 holds."""
-
-
-def number(value: float | None) -> str:
-    """A number for reading: four digits, no trailing noise."""
-    if value is None:
-        return "?"
-    return f"{value:.4g}"
 
 
 def has_zero(stat: TensorStat | None) -> bool:

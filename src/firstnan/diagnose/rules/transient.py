@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from firstnan.diagnose.causes import link_to
 from firstnan.records import Cause
 
 _MACHINE = (
@@ -22,4 +23,4 @@ def transient(replay: str, difference: str = "", *, programs_own: bool | None = 
     rest = _EITHER if programs_own is None else _PROGRAM if programs_own else _MACHINE
     evidence = (f"the first difference: {difference}",) if difference else ()
     title = "Not the same when the step is played again"
-    return Cause("transient", title, f"{replay}. {rest}", evidence, 0.6 if difference else 0.5)
+    return Cause("transient", title, f"{replay}. {rest}", evidence, 0.6 if difference else 0.5, link_to("transient"))

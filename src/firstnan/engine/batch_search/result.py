@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from firstnan.records import Noticed, TensorStat, plain
-from firstnan.report import words
+from firstnan.records import Noticed, TensorStat, encode
+from firstnan.report.tensors import tensor_facts
 
 _SHOWN = 8
 """So many are listed; the rest is counted."""
@@ -28,8 +28,7 @@ class Seen:
         )
         if self.tensor is None:
             return f"{label}: not finite"
-        values = words.tensor_cells(replace(self.tensor, binary=False))[3]
-        return f"{label}: {', '.join(filter(None, values.split('   ')))}"
+        return f"{label}: {', '.join(tensor_facts(replace(self.tensor, binary=False)))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class BatchSearch:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        values: dict[str, Any] = plain(self)
+        values: dict[str, Any] = encode(self)
         return values
 
     def __str__(self) -> str:
