@@ -14,9 +14,9 @@ from torch.nn import Module
 from firstnan.api.detector import models_given, optimizers_given
 from firstnan.api.trace import Block
 from firstnan.capsule.content import Capsule, load
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.conclude import came_from_outside
-from firstnan.engine.landing import Landing, changed_sources
+from firstnan.engine.restart import Restart, changed_sources
 from firstnan.engine.watch import Mode, Watch
 from firstnan.observe.program_hooks import end_program
 from firstnan.observe.sites import Ownership, directories
@@ -44,7 +44,7 @@ class Rerun(Watch):
         super().__init__(
             tracing=first, trace_from=0 if first else None, outputs_decide=False, may_replay=False, **options
         )
-        self.landing = Landing(capsule, self.gate, self._living, self._landed)
+        self.landing = Restart(capsule, self.gate, self._living, self._landed)
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         if self.mode is Mode.DONE or not torch.is_grad_enabled():
@@ -82,7 +82,7 @@ class Rerun(Watch):
         super().step_ended(by_hand)
         if self.mode is Mode.DONE:
             return
-        if self.landing.putting is None and not self._from_the_start:
+        if self.landing.restorer is None and not self._from_the_start:
             self.landing.step_ended(by_hand)
             return
         self._steps += 1
@@ -95,7 +95,7 @@ class Rerun(Watch):
     def outcome(self) -> str:
         """What became of the captured step, in words."""
         step = self.capsule.steps.current
-        if self.landing.putting is None and not self._steps:
+        if self.landing.restorer is None and not self._steps:
             return f"the program came to no training step: step {step} of the capsule was not played"
         if not self.was_finite:
             return f"the program ended before step {step} of the capsule was done"
@@ -112,7 +112,7 @@ class _Play(Block):
         super().__init__(ownership, lambda: Models(roots))
         for optimizer in optimizers:
             self.gate.optimizer_made(optimizer)
-        self.landing = Landing(capsule, self.gate, lambda: Living.find(optimizers, roots), self.begin)
+        self.landing = Restart(capsule, self.gate, lambda: TrainingObjects.find(optimizers, roots), self.begin)
 
     def suppresses(self, optimizer: Any) -> bool:
         self.landing.to_suppress -= 1
@@ -154,7 +154,7 @@ def replay(
     return told(block.landing, block.report or Report("clean"), caller.f_code.co_filename)
 
 
-def told(landing: Landing, report: Report, program: str) -> Report:
+def told(landing: Restart, report: Report, program: str) -> Report:
     """The report with what was not as it had been, and whether it says the same as the captured one."""
     notes = [*report.notes, *landing.notes, *changed_sources(landing.capsule, program)]
     before = landing.capsule.report

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from firstnan.capsule.training_objects import Living
-from firstnan.engine.capsule_writer import Keeper
+from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.handouts import Replayer
 from firstnan.engine.model_calls import LastCalls
 from firstnan.engine.policy import Settings
@@ -45,7 +45,9 @@ class Capsules:
         self._may_undo = told.policy != "warn"
         if told.capsules is not None:
             optimizers = recovery.optimizers
-            self._keeper = Keeper(told.capsules, gate, replayer, lambda: Living.find(optimizers, roots), _arguments)
+            self._keeper = CapsuleWriter(
+                told.capsules, gate, replayer, lambda: TrainingObjects.find(optimizers, roots), _arguments
+            )
 
     def kept(self, report: Report, before_update: bool, buffers: list[Any]) -> Report:
         """The report with the place of its capsule, where one is wanted; a bad update is taken back for it."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from firstnan.capsule import Wanted
-from firstnan.capsule.training_objects import Living
-from firstnan.engine.capsule_writer import Keeper
+from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values, came_from_outside, not_repeated
 from firstnan.engine.handouts import Replayer, ReplayError
 from firstnan.engine.microscope import AGAIN, Microscope
@@ -73,7 +73,7 @@ class Watch:
         self.gate = Gate(self, thorough=tracing)
         self.replayer = Replayer()
         self.microscope = Microscope(ownership, self.gate, self.replayer)
-        self.keeper = Keeper(wanted, self.gate, self.replayer, self._living) if wanted is not None else None
+        self.keeper = CapsuleWriter(wanted, self.gate, self.replayer, self._living) if wanted is not None else None
         self.hooks = ProgramHooks(self.gate, self)
         self._suspect: tuple[Noticed, int | None] | None = None
         self._handles_nan_itself = False
@@ -361,8 +361,8 @@ class Watch:
         self.unresolved = True
         self.save(self.report)
 
-    def _living(self) -> Living:
-        return Living.find(list(self.gate.steps.done), leaves=self.gate.leaves)
+    def _living(self) -> TrainingObjects:
+        return TrainingObjects.find(list(self.gate.steps.done), leaves=self.gate.leaves)
 
     def _keep(self, noticed: Noticed, tensors: list[Tensor], *, written: bool) -> None:
         """The failing step goes into a capsule while its weights are still there."""
