@@ -16,7 +16,6 @@ import secrets
 import shutil
 import stat
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -139,26 +138,29 @@ class CapsuleFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)  # the program may change its directory before tensors are read
+        self._mapped: Any = None
         try:
             metadata, self.stored = _checked(self.path)
             self.manifest = _manifest(metadata.get("firstnan", ""))
         except CapsuleError as error:
             raise CapsuleError(f"{os.fspath(path)}: {error}") from None
 
+    def map(self) -> Any:
+        """Opens the file for torch; from then on it may be deleted."""
+        if self._mapped is None:
+            try:
+                self._mapped = safe_open(self.path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CapsuleError(one_line(f"{self.path}: {error}")) from None
+        return self._mapped
+
     def tensor(self, name: str) -> Tensor:
         """The tensor in memory mapped from the file: clone it before changing it."""
-        tensor: Tensor = self._mapped.get_tensor(name)
+        tensor: Tensor = self.map().get_tensor(name)
         return tensor
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: self.tensor(name) for name in self.stored}
-
-    @cached_property
-    def _mapped(self) -> Any:
-        try:
-            return safe_open(self.path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CapsuleError(one_line(f"{self.path}: {error}")) from None
 
 
 def _checked(path: str) -> tuple[dict[str, str], dict[str, Stored]]:

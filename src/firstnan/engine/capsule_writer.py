@@ -162,7 +162,7 @@ class CapsuleWriter:
             self.path = Path(report.capsule)
         report = self.placed(report)
         if self.path is not None:
-            with contextlib.suppress(OSError, file.CapsuleError):  # the first version of the file stays
+            with contextlib.suppress(OSError, ValueError):  # the first version of the file stays
                 old = file.CapsuleFile(self.path)
                 file.write(self.path, {**old.manifest, **_report_entries(report)}, old.tensors(), replace=True)
         return report

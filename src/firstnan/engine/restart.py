@@ -43,6 +43,7 @@ class Restart:
         self._iterators: list[weakref.ref[Any]] = []
         """Those that batches were read from since the restore, in this order; some may be gone."""
         self._latest: BatchState | None = None
+        capsule.file.map()  # the program may delete the file before its first step
 
     @property
     def notes(self) -> list[str]:
@@ -165,10 +166,8 @@ class Restart:
 
 
 def _versions(capsule: Capsule) -> list[str]:
-    there = capsule.environment.get("torch")
-    return (
-        [f"captured with torch {there}, replayed with torch {torch.__version__}"] if there != torch.__version__ else []
-    )
+    there, here = capsule.environment.get("torch"), torch.__version__
+    return [f"captured with torch {there}, replayed with torch {here}"] if there != here else []
 
 
 def changed_sources(capsule: Capsule, program: str) -> list[str]:
