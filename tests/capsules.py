@@ -1,4 +1,4 @@
-"""Capsules for tests: a small training state as a run captures it, and files that are not what they say."""
+"""Capsules for tests: a small captured training state, and files with any header and a valid digest."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 
 from firstnan.capsule import file
 from firstnan.capsule.capture import Capture
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
 from firstnan.tensors.batches import Handout
 from firstnan.tensors.randomness import RandomState
-
-PREFIX = 8 + len(file._PREFIX)
 
 
 def net() -> torch.nn.Module:
@@ -35,28 +33,30 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def written(folder: Path, batch: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    """The capsule of a step of this model on this batch."""
+    """Writes the capsule of a step of this model on this batch."""
     gate = Gate()
     gate.optimizer_made(optimizer)
-    living = Living.find([optimizer], {"": model})
-    capture = Capture(living, gate, [])
+    capture = Capture(TrainingObjects.find([optimizer], {"": model}), gate, [])
     capture.add_batch(0, Handout(batch, 7, 0, RandomState.now(), [], [], [1, 2]), batch)
-    manifest, parts, _ = capture.within(1 << 30)
-    told = {"report": Report("nonfinite", 7).to_dict(), "environment": {"torch": torch.__version__}, "sources": {}}
-    return file.write(folder / "a.capsule", {**manifest, **told}, parts)
+    manifest, tensors, _ = capture.within(1 << 30)
+    entries = {"report": Report("nonfinite", 7).to_dict(), "environment": {"torch": torch.__version__}, "sources": {}}
+    return file.write(folder / "a.capsule", {**manifest, **entries}, tensors)
 
 
 def taken_apart(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """Header and tensors of a capsule's file."""
+    """The header and the tensors' bytes of a capsule file."""
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
 def put_together(header: bytes, tensors: bytes, length: int | None = None) -> bytes:
-    """A file with the digest of what is in it, whatever that is; `header` begins as a capsule's does."""
+    """A file whose digest is right, if the header has one."""
     whole = (len(header) if length is None else length).to_bytes(8, "little") + header + tensors
-    blank = whole[:PREFIX] + b"0" * 64 + whole[PREFIX + 64 :]
-    return blank[:PREFIX] + hashlib.sha256(blank).hexdigest().encode() + blank[PREFIX + 64 :]
+    found = file._DIGEST.search(whole)
+    if found is None:
+        return whole
+    before, after = whole[: found.start(1)], whole[found.end(1) :]
+    return before + hashlib.sha256(before + b"0" * 64 + after).hexdigest().encode() + after
 
 
 def signed(header: Any, tensors: bytes) -> bytes:

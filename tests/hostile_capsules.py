@@ -1,8 +1,8 @@
-"""`hostile_capsules.py CAPSULE N`: opens N files made from a capsule by breaking it, and watches what that does.
+"""`hostile_capsules.py CAPSULE N`: opens N corrupted copies of a capsule and checks what happens.
 
-A broken file is refused by a CapsuleError of one line. One whose digest was made anew may be a capsule again: then its
-content is put into a model, which must not raise either. Ends with an error at anything else: an import, a call of the
-system, a file opened to write, more memory than a reader of a small file needs.
+A corrupt file is refused by a CapsuleError of one line. A file with a recomputed digest may be a valid capsule: then
+its content is restored into a model, which must not raise either. Anything else ends this program with an error: an
+import, a system call, a file opened for writing, more memory than reading a small file needs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from capsules import net, put_together, signed, taken_apart, trained
 from firstnan.capsule.content import load
 from firstnan.capsule.file import CapsuleError
-from firstnan.capsule.restore import Putting
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.restore import Restorer
+from firstnan.capsule.training_objects import TrainingObjects
 
 torch.set_num_threads(1)
 FORBIDDEN = (
@@ -76,14 +76,14 @@ class Breaker:
         return self.content[: self.chance.randrange(len(self.content))]
 
     def header_broken(self) -> bytes:
-        """The safetensors part says something else, under a good digest."""
+        """Another safetensors header, with a valid digest."""
         header = copy.deepcopy({k: v for k, v in self.header.items() if k != "__metadata__"})
         at, key = self.chance.choice(places(header))
         at[key] = self.chance.choice([*WEIRD, 1 << 62, -5, "F64", [1 << 31, 1 << 31, 8], [0, 1 << 62]])
         return signed({"__metadata__": self.header["__metadata__"], **header}, self.tensors)
 
     def content_broken(self) -> bytes:
-        """The JSON says something else, under a good digest."""
+        """Another manifest, with a valid digest."""
         manifest = copy.deepcopy(self.manifest)
         for _ in range(self.chance.choice((1, 1, 3))):
             at, key = self.chance.choice(places(manifest))
@@ -94,7 +94,7 @@ class Breaker:
         return self.with_text(json.dumps(manifest))
 
     def numbers_broken(self) -> bytes:
-        """Other bytes in the tensors, under a good digest: random states and indices of anything."""
+        """Other bytes in the tensors, such as random states and indices, with a valid digest."""
         tensors = self.chance.randbytes(len(self.tensors))
         return signed(self.header, tensors)
 
@@ -129,8 +129,8 @@ def main(path: str, many: int) -> None:
     kinds += [breaker.content_broken, breaker.text_broken, breaker.pickled]
     target = Path("hostile.capsule")
     model, optimizer = trained()
-    living = Living.find([optimizer], {"": model})
-    put_in(load(path), living)  # everything that is loaded late is loaded now
+    objects = TrainingObjects.find([optimizer], {"": model})
+    restore(load(path), objects)  # loads everything that is imported late
     limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + (256 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (virtual_size() + (512 << 20),) * 2)
     sys.addaudithook(guard)
@@ -147,7 +147,7 @@ def main(path: str, many: int) -> None:
         else:
             said, counts["harmless"] = "", counts["harmless"] + 1
             assert kind.__name__ not in ("flipped", "cut", "pickled", "text_broken"), f"{kind.__name__} was taken"
-            put_in(capsule, living)
+            restore(capsule, objects)
         assert "\n" not in said, said
         assert len(said) < 300, said
         GUARDED.clear()
@@ -156,15 +156,15 @@ def main(path: str, many: int) -> None:
         print(name, count)
 
 
-def put_in(capsule: Any, living: Living) -> None:
-    """What a landing does with a capsule; only a batch may fail to be made, since the program decides on its shape."""
-    putting = Putting(capsule, living)
-    putting.weights()
-    putting.training()
+def restore(capsule: Any, objects: TrainingObjects) -> None:
+    """Restores a capsule as a replay does; only a batch may raise, because the program decides on its structure."""
+    restorer = Restorer(capsule, objects)
+    restorer.weights()
+    restorer.training()
     for batch in capsule.batches:
-        putting.random(batch.random)
+        restorer.random(batch.random)
         with contextlib.suppress(RuntimeError, ValueError, TypeError, OverflowError):
-            putting.unpacker.value(batch.value, [torch.zeros(2, 3), "text", {"k": 1}])
+            restorer.unpacker.value(batch.value, [torch.zeros(2, 3), "text", {"k": 1}])
 
 
 GUARDED: list[str] = []

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from firstnan.capsule import file
 from firstnan.capsule.capture import Capture
 from firstnan.capsule.content import Capsule, load
-from firstnan.capsule.restore import Putting
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.restore import Restorer
+from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
 
@@ -46,10 +46,10 @@ class Training:
             self.scaler.update()
             self.schedule.step()
 
-    def living(self, *order: nn.Module) -> Living:
-        found = Living.find([self.of_one, self.of_two], {str(i): m for i, m in enumerate(order)})
+    def objects(self, *order: nn.Module) -> TrainingObjects:
+        found = TrainingObjects.find([self.of_one, self.of_two], {str(i): m for i, m in enumerate(order)})
         mine = [s for s in found.scalers if s is self.scaler]
-        return Living(found.models, found.optimizers, mine, found.schedulers)
+        return TrainingObjects(found.models, found.optimizers, mine, found.schedulers)
 
     def state(self) -> list[Any]:
         nets = [m.state_dict() for m in (self.one, self.two, self.average)]
@@ -57,11 +57,11 @@ class Training:
                 self.scaler.state_dict()]  # fmt: skip
 
 
-def kept(training: Training, folder: Path, living: Living) -> Capsule:
+def kept(training: Training, folder: Path, objects: TrainingObjects) -> Capsule:
     gate = Gate()
-    manifest, parts, _ = Capture(living, gate, []).within(1 << 30)
-    told = {"report": Report("nonfinite", 7).to_dict(), "environment": {}, "sources": {}}
-    return load(file.write(folder / "x.capsule", {**manifest, **told}, parts))
+    manifest, tensors, _ = Capture(objects, gate, []).within(1 << 30)
+    entries = {"report": Report("nonfinite", 7).to_dict(), "environment": {}, "sources": {}}
+    return load(file.write(folder / "x.capsule", {**manifest, **entries}, tensors))
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -78,13 +78,13 @@ def test_everything_that_trains_comes_back(tmp_path: Path) -> None:
     here, there = Training(1), Training(2)
     here.train(5)
     there.train(1)
-    capsule = kept(here, tmp_path, here.living(here.one, here.two, here.average))
+    capsule = kept(here, tmp_path, here.objects(here.one, here.two, here.average))
     assert not equal(here.state(), there.state())
     memory = there.one[0].weight.data_ptr()
-    putting = Putting(capsule, there.living(there.one, there.two, there.average))
-    putting.weights()
-    putting.training()
-    assert putting.notes == []
+    restorer = Restorer(capsule, there.objects(there.one, there.two, there.average))
+    restorer.weights()
+    restorer.training()
+    assert restorer.notes == []
     assert equal(here.state(), there.state())
     assert there.one[0].weight is there.one[2].weight
     assert there.one[0].weight.data_ptr() == memory, "the program's own tensors are written, not replaced"
@@ -98,7 +98,7 @@ def test_models_are_known_by_what_an_optimizer_trains_not_by_when_they_are_found
     training = Training(1)
     training.average = training.two  # only those two live here
     models = [training.two, training.one]
-    found = Living.find([training.of_one, training.of_two])
+    found = TrainingObjects.find([training.of_one, training.of_two])
     mine = [m for m in found.models if any(m.parameters.get("0.weight") is n[0].weight for n in models)]
     assert [m.parameters["0.weight"] is n[0].weight for m, n in zip(mine, reversed(models), strict=True)] == [
         True,
@@ -109,28 +109,28 @@ def test_models_are_known_by_what_an_optimizer_trains_not_by_when_they_are_found
 def test_an_optimizer_that_is_not_there_and_one_of_another_kind(tmp_path: Path) -> None:
     here, there = Training(1), Training(2)
     here.train(3)
-    capsule = kept(here, tmp_path, here.living(here.one, here.two, here.average))
+    capsule = kept(here, tmp_path, here.objects(here.one, here.two, here.average))
     other = torch.optim.RMSprop(there.one.parameters(), lr=0.3)
-    putting = Putting(capsule, Living.find([other], {"": there.one}))
-    putting.weights()
-    putting.training()
-    assert putting.optimizers == [other, None]
-    assert any("no optimizer like the captured SGD" in note for note in putting.notes)
-    assert sum("no model like the captured Sequential" in note for note in putting.notes) == 2
+    restorer = Restorer(capsule, TrainingObjects.find([other], {"": there.one}))
+    restorer.weights()
+    restorer.training()
+    assert restorer.optimizers == [other, None]
+    assert any("no optimizer of this program matches the captured SGD" in note for note in restorer.notes)
+    assert sum("no model of this program matches the captured Sequential" in note for note in restorer.notes) == 2
     assert equal(there.one.state_dict(), here.one.state_dict())
 
 
 def test_a_capsule_over_the_limit_leaves_the_optimizers_state_out(tmp_path: Path) -> None:
     training = Training(1)
     training.train(1)
-    living = training.living(training.one)
-    capture = Capture(living, Gate(), [])
-    whole, parts, missing = capture.within(1 << 30)
-    size = sum(p.nbytes for p in parts)
+    objects = training.objects(training.one)
+    capture = Capture(objects, Gate(), [])
+    whole, tensors, missing = capture.within(1 << 30)
+    size = sum(t.nbytes for t in tensors.values())
     assert missing == ""
     less, fewer, missing = capture.within(size - 1)
-    assert "optimizers' state" in missing
+    assert "the optimizer state" in missing
     assert missing in less["left_out"]
-    assert sum(p.nbytes for p in fewer) < size
+    assert sum(t.nbytes for t in fewer.values()) < size
     assert whole["optimizers"][0]["groups"][0]["parameters"][0][2] is not None
     assert less["optimizers"][0]["groups"][0]["parameters"][0][2] is None

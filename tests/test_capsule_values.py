@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import math
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ def through(tmp_path: Path) -> Any:
     def go(value: Any, like: Any = None) -> tuple[Any, set[str]]:
         packer = Packer()
         node = packer.node(value)
-        path = file.write(tmp_path / "x", {"format": file.FORMAT, "version": 1, "value": node}, packer.parts)
-        opened = file.Opened(path)
+        path = file.write(tmp_path / "x", {"format": file.FORMAT, "version": 1, "value": node}, packer.tensors)
+        opened = file.CapsuleFile(path)
         unpacker = Unpacker(opened)
         made = unpacker.value(Reader(opened.stored).value(opened.manifest["value"]), like)
         return made, packer.left_out | unpacker.notes
@@ -76,10 +77,13 @@ def test_what_is_one_tensor_is_kept_once_and_comes_back_as_one(through: Any) -> 
     t = torch.randn(5)
     packer = Packer()
     packer.node([t, t, t.detach(), t.view(5)])
-    assert len(packer.parts) == 1
+    assert len(packer.tensors) == 1
     (a, b, c), _ = through([t, t, t.clone()])
     assert a is b
     assert a is not c
+    (a, b), _ = through([t[:4], t[1:]])
+    assert same(a, t[:4])
+    assert same(b, t[1:])
 
 
 def test_conjugates_gradients_and_sparse_ones(through: Any) -> None:
@@ -187,6 +191,13 @@ def test_what_cannot_be_kept_is_said_and_the_programs_own_used(through: Any) -> 
     assert any("qint8" in note for note in notes)
     assert any("meta" in note for note in notes)
     assert any("Colour" in note for note in notes)
+
+
+@pytest.mark.parametrize("kind", Reader({})._kinds)
+@pytest.mark.parametrize("inner", [None, 3, "x", [], {}, [[]], {"name": 3}], ids=str)
+def test_a_malformed_node_raises_nothing_but_a_capsule_error(kind: str, inner: Any) -> None:
+    with contextlib.suppress(file.CapsuleError):
+        Reader({}).value({kind: inner})
 
 
 def test_a_batch_that_holds_itself_ends_somewhere(through: Any) -> None:

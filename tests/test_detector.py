@@ -515,8 +515,6 @@ def test_what_was_not_looked_at_is_not_blamed() -> None:
     assert not any("born" in note for note in caught.value.report.notes)
     notes = caught.value.report.notes
     assert any("the gradients that reached them in backward were not kept" in note for note in notes)
-        "the gradients that reached them in backward were not kept" in note for note in caught.value.report.notes
-    )
 
 
 def test_an_exception_without_bad_values_is_left_alone() -> None:

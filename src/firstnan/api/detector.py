@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from firstnan.api import options
 from firstnan.capsule import LIMIT, Wanted
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.events import EventLog
 from firstnan.engine.handouts import Handouts
@@ -147,7 +147,12 @@ class NaNDetector:
         capsules = None
         if self._capsules is not None:
             capsules = CapsuleWriter(
-                self._capsules, gate, handouts, lambda: Living.find(optimizers, roots), _arguments, most=_MOST_CAPSULES
+                self._capsules,
+                gate,
+                handouts,
+                lambda: TrainingObjects.find(optimizers, roots),
+                _arguments,
+                most=_MOST_CAPSULES,
             )
         session = Session(
             policy,

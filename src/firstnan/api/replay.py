@@ -11,10 +11,10 @@ from torch.nn import Module
 
 from firstnan.api.detector import models_given, optimizers_given
 from firstnan.capsule.content import load
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.capsule_replay import told_by
-from firstnan.engine.landing import Landing
 from firstnan.engine.policies import RaiseAsItRuns
+from firstnan.engine.restart import Restart
 from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
 from firstnan.gate.gate import Gate
@@ -44,18 +44,20 @@ def replay(
     ownership = Ownership(tuple(directories(caller)))
     for one in optimizers:
         gate.optimizer_made(one)
-    landing = Landing(load(capsule), gate, lambda: Living.find(optimizers, roots), lambda: session.live.begin())
+    restart = Restart(
+        load(capsule), gate, lambda: TrainingObjects.find(optimizers, roots), lambda: session.live.begin()
+    )
     # Also optimizers that nobody named are followed, so the scope names the models alone.
     session = Session(
-        RaiseAsItRuns(), ownership=ownership, scope=Scope(roots), gate=gate, landing=landing, trace_block=True
+        RaiseAsItRuns(), ownership=ownership, scope=Scope(roots), gate=gate, restart=restart, trace_block=True
     )
     source = NamelessSource()
     try:
         with session.running():
-            for batch in landing.batches():
+            for batch in restart.batches():
                 session.handed_out(source, batch)
                 step(batch)
     except NonFiniteError as error:
         if error.report is not session.report:
             raise
-    return told_by(landing, session.report or Report("clean"), caller.f_code.co_filename)
+    return told_by(restart, session.report or Report("clean"), caller.f_code.co_filename)

@@ -1,4 +1,4 @@
-"""A failing step in one file: written when it happens, taken home, played again anywhere."""
+"""A failing step in one file, written when it fails and replayed anywhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LIMIT = 2 << 30
 
 
 class Wanted(NamedTuple):
-    """Where capsules go and how large they may be; `step` where it is known which one fails."""
+    """Where to write capsules and how large they may be; `step` is the failing one, if known."""
 
     folder: Path
     limit: int = LIMIT

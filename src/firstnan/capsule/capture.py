@@ -1,12 +1,14 @@
-"""The state at the beginning of a step, as the content of a capsule."""
+"""Captures the state at the beginning of a step as the content of a capsule."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from firstnan.capsule.file import FORMAT, VERSION, CapsuleError, Part, readable_size
+from torch import Tensor
+
+from firstnan.capsule.file import FORMAT, VERSION, CapsuleError, readable_size
 from firstnan.capsule.packing import Packer
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.gate.gate import Gate
 from firstnan.tensors.batches import Handout
 from firstnan.tensors.finite import is_finite
@@ -14,28 +16,30 @@ from firstnan.tensors.randomness import RandomState
 
 
 class Capture:
-    """What the models, optimizers and generators are like now; batches are added as they come.
+    """The state of models, optimizers and random generators now; batches are added as they come.
 
-    `copies` where the program goes on before the capsule is written.
+    `copies` it if the program goes on before the capsule is written.
     """
 
-    def __init__(self, living: Living, gate: Gate, buffers: list[Any], *, suppressed: int = 0, copies: bool = False):
+    def __init__(
+        self, objects: TrainingObjects, gate: Gate, buffers: list[Any], *, suppressed: int = 0, copies: bool = False
+    ) -> None:
         self.step, self.turn = gate.steps.current, gate.steps.turn
-        self._state, self._optimizers = Packer(copies=copies), Packer("o", copies=copies)
-        weights = [p for model in living.models for p in model.parameters.values()]
-        self.has_weights = bool(weights or living.optimizers)
+        self._state, self._optimizer_state = Packer(copies=copies), Packer("o", copies=copies)
+        weights = [p for model in objects.models for p in model.parameters.values()]
+        self.has_weights = bool(weights or objects.optimizers)
         self.is_healthy = all(is_finite(p) for p in weights if p.requires_grad)
         self._randoms: dict[int, tuple[RandomState, Any]] = {}
         before = {(id(slot.module()), slot.name): copy for slot, _, copy in buffers}
         self.manifest: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
-            "steps": _steps(living, gate),
+            "steps": _steps(objects, gate),
             "suppressed": suppressed,
-            "models": [self._model(m, before) for m in living.models],
-            "optimizers": self._all_optimizers(living),
-            "scalers": [self._state.node(s.state_dict()) for s in living.scalers],
-            "schedulers": [[type(s).__name__, self._state.node(s.state_dict())] for s in living.schedulers],
+            "models": [self._model(m, before) for m in objects.models],
+            "optimizers": self._optimizers(objects),
+            "scalers": [self._state.node(s.state_dict()) for s in objects.scalers],
+            "schedulers": [[type(s).__name__, self._state.node(s.state_dict())] for s in objects.schedulers],
             "random": None,
             "batches": [],
         }
@@ -49,14 +53,14 @@ class Capture:
         parameters = [[name, self._state.node(p)] for name, p in model.parameters.items()]
         return {"kind": model.kind, "parameters": parameters, "buffers": buffers}
 
-    def _all_optimizers(self, living: Living) -> list[Any]:
-        names = living.names()
+    def _optimizers(self, objects: TrainingObjects) -> list[Any]:
+        names = objects.names()
         return [
             {
                 "kind": type(optimizer).__name__,
                 "groups": [self._group(optimizer, group, names) for group in optimizer.param_groups],
             }
-            for optimizer in living.optimizers
+            for optimizer in objects.optimizers
         ]
 
     def _group(self, optimizer: Any, group: dict[str, Any], names: dict[int, tuple[int, str]]) -> dict[str, Any]:
@@ -64,14 +68,14 @@ class Capture:
         parameters = []
         for p in group["params"]:
             known = names.get(id(p))
-            # A parameter of no module has no name: its value is here.
+            # A parameter of no module has no name, so its value is stored here.
             value = None if known else self._state.node(p)
-            state = self._optimizers.node(optimizer.state[p]) if p in optimizer.state else None
+            state = self._optimizer_state.node(optimizer.state[p]) if p in optimizer.state else None
             parameters.append([list(known) if known else None, value, state])
         return {"settings": self._state.node(settings), "parameters": parameters}
 
     def add_batch(self, source: int, handout: Handout, batch: Any) -> None:
-        """One more of the step's batches, as it was handed out, with the random state at that moment."""
+        """Adds one of the step's batches with the random state in which the loader returned it."""
         node = {"source": source, "index": handout.index, "indices": self._state.node(handout.indices)}
         node |= {"value": self._state.node(batch), "random": self._random(handout.random)}
         self.manifest["batches"].append(node)
@@ -85,32 +89,31 @@ class Capture:
             self._randoms[id(random)] = (random, self._state.node(states))
         return self._randoms[id(random)][1]
 
-    def within(self, limit: int) -> tuple[dict[str, Any], list[Part], str]:
-        """What is to be written: all, or without the optimizers' state where only that fits; and what is missing."""
-        manifest, parts, missing = dict(self.manifest), self._state.parts + self._optimizers.parts, ""
-        size, core = self._state.nbytes + self._optimizers.nbytes, self._state.nbytes
-        if size > limit >= core and self._optimizers.parts:
-            parts = self._state.parts
-            missing = f"the optimizers' state ({readable_size(size - core)})"
+    def within(self, limit: int) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+        """Manifest and tensors to write, and what was left out: the optimizer state, if only the rest fits."""
+        manifest, tensors, missing = dict(self.manifest), self._state.tensors | self._optimizer_state.tensors, ""
+        core, extra = self._state.nbytes, self._optimizer_state.nbytes
+        if core + extra > limit >= core:
+            tensors, missing = self._state.tensors, f"the optimizer state ({readable_size(extra)})"
             manifest["optimizers"] = [_without_state(o) for o in manifest["optimizers"]]
-        elif size > limit:
-            raise CapsuleError(f"it would take {readable_size(size)}, and the limit is {readable_size(limit)}")
-        kept_out = sorted(self._state.left_out | self._optimizers.left_out)
-        manifest["left_out"] = ([missing] if missing else []) + kept_out
-        return manifest, parts, missing
+        elif core + extra > limit:
+            raise CapsuleError(f"it would need {readable_size(core + extra)}, and the limit is {readable_size(limit)}")
+        unsupported = sorted(self._state.left_out | self._optimizer_state.left_out)
+        manifest["left_out"] = ([missing] if missing else []) + unsupported
+        return manifest, tensors, missing
 
 
-def _steps(living: Living, gate: Gate) -> dict[str, Any]:
-    """How far each optimizer has come, and who takes turns with whom; optimizers by their place in the list."""
+def _steps(objects: TrainingObjects, gate: Gate) -> dict[str, Any]:
+    """How many steps each optimizer has done and which one follows which; optimizers by their index."""
     steps = gate.steps
-    places = {id(o): i for i, o in enumerate(living.optimizers)}
+    places = {id(o): i for i, o in enumerate(objects.optimizers)}
     last = steps.last() if steps.last else None
     follows = [(places.get(id(o)), places.get(id(f()))) for o, f in steps.follows.items()]
     return {
         "current": steps.current,
         "total": steps.total,
         "manual": steps.manual,
-        "done": [steps.of(o) for o in living.optimizers],
+        "done": [steps.of(o) for o in objects.optimizers],
         "last": places.get(id(last)),
         "follows": [[a, b] for a, b in follows if a is not None and b is not None],
     }

@@ -1,4 +1,4 @@
-"""A capsule as it was read: every field checked, no tensor in memory yet, and no torch needed."""
+"""The content of a capsule with every field checked; needs no torch, because tensors are read later."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from firstnan.capsule.file import CapsuleError, Opened
-from firstnan.capsule.values import Missing, Packed, Reader, Sparse
+from firstnan.capsule.file import CapsuleError, CapsuleFile
+from firstnan.capsule.values import Missing, Packed, Reader, Sparse, as_count, as_dict, as_list, as_text
 from firstnan.records import Report, ReportError
 
 
@@ -20,10 +20,12 @@ class ModelState:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """What an optimizer knows of one parameter: the place of its model and its name there, or its own value."""
+    """One parameter of an optimizer."""
 
     name: tuple[int, str] | None
+    """Which model it belongs to, and its name there; None for a parameter of no model."""
     value: Any
+    """Stored here only if it has no name."""
     state: Any
 
 
@@ -46,10 +48,10 @@ class OptimizerState:
 @dataclass(frozen=True)
 class BatchState:
     source: int
-    """Which of the program's loaders, in the order in which they were asked."""
+    """Which of the step's loaders, in the order in which they were read."""
     index: int
     indices: Any
-    """Which elements of the dataset it was made of, if the sampler told."""
+    """Its dataset indices, if the sampler is known."""
     value: Any
     random: Any
 
@@ -66,14 +68,14 @@ class Steps:
 
 @dataclass(frozen=True)
 class Capsule:
-    opened: Opened
+    file: CapsuleFile
     report: Report
     environment: dict[str, Any]
     sources: dict[str, str]
     left_out: tuple[str, ...]
     steps: Steps
     suppressed: int
-    """Updates of this step that are in the weights already."""
+    """How many updates of this step the weights already contain."""
     models: tuple[ModelState, ...]
     optimizers: tuple[OptimizerState, ...]
     scalers: tuple[Any, ...]
@@ -83,45 +85,45 @@ class Capsule:
 
 
 def load(path: str | os.PathLike[str]) -> Capsule:
-    """The capsule in a file; CapsuleError says in one line why there is none."""
-    opened = Opened(path)
+    """Reads a capsule; CapsuleError says in one line what is wrong with it."""
+    file = CapsuleFile(path)
     try:
-        return _Manifest(opened).capsule()
+        return _Manifest(file).capsule()
     except (CapsuleError, ReportError) as error:
         raise CapsuleError(f"{os.fspath(path)}: {error}") from None
     except (KeyError, TypeError, ValueError, RecursionError, OverflowError):
-        raise CapsuleError(f"{os.fspath(path)}: damaged: its content is not that of a capsule") from None
+        raise CapsuleError(f"{os.fspath(path)}: corrupt capsule: the manifest is incomplete or malformed") from None
 
 
 class _Manifest:
-    """Reads the JSON of a capsule; what is not as it should be raises one of the errors that `load` expects."""
+    """Decodes the manifest; malformed fields raise one of the errors that `load` expects."""
 
-    def __init__(self, opened: Opened) -> None:
-        self._opened, self._reader = opened, Reader(opened.stored)
+    def __init__(self, file: CapsuleFile) -> None:
+        self._file, self._reader = file, Reader(file.stored)
 
     def capsule(self) -> Capsule:
-        data = self._opened.manifest
+        data = self._file.manifest
         return Capsule(
-            opened=self._opened,
-            report=Report.from_dict(_table(data["report"])),
-            environment={_text(k): v for k, v in _table(data["environment"]).items()},
-            sources={_text(k): _text(v) for k, v in _table(data["sources"]).items()},
-            left_out=tuple(_text(t) for t in _list(data["left_out"])),
-            steps=_steps(_table(data["steps"]), len(_list(data["optimizers"]))),
-            suppressed=_count(data["suppressed"]),
-            models=tuple(self._model(_table(m)) for m in _list(data["models"])),
-            optimizers=tuple(self._optimizer(_table(o), len(data["models"])) for o in data["optimizers"]),
-            scalers=tuple(_table(self._reader.value(s)) for s in _list(data["scalers"])),
-            schedulers=tuple((_text(k), _table(self._reader.value(s))) for k, s in _list(data["schedulers"])),
+            file=self._file,
+            report=Report.from_dict(as_dict(data["report"])),
+            environment={as_text(k): v for k, v in as_dict(data["environment"]).items()},
+            sources={as_text(k): as_text(v) for k, v in as_dict(data["sources"]).items()},
+            left_out=tuple(as_text(t) for t in as_list(data["left_out"])),
+            steps=_steps(as_dict(data["steps"]), len(as_list(data["optimizers"]))),
+            suppressed=as_count(data["suppressed"]),
+            models=tuple(self._model(as_dict(m)) for m in as_list(data["models"])),
+            optimizers=tuple(self._optimizer(as_dict(o), len(data["models"])) for o in data["optimizers"]),
+            scalers=tuple(as_dict(self._reader.value(s)) for s in as_list(data["scalers"])),
+            schedulers=tuple((as_text(k), as_dict(self._reader.value(s))) for k, s in as_list(data["schedulers"])),
             random=self._random(data["random"]),
-            batches=tuple(self._batch(_table(b)) for b in _list(data["batches"])),
+            batches=tuple(self._batch(as_dict(b)) for b in as_list(data["batches"])),
         )
 
     def _model(self, data: dict[str, Any]) -> ModelState:
-        parameters = {_text(n): self._elements(v) for n, v in _list(data["parameters"])}
-        return ModelState(_text(data["kind"]), parameters, {_text(n): self._elements(v) for n, v in data["buffers"]})
+        parameters = {as_text(n): self._tensor(v) for n, v in as_list(data["parameters"])}
+        return ModelState(as_text(data["kind"]), parameters, {as_text(n): self._tensor(v) for n, v in data["buffers"]})
 
-    def _elements(self, node: Any) -> Any:
+    def _tensor(self, node: Any) -> Any:
         value = self._reader.value(node)
         if not isinstance(value, Packed | Sparse | Missing):
             raise TypeError
@@ -129,65 +131,43 @@ class _Manifest:
 
     def _optimizer(self, data: dict[str, Any], models: int) -> OptimizerState:
         groups = []
-        for group in map(_table, _list(data["groups"])):
-            settings = _table(self._reader.value(group["settings"]))
-            parameters = tuple(self._parameter(p, models) for p in _list(group["parameters"]))
-            groups.append(GroupState({_text(k): v for k, v in settings.items()}, parameters))
-        return OptimizerState(_text(data["kind"]), tuple(groups))
+        for group in map(as_dict, as_list(data["groups"])):
+            settings = as_dict(self._reader.value(group["settings"]))
+            parameters = tuple(self._parameter(p, models) for p in as_list(group["parameters"]))
+            groups.append(GroupState({as_text(k): v for k, v in settings.items()}, parameters))
+        return OptimizerState(as_text(data["kind"]), tuple(groups))
 
     def _parameter(self, node: Any, models: int) -> ParameterState:
-        where, value, state = _list(node)
+        where, value, state = as_list(node)
         name = None
         if where is not None:
-            at, inside = _list(where)
-            name = (_count(at, models), _text(inside))
+            at, inside = as_list(where)
+            name = (as_count(at, models), as_text(inside))
         known = None if state is None else self._reader.value(state)
-        return ParameterState(name, None if value is None else self._elements(value), known)
+        return ParameterState(name, None if value is None else self._tensor(value), known)
 
     def _batch(self, data: dict[str, Any]) -> BatchState:
         value, random = self._reader.value(data["value"]), self._random(data["random"])
         indices = self._reader.value(data["indices"])
-        return BatchState(_count(data["source"]), _count(data["index"]), indices, value, random)
+        return BatchState(as_count(data["source"]), as_count(data["index"]), indices, value, random)
 
     def _random(self, node: Any) -> Any:
         if node is None:
             return None
-        random = _table(self._reader.value(node))
+        random = as_dict(self._reader.value(node))
         if set(random) != {"python", "numpy", "torch", "cuda"} or not isinstance(random["torch"], Packed):
             raise ValueError
-        if not all(isinstance(state, Packed) for state in _list(random["cuda"])):
+        if not all(isinstance(state, Packed) for state in as_list(random["cuda"])):
             raise TypeError
         return random
 
 
 def _steps(data: dict[str, Any], optimizers: int) -> Steps:
-    done = tuple(_count(n) for n in _list(data["done"]))
+    done = tuple(as_count(n) for n in as_list(data["done"]))
     if len(done) != optimizers:
         raise ValueError
-    last = None if data["last"] is None else _count(data["last"], optimizers)
-    follows = tuple((_count(a, optimizers), _count(b, optimizers)) for a, b in map(_list, _list(data["follows"])))
-    return Steps(_count(data["current"]), _count(data["total"]), _count(data["manual"]), done, last, follows)
-
-
-def _table(value: Any) -> dict[Any, Any]:
-    if type(value) is not dict:
-        raise TypeError
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise TypeError
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError
-    return value
-
-
-def _count(value: Any, below: int = 1 << 62) -> int:
-    if type(value) is not int or not 0 <= value < below:
-        raise ValueError
-    return value
+    last = None if data["last"] is None else as_count(data["last"], optimizers)
+    follows = tuple(
+        (as_count(a, optimizers), as_count(b, optimizers)) for a, b in map(as_list, as_list(data["follows"]))
+    )
+    return Steps(as_count(data["current"]), as_count(data["total"]), as_count(data["manual"]), done, last, follows)

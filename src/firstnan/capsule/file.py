@@ -1,7 +1,7 @@
-"""One file of tensors and JSON in the layout of safetensors: written whole or not at all, read without trust.
+"""The capsule file: safetensors with a JSON manifest in its metadata, replaced as a whole and never trusted.
 
-Any tool that reads safetensors can open it. All that is no tensor is one JSON text in its metadata, and a SHA-256 over
-the whole file tells a damaged one. Nothing in it is ever executed or used as a path.
+safetensors lays the file out, validates its header and maps its tensors. This module adds a SHA-256 over every byte,
+size limits, one-line errors and an atomic rename. Nothing in the file is executed or used as a path.
 """
 
 from __future__ import annotations
@@ -10,75 +10,55 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
-import mmap
 import os
+import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = "firstnan-capsule"
 VERSION = 1
-LARGEST_HEADER = 64 << 20
-_PREFIX = b'{"__metadata__":{"sha256":"'
+_LARGEST_HEADER = 64 << 20
+_DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+"""Inside the manifest the quotes would be escaped."""
 _ZEROS = b"0" * 64
 _CHUNK = 4 << 20
 
-SIZES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4,
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
-"""Bytes of one element, by safetensors' names."""
-
 
 class CapsuleError(ValueError):
-    """A capsule that cannot be read or written; the message is one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One tensor to be written: its bytes are asked for when it is their turn."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: Callable[[], Iterable[Any]]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * SIZES[self.dtype]
+    """A capsule cannot be read or written; the message is one line."""
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, manifest: dict[str, Any], parts: Iterable[Part], *, replace: bool = False) -> Path:
-    """Puts the file in place in one move, beside one that is there (`name-2`) or instead of it; returns where it is."""
-    # The wider first, so that every tensor begins at a multiple of its element's size.
-    parts = sorted(parts, key=lambda p: -SIZES[p.dtype])
-    head = _header(manifest, parts)
-    size = len(head) + sum(p.nbytes for p in parts)
-    if size > shutil.disk_usage(path.parent).free:
+def write(path: Path, manifest: dict[str, Any], tensors: Mapping[str, Tensor], *, replace: bool = False) -> Path:
+    """Writes a temporary file and renames it; returns its path.
+
+    An existing file is replaced, or (the default) left alone: the new one is then called `name-2`.
+    """
+    text = json.dumps(manifest, allow_nan=False)
+    if len(text) + sum(t.nbytes for t in tensors.values()) > shutil.disk_usage(path.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(draft, "xb") as file:
-            digest = hashlib.sha256(head)
-            file.write(head)
-            for part in parts:
-                _append(file, part, digest)
-            file.seek(8 + len(_PREFIX))
-            file.write(digest.hexdigest().encode())
-            file.flush()
-            os.fsync(file.fileno())
+        draft.touch(exist_ok=False)
+        mode = stat.S_IMODE(draft.stat().st_mode)
+        _serialize(draft, text, tensors)
+        draft.chmod(mode)  # safetensors 0.8 ignores the umask: its files are readable by their owner alone
+        _insert_digest(draft)
         if replace:
             os.replace(draft, path)
         else:
-            path = _claim(draft, path)
+            path = _rename_to_free_name(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
@@ -86,30 +66,38 @@ def write(path: Path, manifest: dict[str, Any], parts: Iterable[Part], *, replac
     return path
 
 
-def _header(manifest: dict[str, Any], parts: list[Part]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"sha256": _ZEROS.decode(), "firstnan": json.dumps(manifest)}}
-    at = 0
-    for part in parts:
-        table[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": [at, at + part.nbytes]}
-        at += part.nbytes
-    text = json.dumps(table, separators=(",", ":"), allow_nan=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > LARGEST_HEADER:
-        raise CapsuleError(f"too many tensors: their names alone take {readable_size(len(text))}")
-    return len(text).to_bytes(8, "little") + text
+def _serialize(path: Path, manifest: str, tensors: Mapping[str, Tensor]) -> None:
+    import torch  # late, because reading must not load it
+
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        # Not `safetensors.torch.save_file`: it needs numpy, and refuses tensors that share memory (slices of a batch).
+        ready = {n: t.detach().resolve_conj().resolve_neg().cpu().contiguous() for n, t in tensors.items()}
+        specs = {n: _spec(t) for n, t in ready.items()}
+    try:
+        serialize_file(specs, path, {"sha256": _ZEROS.decode(), "firstnan": manifest})
+    except SafetensorError as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        if code is None:
+            raise CapsuleError(one_line(str(error))) from None
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from None
 
 
-def _append(file: Any, part: Part, digest: Any) -> None:
-    before = file.tell()
-    for chunk in part.chunks():
-        file.write(chunk)
-        digest.update(chunk)
-    if file.tell() - before != part.nbytes:
-        raise CapsuleError("a tensor changed while it was written")
+def _spec(t: Tensor) -> TensorSpec:
+    dtype = str(t.dtype).removeprefix("torch.")
+    return TensorSpec(dtype=dtype, shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
 
 
-def _claim(draft: Path, path: Path) -> Path:
-    """Gives the draft the first free name; a link, unlike a rename, never replaces what is there."""
+def _insert_digest(path: Path) -> None:
+    with open(path, "r+b") as file:
+        position, _, digest = _digests(file)
+        file.seek(position)
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename_to_free_name(draft: Path, path: Path) -> Path:
+    """Links the draft to the first free name: a link, unlike a rename, never replaces an existing file."""
     for number in range(1, 10_000):
         target = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
         try:
@@ -123,11 +111,11 @@ def _claim(draft: Path, path: Path) -> Path:
             return target
         draft.unlink()
         return target
-    raise CapsuleError(f"{path.parent}: there are thousands of capsules already")
+    raise CapsuleError(f"{path.parent} already holds 9,999 capsules of this name")
 
 
 def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # not every system can
+    with contextlib.suppress(OSError):  # not every system supports it
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -138,134 +126,122 @@ def _sync_folder(folder: Path) -> None:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where the bytes of one tensor lie."""
+class Stored(NamedTuple):
+    """A tensor as safetensors' header describes it."""
 
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
-class Opened:
-    """A capsule's file, checked from its first byte to its last; nothing of its tensors is in memory yet."""
+class CapsuleFile:
+    """A file whose digest, header and version were checked; needs torch only once a tensor is read."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = os.path.abspath(path)  # the program may change its directory before tensors are read
+        self._mapped: Any = None
         try:
-            self._map = _mapped(os.fspath(path))
-            try:
-                self._start, table = _table(self._map)
-                self.manifest = _manifest(table.pop("__metadata__"))
-                self.stored = _stored(table, len(self._map) - self._start)
-            except BaseException:
-                self._map.close()
-                raise
+            metadata, self.stored = _checked(self.path)
+            self.manifest = _manifest(metadata.get("firstnan", ""))
         except CapsuleError as error:
             raise CapsuleError(f"{os.fspath(path)}: {error}") from None
 
-    def bytes_of(self, name: str) -> memoryview:
-        """The bytes of a tensor; what is written to them stays in this process."""
-        at = self.stored[name]
-        return memoryview(self._map)[self._start + at.begin : self._start + at.end]
+    def map(self) -> Any:
+        """Opens the file for torch; from then on it may be deleted."""
+        if self._mapped is None:
+            try:
+                self._mapped = safe_open(self.path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CapsuleError(one_line(f"{self.path}: {error}")) from None
+        return self._mapped
 
-    def parts(self) -> list[Part]:
-        """Its tensors as they are, to be written again."""
-        return [Part(name, s.dtype, s.shape, lambda n=name: self._chunks(n)) for name, s in self.stored.items()]  # type: ignore[misc]
+    def tensor(self, name: str) -> Tensor:
+        """The tensor in memory mapped from the file: clone it before changing it."""
+        tensor: Tensor = self.map().get_tensor(name)
+        return tensor
 
-    def _chunks(self, name: str) -> Iterable[memoryview]:
-        view = self.bytes_of(name)
-        return (view[i : i + _CHUNK] for i in range(0, len(view), _CHUNK))
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: self.tensor(name) for name in self.stored}
 
 
-def _mapped(path: str) -> mmap.mmap:
+def _checked(path: str) -> tuple[dict[str, str], dict[str, Stored]]:
+    """The metadata and the tensors of a file, once digest and header were found to be right."""
     try:
-        # Opening a pipe would wait for its writer.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
             raise CapsuleError("not a file")
         with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < 8 + len(_PREFIX):
-                raise CapsuleError("not a firstnan capsule: too short")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            _, expected, actual = _digests(file)
+        if expected != actual:
+            raise CapsuleError("corrupt capsule: the content does not match its SHA-256 digest")
+        with _header(path) as header:
+            entries = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118 (not a dict)
+            stored = {name: Stored(entry.get_dtype(), tuple(entry.get_shape())) for name, entry in entries.items()}
+            return header.metadata() or {}, stored
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise CapsuleError(f"corrupt capsule: {one_line(reason)}") from None
     except CapsuleError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise CapsuleError(getattr(error, "strerror", None) or str(error)) from None
 
 
-def _table(content: mmap.mmap) -> tuple[int, dict[str, Any]]:
-    """Where the tensors begin, and the header; the whole file has been compared with its digest then."""
-    length = int.from_bytes(content[:8], "little")
-    at = 8 + len(_PREFIX)
-    if content[8:at] != _PREFIX:
-        raise CapsuleError("not a firstnan capsule")
-    if length > min(len(content) - 8, LARGEST_HEADER):
-        raise CapsuleError("damaged: it is shorter than it says")
-    if _digest(content, at) != content[at : at + 64]:
-        raise CapsuleError("damaged: it is not as it was written")
-    table = parsed(content[8 : 8 + length])
-    if not isinstance(table, dict) or not isinstance(table.get("__metadata__"), dict):
-        raise CapsuleError("damaged: its header is no table")
-    return 8 + length, table
-
-
-def _digest(content: mmap.mmap, at: int) -> bytes:
-    digest = hashlib.sha256(content[:at] + _ZEROS)
-    for i in range(at + 64, len(content), _CHUNK):
-        digest.update(content[i : i + _CHUNK])
-    return digest.hexdigest().encode()
-
-
-def parsed(text: str | bytes) -> Any:
-    """The JSON value in a text; CapsuleError where it is none."""
+def _header(path: str) -> Any:
+    """The file opened by safetensors, without torch wherever numpy is installed: safetensors loads one of them."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return safe_open(path, framework="np")
+    except ImportError:
+        return safe_open(path, framework="pt")
+
+
+def _digests(file: BinaryIO) -> tuple[int, bytes, bytes]:
+    """Where the header holds the digest, the digest found there, and the file's own: with zeros in that place."""
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    head = start + file.read(min(length, size, _LARGEST_HEADER))
+    if not head.startswith(b'{"__metadata__":{', 8):
+        raise CapsuleError("not a firstnan capsule")
+    if length > size - 8:
+        raise CapsuleError("corrupt capsule: the file is truncated")
+    if length > _LARGEST_HEADER:
+        raise CapsuleError(f"the header must not exceed {readable_size(_LARGEST_HEADER)}, got {readable_size(length)}")
+    found = _DIGEST.search(head)
+    if found is None:
+        raise CapsuleError("not a firstnan capsule")
+    position = found.start(1)
+    digest = hashlib.sha256(head[:position] + _ZEROS + head[position + len(_ZEROS) :])
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return position, found[1], digest.hexdigest().encode()
+
+
+def _manifest(text: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(text, parse_constant=_refuse_constant) if text else None
     except RecursionError:
-        raise CapsuleError("damaged: nested too deeply") from None
-    except ValueError as error:  # bad JSON, bad UTF-8, or a number with thousands of digits
-        raise CapsuleError(f"damaged: {str(error).splitlines()[0]}") from None
-
-
-def _no_constant(name: str) -> Any:
-    raise CapsuleError(f"damaged: {name} is no JSON")
-
-
-def _manifest(metadata: dict[str, Any]) -> dict[str, Any]:
-    text = metadata.get("firstnan")
-    manifest = parsed(text) if isinstance(text, str) else None
+        raise CapsuleError("corrupt capsule: the manifest is nested too deeply") from None
+    except ValueError as error:  # bad JSON, or a number of thousands of digits
+        raise CapsuleError(f"corrupt capsule: {one_line(str(error))}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CapsuleError("not a firstnan capsule")
     version = manifest.get("version")
     if type(version) is not int or version < 1:
-        raise CapsuleError("damaged: it has no version")
+        raise CapsuleError("corrupt capsule: the manifest has no version")
     if version > VERSION:
-        raise CapsuleError(f"written by a newer firstnan (version {version}, this one reads {VERSION})")
+        raise CapsuleError(f"written by a newer firstnan: format version {version}, this firstnan reads {VERSION}")
     return manifest
 
 
-def _stored(table: dict[str, Any], size: int) -> dict[str, Stored]:
-    """What the header says of each tensor: together they fill the rest of the file, none over another."""
-    found = {name: _entry(name, entry) for name, entry in table.items()}
-    at = 0
-    for one in sorted(found.values(), key=lambda s: (s.begin, s.end)):
-        if one.begin != at:
-            raise CapsuleError("damaged: its tensors do not lie side by side")
-        at = one.end
-    if at != size:
-        raise CapsuleError("damaged: its tensors do not fill it")
-    return found
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not valid JSON")
 
 
-def _entry(name: str, entry: Any) -> Stored:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        good = all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end)) and len(shape) <= 64
-        if good and end - begin == math.prod(shape) * SIZES[dtype]:
-            return Stored(dtype, tuple(shape), begin, end)
-    except (KeyError, TypeError, ValueError, IndexError):
-        pass
-    raise CapsuleError(f"damaged: nothing can be made of its tensor {name[:40]!r}")
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def one_line(text: str, most: int = 200) -> str:
+    """The beginning of a text that a hostile file may have had a part in, without control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text[:most])
 
 
 def readable_size(size: float) -> str:

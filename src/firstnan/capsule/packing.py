@@ -1,50 +1,48 @@
-"""Values of a program -> nodes and tensors of a capsule, and back into the shape of what the program has there."""
+"""Turns values of a program into JSON nodes and tensors, and those back into values like the program's own."""
 
 from __future__ import annotations
 
 import base64
 import copy
-import ctypes
 import enum
 import itertools
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from firstnan.capsule.file import Opened, Part
-from firstnan.capsule.values import DEEPEST, DTYPES, RAW, Array, Foreign, Missing, Packed, Sparse
+from firstnan.capsule.file import CapsuleFile
+from firstnan.capsule.values import DEEPEST, DTYPES, RAW, Array, Missing, Packed, ProgramObject, Sparse
 from firstnan.tensors.finite import dtype_name
 
 _MOST_VALUES = 200_000
-_CHUNK = 4 << 20
 
 
-# --- into the file ------------------------------------------------------------------------------------------------
+# --- packing ------------------------------------------------------------------------------------------------------
 
 
 class Packer:
-    """Makes nodes of values and gathers their tensors; `copies` where these may change before they are written."""
+    """Turns values into nodes and collects their tensors; `copies` them if they may change before they are written."""
 
     def __init__(self, prefix: str = "t", *, copies: bool = False) -> None:
         self._prefix = prefix
-        self.parts: list[Part] = []
+        self.tensors: dict[str, Tensor] = {}
         self.left_out: set[str] = set()
-        """What could not be kept, in words."""
+        """What could not be stored."""
         self._copies = copies
         self._known: dict[tuple[Any, ...], str] = {}
-        self._alive: list[Tensor] = []
-        """Memory that is let go of could come back as another tensor's."""
+        self._referenced: list[Tensor] = []
+        """Freed memory could be reused by another tensor, which would then be taken for a known one."""
         self._budget = _MOST_VALUES
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(t.nbytes for t in self.tensors.values())
 
     def node(self, value: Any, depth: int = DEEPEST // 2) -> Any:
         if value is None or type(value) in (bool, str):
@@ -91,11 +89,10 @@ class Packer:
         return {"missing": kind}
 
     def _tensor(self, t: Tensor) -> Any:
-        local = getattr(t, "_local_tensor", t)  # of a sharded tensor the part that is here
+        local = getattr(t, "_local_tensor", t)  # the local part of a sharded tensor
         plain: Tensor = local.detach()
-        what = _unkeepable(plain)
-        if what:
-            return self._missing(what)
+        if unsupported := _unsupported(plain):
+            return self._missing(unsupported)
         if plain.layout is torch.sparse_coo:
             indices, values = self._tensor(plain._indices()), self._tensor(plain._values())
             shape, coalesced = list(plain.shape), plain.is_coalesced()
@@ -112,16 +109,16 @@ class Packer:
         return {"tensor": {"name": self._store(plain), **node}}
 
     def _store(self, t: Tensor) -> str:
-        """The name under which the elements of this tensor are kept; the same memory is kept once."""
+        """The name under which the elements of this tensor are stored; the same memory is stored once."""
         key = (t.device, t.untyped_storage().data_ptr(), t.storage_offset(), t.dtype, tuple(t.shape), t.stride())
         if t.numel() and key in self._known:
             return self._known[key]
-        name = self._known[key] = f"{self._prefix}{len(self.parts)}"
-        self._alive.append(t)
+        name = self._known[key] = f"{self._prefix}{len(self.tensors)}"
+        self._referenced.append(t)
         kept = t.contiguous().clone() if self._copies else t
-        kind = dtype_name(t)
-        shape = tuple(t.shape) if kind in DTYPES else (t.numel() * RAW[kind],)
-        self.parts.append(Part(name, DTYPES.get(kind, "U8"), shape, lambda: _bytes(kept)))
+        if dtype_name(t) in RAW:
+            kept = kept.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        self.tensors[name] = kept
         return name
 
     def _array(self, numpy: Any, value: Any) -> Any:
@@ -131,7 +128,7 @@ class Packer:
             return self._missing(f"numpy.{array.dtype}"[:80])
         kind = array.dtype.str.lstrip("<>=|")[0]
         if array.dtype.name in DTYPES and array.dtype.isnative:
-            # A copy: torch warns of an array that cannot be written.
+            # A copy, because torch warns about arrays that are read-only.
             data = self.node(torch.from_numpy(numpy.array(array, order="C")))
             return {"array": {"data": data, "shape": list(array.shape), "scalar": scalar}}
         if kind not in "USMmcf":
@@ -140,8 +137,8 @@ class Packer:
         return {"array": {"data": data, "dtype": array.dtype.str, "shape": list(array.shape), "scalar": scalar}}
 
 
-def _unkeepable(t: Tensor) -> str:
-    """What keeps a tensor from being written; empty where nothing does."""
+def _unsupported(t: Tensor) -> str:
+    """What kind of tensor this is, if it cannot be stored; otherwise empty."""
     if t.is_meta or type(t).__name__ == "FakeTensor":
         return "a tensor without values (meta)"
     if t.is_nested:
@@ -155,7 +152,7 @@ def _unkeepable(t: Tensor) -> str:
 
 
 def _strides(t: Tensor) -> list[int] | None:
-    """The strides of a tensor that is expanded, or dense in another order of dimensions; None for a contiguous one."""
+    """The strides of a tensor that is expanded or has another order of dimensions; None for a contiguous one."""
     if t.is_contiguous() or t.numel() == 0:
         return None
     strides = [0 if s == 0 and n > 1 else s or 1 for n, s in zip(t.shape, t.stride(), strict=True)]
@@ -164,19 +161,8 @@ def _strides(t: Tensor) -> list[int] | None:
     return strides if dense else None
 
 
-def _bytes(t: Tensor) -> Iterator[Any]:
-    """The memory of a tensor, in order, without another copy of it where it lies in order already."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        kept = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    size = kept.numel() * kept.element_size()
-    memory = memoryview((ctypes.c_char * size).from_address(kept.data_ptr())) if size else memoryview(b"")
-    for at in range(0, size, _CHUNK):
-        yield memory[at : at + _CHUNK]
-    del kept
-
-
 def members_of(value: Any) -> tuple[str, Iterable[tuple[Any, Any]]] | None:
-    """What an object consists of, and how: key by key, item by item, or attribute by attribute; None for a thing."""
+    """The members of an object and whether they are keys, items or attributes; None if it has no members."""
     if isinstance(value, dict):
         return "mapping", value.items()
     if isinstance(value, list | tuple | deque):
@@ -192,20 +178,21 @@ def members_of(value: Any) -> tuple[str, Iterable[tuple[Any, Any]]] | None:
     return None
 
 
-# --- and out of it ------------------------------------------------------------------------------------------------
+# --- unpacking ----------------------------------------------------------------------------------------------------
 
 
 class Unpacker:
-    """Makes tensors and objects of a capsule's values, on this machine and in this program."""
+    """Turns stored values into tensors and objects of this program."""
 
-    def __init__(self, opened: Opened) -> None:
-        self._opened = opened
+    def __init__(self, file: CapsuleFile) -> None:
+        self._file = file
         self._made: dict[tuple[int, str], Tensor] = {}
         self._packed: list[Packed] = []
+        """Keeps the ids in `_made` from being reused."""
         self.notes: set[str] = set()
 
     def tensor(self, packed: Packed, device: torch.device | str = "cpu") -> Tensor:
-        """The tensor in fresh memory; the same one each time, where the program had one."""
+        """The tensor in new memory; always the same one if the program had one."""
         key = (id(packed), str(device))
         if key not in self._made:
             self._packed.append(packed)
@@ -213,23 +200,21 @@ class Unpacker:
         return self._made[key]
 
     def fresh(self, packed: Packed) -> Tensor:
-        """The tensor in memory of its own, whoever else has it."""
-        memory, kept = self._opened.bytes_of(packed.name), packed.kept_shape
-        if len(memory):
-            flat = torch.frombuffer(memory, dtype=torch.uint8).clone()
-        else:
-            flat = torch.empty(0, dtype=torch.uint8)
-        t: Tensor = flat.view(getattr(torch, packed.dtype)).reshape(kept)
+        """The tensor in memory of its own."""
+        t, kept = self._file.tensor(packed.name).reshape(-1).clone(), packed.kept_shape
+        if packed.dtype in RAW:
+            t = t.view(getattr(torch, packed.dtype))
+        t = t.reshape(kept)
         if packed.strides is not None:
             strides = [s or 1 for s in packed.strides]
             t = torch.empty_strided(kept, strides, dtype=t.dtype).copy_(t)
         return t.expand(packed.shape)
 
-    def value(self, value: Any, like: Any = None, home: Tensor | None = None) -> Any:
-        """The value as this program has it: `like` is what it has there itself, `home` the parameter it belongs to."""
+    def value(self, value: Any, like: Any = None, parameter: Tensor | None = None) -> Any:
+        """The value for this program: `like` is the program's own in that place, `parameter` the one it belongs to."""
         if isinstance(value, Packed):
-            if home is not None and (value.device != "cpu" or value.shape == home.shape):
-                return self.tensor(value, home.device)
+            if parameter is not None and (value.device != "cpu" or value.shape == parameter.shape):
+                return self.tensor(value, parameter.device)
             return self.tensor(value, like.device if isinstance(like, Tensor) else "cpu")
         if isinstance(value, Sparse):
             indices, values = self.tensor(value.indices), self.tensor(value.values)
@@ -238,22 +223,22 @@ class Unpacker:
         if isinstance(value, Array):
             return self._array(value)
         if isinstance(value, Missing):
-            self.notes.add(f"{value.kind} could not be kept; the program's own is used")
+            self.notes.add(f"{value.kind} could not be stored, so the program's own value is used")
             return like
-        if isinstance(value, Foreign):
-            return self._foreign(value, like)
+        if isinstance(value, ProgramObject):
+            return self._object(value, like)
         if type(value) in (list, tuple):
             inner = like if isinstance(like, list | tuple) else ()
-            return type(value)(self.value(v, _at(inner, i), home) for i, v in enumerate(value))
+            return type(value)(self.value(v, _at(inner, i), parameter) for i, v in enumerate(value))
         if type(value) is dict:
             known = like if isinstance(like, dict) else {}
-            return {self.value(k): self.value(v, known.get(k), home) for k, v in value.items()}
+            return {self.value(k): self.value(v, known.get(k), parameter) for k, v in value.items()}
         return value
 
     def _array(self, value: Array) -> Any:
         numpy = sys.modules.get("numpy")
         if numpy is None:
-            self.notes.add("numpy arrays are tensors here, since numpy is not loaded")
+            self.notes.add("numpy arrays are restored as tensors, because numpy is not loaded")
             return self.tensor(value.data)
         data = self.tensor(value.data).numpy()
         if value.text:
@@ -262,11 +247,11 @@ class Unpacker:
         data = data.reshape(value.shape)
         return data[()] if value.scalar else data
 
-    def _foreign(self, value: Foreign, like: Any) -> Any:
-        """A copy of what the program has there, if that is of the same kind, with the captured members in it."""
+    def _object(self, value: ProgramObject, like: Any) -> Any:
+        """A copy of the program's own object with the captured members, if it is of the same kind."""
         if type(like).__qualname__ != value.kind or (own := members_of(like)) is None or own[0] != value.how:
-            self.notes.add(f"a {value.kind} is handed out as a plain value: the program has none at that place")
-            return self._stripped(value)
+            self.notes.add(f"{value.kind} is restored as a plain value, because the program has no {value.kind} there")
+            return self._plain(value)
         known = dict(own[1])
         first = next(iter(known.values()), None) if value.how == "sequence" else None
         members = [(self.value(k), self.value(v, known.get(k, first))) for k, v in value.members]
@@ -277,7 +262,7 @@ class Unpacker:
         if value.how == "attributes":
             for name, member in members:
                 if name in known:
-                    object.__setattr__(made, name, member)  # frozen dataclasses have no other way
+                    object.__setattr__(made, name, member)  # the only way for frozen dataclasses
             return made
         made.clear()
         if value.how == "sequence":
@@ -286,13 +271,13 @@ class Unpacker:
             made[key] = member
         return made
 
-    def _stripped(self, value: Foreign) -> Any:
+    def _plain(self, value: ProgramObject) -> Any:
         members = [(self.value(k), self.value(v)) for k, v in value.members]
         return tuple(v for _, v in members) if value.how == "sequence" else dict(members)
 
 
 def _at(items: Any, i: int) -> Any:
-    """What stands at this place, or (a longer list than the program's) what stands there first."""
+    """The item at this place, or the first one if the captured list is longer than the program's."""
     if i < len(items):
         return items[i]
     return next(iter(itertools.islice(items, 1)), None)

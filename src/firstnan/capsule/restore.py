@@ -1,4 +1,4 @@
-"""Puts a captured state into the models, optimizers and generators of this process, as far as they are the same."""
+"""Restores a captured state into the models, optimizers and random generators of this process, as far as they match."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.capsule.content import Capsule, GroupState, ModelState, OptimizerState
+from firstnan.capsule.content import Capsule, GroupState, ModelState, OptimizerState, ParameterState
 from firstnan.capsule.packing import Unpacker
-from firstnan.capsule.training_objects import Living, Model
+from firstnan.capsule.training_objects import Model, TrainingObjects
 from firstnan.capsule.values import Missing, Packed
 from firstnan.tensors.optimizers import parameters_of
 
 _NAMED = 3
 
 
-class Putting:
-    """One capsule and the things of this process that it belongs to; `notes` says what did not fit."""
+class Restorer:
+    """Restores a capsule into the training objects of this process; `notes` says what did not match."""
 
-    def __init__(self, capsule: Capsule, living: Living) -> None:
-        self.capsule, self.living = capsule, living
-        self.unpacker = Unpacker(capsule.opened)
+    def __init__(self, capsule: Capsule, objects: TrainingObjects) -> None:
+        self.capsule, self.objects = capsule, objects
+        self.unpacker = Unpacker(capsule.file)
         self.notes: list[str] = []
         self._models = self._matched_models()
         self.optimizers = self._matched_optimizers()
-        """The optimizer of this process, or None, for each of the capsule's."""
+        """For each captured optimizer the one of this process, or None."""
 
-    # Who is who.
+    # Which objects of this process correspond to the captured ones.
 
     def _matched_models(self) -> list[Model | None]:
-        """For each captured model the one with most of its names and shapes; of equals the first, of its own class."""
-        free = list(self.living.models)
+        """For each captured model the one that shares most names and shapes; of equals the first of its class."""
+        free = list(self.objects.models)
         found: list[Model | None] = []
         for state in self.capsule.models:
-            best = max(free, key=lambda m, s=state: (_likeness(s, m), m.kind == s.kind), default=None)  # type: ignore[misc]
-            if best is None or not _likeness(state, best):
+            best = max(free, key=lambda m, s=state: (_similarity(s, m), m.kind == s.kind), default=None)  # type: ignore[misc]
+            if best is None or not _similarity(state, best):
                 found.append(None)
                 if state.parameters or state.buffers:
-                    self.notes.append(f"the program has no model like the captured {state.kind}")
+                    self.notes.append(f"no model of this program matches the captured {state.kind}")
                 continue
-            # By identity: two models may be equal to each other.
+            # By identity, because two models may compare equal.
             free = [m for m in free if m is not best]
             found.append(best)
         return found
 
     def _matched_optimizers(self) -> list[Any]:
-        free = list(self.living.optimizers)
+        free = list(self.objects.optimizers)
         found: list[Any] = []
         for state in self.capsule.optimizers:
             fitting = [o for o in free if self._fits(state, o)]
@@ -57,30 +57,30 @@ class Putting:
             free = [o for o in free if o is not best]
             found.append(best)
             if best is None:
-                self.notes.append(f"the program has no optimizer like the captured {state.kind}")
+                self.notes.append(f"no optimizer of this program matches the captured {state.kind}")
         return found
 
     def _fits(self, state: OptimizerState, optimizer: Any) -> bool:
-        """Whether it trains one of the captured optimizer's parameters."""
+        """Whether it trains a parameter of the captured optimizer."""
         own = {id(p) for p in parameters_of(optimizer)}
-        return any(p is not None and id(p) in own for _, p, _ in self._parameters(state, optimizer))
+        return any(p is not None and id(p) in own for _, p in self._parameters(state, optimizer))
 
-    def _parameters(self, state: OptimizerState, optimizer: Any) -> Iterable[tuple[Any, Tensor | None, Any]]:
-        """Each captured parameter with the one of this process: by its name, or (one of no model) by its place."""
+    def _parameters(self, state: OptimizerState, optimizer: Any) -> Iterable[tuple[ParameterState, Tensor | None]]:
+        """Each captured parameter with the one of this process: by name, or (if it belongs to no model) by index."""
         mine = parameters_of(optimizer)
         for i, captured in enumerate(state.parameters):
             if captured.name is None:
-                live = mine[i] if i < len(mine) else None
+                own = mine[i] if i < len(mine) else None
                 shape = getattr(captured.value, "shape", None)
-                yield captured, live if live is not None and tuple(_local(live).shape) == shape else None, i
+                yield captured, own if own is not None and tuple(_local(own).shape) == shape else None
             else:
                 model = self._models[captured.name[0]]
-                yield captured, model.parameters.get(captured.name[1]) if model is not None else None, i
+                yield captured, model.parameters.get(captured.name[1]) if model is not None else None
 
-    # What is put in.
+    # Restoring.
 
     def weights(self) -> None:
-        """Parameters and buffers."""
+        """Restores parameters and buffers."""
         changed: list[str] = []
         missing: list[str] = []
         extra: list[str] = []
@@ -91,17 +91,18 @@ class Putting:
                 buffers = {n: b for n, slot in model.slots.items() if (b := slot.tensor()) is not None}
                 for captured, here in ((state.parameters, model.parameters), (state.buffers, buffers)):
                     missing += [name for name in captured if name not in here]
-                    changed += [n for n in captured if n in here and not self._put(here[n], captured[n])]
+                    changed += [n for n in captured if n in here and not self._copy(here[n], captured[n])]
                 extra += [name for name in model.parameters if name not in state.parameters]
-        for names, text in (
-            (changed, "have another shape here, or could not be kept"),
-            (missing, "are not in the program's model"),
-            (extra, "are not in the capsule"),
+        for text, names in (
+            ("not restored, because the shape differs or the value was not stored", changed),
+            ("not in the program's model", missing),
+            ("parameters not in the capsule", extra),
         ):
             if names:
-                self.notes.append(f"{_some(names)} {text}")
+                self.notes.append(f"{text}: {_some(names)}")
 
-    def _put(self, target: Tensor, value: Any) -> bool:
+    def _copy(self, target: Tensor, value: Any) -> bool:
+        """Copies a captured value into a tensor of this process; False if that is not possible."""
         if isinstance(value, Missing):
             return False
         t = self.unpacker.fresh(value) if isinstance(value, Packed) else self.unpacker.value(value)
@@ -112,13 +113,13 @@ class Putting:
         return True
 
     def training(self) -> None:
-        """State and settings of the optimizers, gradient scalers, learning-rate schedulers."""
+        """Restores state and settings of optimizers, gradient scalers and learning-rate schedulers."""
         for state, optimizer in zip(self.capsule.optimizers, self.optimizers, strict=True):
             if optimizer is not None:
                 self._optimizer(state, optimizer)
-        for captured, scaler in zip(self.capsule.scalers, self.living.scalers, strict=False):
+        for captured, scaler in zip(self.capsule.scalers, self.objects.scalers, strict=False):
             self._try("a gradient scaler", lambda c=captured, s=scaler: self._load(c, s))
-        free = list(self.living.schedulers)
+        free = list(self.objects.schedulers)
         for kind, captured in self.capsule.schedulers:
             scheduler = next((s for s in free if type(s).__name__ == kind), None)
             free = [s for s in free if s is not scheduler]
@@ -132,16 +133,15 @@ class Putting:
 
     def _optimizer(self, state: OptimizerState, optimizer: Any) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for captured, p, _ in self._parameters(state, optimizer):
+            for captured, p in self._parameters(state, optimizer):
                 if p is None:
                     continue
-                if captured.value is not None and not self._put(p, captured.value):
-                    self.notes.append(f"a parameter of {state.kind} has another shape here")
+                if captured.value is not None and not self._copy(p, captured.value):
+                    self.notes.append(f"a parameter of {state.kind} has a different shape here")
                 elif isinstance(captured.state, dict):
-                    optimizer.state[p] = self.unpacker.value(captured.state, home=_local(p))
-        groups = zip(state.groups, optimizer.param_groups, strict=False)
-        for one, group in groups:
-            self._settings(one, group)
+                    optimizer.state[p] = self.unpacker.value(captured.state, parameter=_local(p))
+        for captured_group, group in zip(state.groups, optimizer.param_groups, strict=False):
+            self._settings(captured_group, group)
 
     def _settings(self, state: GroupState, group: dict[str, Any]) -> None:
         for name, value in state.settings.items():
@@ -152,11 +152,10 @@ class Putting:
         try:
             act()
         except Exception as error:
-            self.notes.append(f"{what} does not take the captured state ({type(error).__name__})")
-
-    # Random numbers.
+            self.notes.append(f"the captured state could not be loaded into {what} ({type(error).__name__})")
 
     def random(self, state: Any) -> None:
+        """Restores the random generators."""
         if state is not None:
             self._try("Python's random generator", lambda: random.setstate(state["python"]))
             self._try("torch's random generator", lambda: torch.set_rng_state(self.unpacker.tensor(state["torch"])))
@@ -171,7 +170,7 @@ class Putting:
                 torch.cuda.set_rng_state(self.unpacker.tensor(state), i)
 
 
-def _likeness(state: ModelState, model: Model) -> int:
+def _similarity(state: ModelState, model: Model) -> int:
     buffers = {n: b for n, slot in model.slots.items() if (b := slot.tensor()) is not None}
     pairs = [(state.parameters, model.parameters), (state.buffers, buffers)]
     both = [(v, _local(here[name])) for captured, here in pairs for name, v in captured.items() if name in here]
@@ -179,7 +178,7 @@ def _likeness(state: ModelState, model: Model) -> int:
 
 
 def _local(t: Tensor) -> Tensor:
-    """Of a sharded tensor the part that is here."""
+    """The local part of a sharded tensor."""
     local: Tensor = getattr(t, "_local_tensor", t)
     return local
 

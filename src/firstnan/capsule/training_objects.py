@@ -1,4 +1,4 @@
-"""The models of a process and what trains them, in an order that another process finds again."""
+"""The models of a process and what trains them, in an order that is the same in another process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Model:
     kind: str
     parameters: dict[str, Tensor]
     slots: dict[str, Slot]
-    """Places of buffers."""
+    """Where its buffers are."""
 
     @classmethod
     def of(cls, root: Module) -> Model:
@@ -36,7 +36,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Living:
+class TrainingObjects:
     models: list[Model]
     optimizers: list[Any]
     scalers: list[Any] = field(default_factory=list)
@@ -45,10 +45,10 @@ class Living:
     @classmethod
     def find(
         cls, optimizers: Iterable[Any], roots: Mapping[str, Module] | None = None, leaves: Sequence[Tensor] = ()
-    ) -> Living:
-        """The models given, or all that live in this process; those come first that an optimizer trains first.
+    ) -> TrainingObjects:
+        """The models given, or all models of this process in the order in which the optimizers train them.
 
-        `leaves` are tensors that are trained, perhaps without being part of any model.
+        `leaves` are trained tensors that need not belong to a model.
         """
         optimizers = list(optimizers)
         places = {id(p): i for i, p in enumerate(p for o in optimizers for p in parameters_of(o))}
@@ -62,12 +62,12 @@ class Living:
             models.append(Model("", {f"leaf {i}": leaf for i, leaf in enumerate(loose)}, {}))
         scalers, schedulers = alive(torch.amp.GradScaler), alive(LRScheduler)
         schedulers = [s for s in schedulers if any(vars(s).get("optimizer") is o for o in optimizers)]
-        # One that is made of others knows their state too, and puts it in last.
+        # A scheduler made of others also loads their state, so it comes last.
         schedulers.sort(key=lambda s: hasattr(s, "_schedulers"))
         return cls(models, optimizers, scalers, schedulers)
 
     def names(self) -> dict[int, tuple[int, str]]:
-        """Which model a parameter belongs to, and its name there."""
+        """Parameter id -> the index of its model and its name there."""
         found: dict[int, tuple[int, str]] = {}
         for i, model in enumerate(self.models):
             for name, parameter in model.parameters.items():

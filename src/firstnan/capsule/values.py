@@ -1,7 +1,7 @@
-"""What a capsule's JSON says, checked: plain values, and where tensors and objects of the program have to come in.
+"""The values in a capsule's manifest, decoded and checked: plain ones, and what stands for tensors and objects.
 
-A list is a list; every other thing that is no plain JSON value is an object with one key that says what it is. No
-class is ever looked up by a name from the file: objects are made after those that the program has at that place.
+A JSON list is a list. Everything else that JSON cannot express is an object with a single key that names its kind. No
+class is looked up by a name from the file: objects are modelled on those that the program has in the same place.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import base64
 import binascii
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from firstnan.capsule.file import SIZES, CapsuleError, Stored
+from firstnan.capsule.file import CapsuleError, Stored, one_line
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
@@ -26,27 +26,28 @@ RAW = {
     "complex32": 4, "complex64": 8, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
-"""Types that not every safetensors knows, kept as bytes; with the size of an element."""
+"""Element types that not every version of safetensors knows, stored as bytes; with the size of an element."""
 DEEPEST = 40
 _NUMPY = re.compile(r"[<>=|]?(?P<kind>[USMmcf])(?P<size>\d{1,9})(\[\w{1,9}\])?")
-"""Texts, times and wide numbers: nothing that holds objects."""
+"""Text, times and wide numbers: nothing that holds objects."""
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor that lies in the file."""
+    """A tensor in the file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None = None
-    """Where they are not those of a contiguous tensor; 0 for a dimension that is expanded."""
+    """None for a contiguous tensor; 0 for an expanded dimension."""
     device: str = "cpu"
     grad: bool = False
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Without what is expanded."""
+        """The shape with a size of 1 in expanded dimensions."""
         strides = self.strides or (1,) * len(self.shape)
         return tuple(1 if s == 0 else n for n, s in zip(self.shape, strides, strict=True))
 
@@ -61,7 +62,7 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A numpy array, or (`scalar`) a number of a numpy type; `text` is its dtype where the tensor holds its bytes."""
+    """A numpy array, or (`scalar`) a numpy number; `text` is the dtype of one whose bytes the tensor holds."""
 
     data: Packed
     text: str = ""
@@ -70,8 +71,8 @@ class Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """An object of the program's own class: `how` says what its members are."""
+class ProgramObject:
+    """An object of a class of the program; `how` says whether members are keys, items or attributes."""
 
     kind: str
     how: str
@@ -80,35 +81,35 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something that could not be kept."""
+    """Something that could not be stored."""
 
     kind: str
 
 
 class Reader:
-    """Makes values of nodes; CapsuleError for all that the writer would not have written."""
+    """Decodes JSON nodes; raises CapsuleError for everything that the writer would not have written."""
 
-    def __init__(self, stored: dict[str, Stored]) -> None:
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
         self._stored = stored
         self._known: dict[tuple[Any, ...], Packed] = {}
         self._kinds: dict[str, Callable[[Any, int], Any]] = {
             "tuple": lambda v, depth: tuple(self._items(v, depth)),
             "dict": lambda v, depth: dict(self._pairs(v, depth)),
-            "float": lambda v, _: _one_of(v, {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}),
-            "complex": lambda v, _: complex(*_numbers(v, 2)),
-            "bytes": lambda v, _: base64.b64decode(_text(v), validate=True),
+            "float": lambda v, _: _FLOATS[as_text(v)],
+            "complex": lambda v, _: _complex(v),
+            "bytes": lambda v, _: base64.b64decode(as_text(v), validate=True),
             "tensor": lambda v, _: self._tensor(v),
             "sparse": lambda v, _: self._sparse(v),
             "array": lambda v, _: self._array(v),
-            "object": self._foreign,
-            "missing": lambda v, _: Missing(_text(v)),
+            "object": self._object,
+            "missing": lambda v, _: Missing(as_text(v)),
         }
 
     def value(self, node: Any, depth: int = DEEPEST) -> Any:
         if node is None or isinstance(node, bool | int | float | str):
             return node
         if depth <= 0:
-            raise CapsuleError("damaged: nested too deeply")
+            raise CapsuleError("corrupt capsule: values nested too deeply")
         if isinstance(node, list):
             return self._items(node, depth)
         if isinstance(node, dict) and len(node) == 1:
@@ -119,47 +120,47 @@ class Reader:
                 except CapsuleError:
                     raise
                 except (KeyError, TypeError, ValueError, binascii.Error):
-                    raise CapsuleError(f"damaged: nothing can be made of a {kind} in it") from None
-        raise CapsuleError("damaged: a value in it is of no known kind")
+                    raise CapsuleError(f"corrupt capsule: cannot decode {_named(kind, inner)}") from None
+        raise CapsuleError("corrupt capsule: value of unknown kind")
 
     def tensor(self, node: Any) -> Packed:
-        """The value of a node that has to be a tensor."""
+        """The value of a node that must be a tensor."""
         value = self.value(node)
         if not isinstance(value, Packed):
-            raise CapsuleError("damaged: a tensor is missing")
+            raise CapsuleError("corrupt capsule: tensor missing")
         return value
 
     def _items(self, node: Any, depth: int) -> list[Any]:
-        return [self.value(n, depth - 1) for n in _list(node)]
+        return [self.value(n, depth - 1) for n in as_list(node)]
 
     def _pairs(self, node: Any, depth: int) -> list[tuple[Any, Any]]:
         pairs = []
-        for pair in _list(node):
-            key, value = _list(pair)
+        for pair in as_list(node):
+            key, value = as_list(pair)
             pairs.append((self.value(key, depth - 1), self.value(value, depth - 1)))
         return pairs
 
     def _tensor(self, node: Any) -> Packed:
-        name, dtype = _text(node["name"]), _text(node["dtype"])
+        name, dtype = as_text(node["name"]), as_text(node["dtype"])
         strides = node.get("strides")
         packed = Packed(
             name, dtype, _counts(node["shape"]), None if strides is None else _counts(strides),
-            _text(node.get("device", "cpu")), bool(node.get("grad", False)),
+            as_text(node.get("device", "cpu")), bool(node.get("grad", False)),
         )  # fmt: skip
         self._check(packed)
-        # What was one tensor in the program is one tensor again.
+        # One tensor of the program is restored as one tensor.
         key = (name, dtype, packed.shape, packed.strides, packed.grad)
         return self._known.setdefault(key, packed)
 
     def _check(self, packed: Packed) -> None:
-        stored, kept = self._stored[packed.name], packed.kept_shape
-        size = RAW.get(packed.dtype) or SIZES[DTYPES[packed.dtype]]
-        whole = stored.dtype == DTYPES.get(packed.dtype, "U8") and math.prod(kept) * size == stored.end - stored.begin
-        if packed.strides is not None and whole:
-            pairs = [(n, s) for n, s in zip(kept, packed.strides, strict=True) if n > 1]
-            whole = 1 + sum((n - 1) * s for n, s in pairs) == math.prod(kept)
+        stored, elements = self._stored[packed.name], math.prod(packed.kept_shape)
+        expected = ("U8", elements * RAW[packed.dtype]) if packed.dtype in RAW else (DTYPES[packed.dtype], elements)
+        fits = (stored.dtype, math.prod(stored.shape)) == expected
+        if packed.strides is not None and fits:
+            pairs = [(n, s) for n, s in zip(packed.kept_shape, packed.strides, strict=True) if n > 1]
+            fits = 1 + sum((n - 1) * s for n, s in pairs) == elements
         floating = packed.dtype.startswith(("float", "bfloat", "complex"))
-        if not whole or (packed.grad and not floating) or math.prod(packed.shape) >= 1 << 48:
+        if not fits or (packed.grad and not floating) or math.prod(packed.shape) >= 1 << 48:
             raise ValueError
 
     def _sparse(self, node: Any) -> Sparse:
@@ -167,7 +168,8 @@ class Reader:
         return Sparse(indices, values, shape, bool(node["coalesced"]))
 
     def _array(self, node: Any) -> Array:
-        text, data, shape = _text(node.get("dtype", "")), self.tensor(node["data"]), _counts(node["shape"])
+        text = as_text(as_dict(node).get("dtype", ""))
+        data, shape = self.tensor(node["data"]), _counts(node["shape"])
         elements, here = math.prod(shape), math.prod(data.shape)
         if text:
             kind = _NUMPY.fullmatch(text)
@@ -177,36 +179,50 @@ class Reader:
             raise ValueError
         return Array(data, text, shape, bool(node.get("scalar", False)))
 
-    def _foreign(self, node: Any, depth: int) -> Foreign:
-        how = _one_of(node["how"], {h: h for h in ("mapping", "sequence", "attributes")})
-        return Foreign(_text(node["kind"]), how, tuple(self._pairs(node["members"], depth)))
+    def _object(self, node: Any, depth: int) -> ProgramObject:
+        if node["how"] not in ("mapping", "sequence", "attributes"):
+            raise ValueError
+        return ProgramObject(as_text(node["kind"]), node["how"], tuple(self._pairs(node["members"], depth)))
 
 
-def _list(node: Any) -> list[Any]:
+def _named(kind: str, node: Any) -> str:
+    name = node.get("name") if isinstance(node, dict) else None
+    return f"{kind} {one_line(name, 40)!r}" if isinstance(name, str) else f"value of kind {kind!r}"
+
+
+# --- types of JSON nodes ------------------------------------------------------------------------------------------
+
+
+def as_dict(node: Any) -> dict[Any, Any]:
+    if not isinstance(node, dict):
+        raise TypeError
+    return node
+
+
+def as_list(node: Any) -> list[Any]:
     if not isinstance(node, list):
         raise TypeError
     return node
 
 
-def _text(node: Any) -> str:
+def as_text(node: Any) -> str:
     if not isinstance(node, str):
         raise TypeError
     return node
 
 
+def as_count(node: Any, below: int = 1 << 62) -> int:
+    if type(node) is not int or not 0 <= node < below:
+        raise ValueError
+    return node
+
+
 def _counts(node: Any) -> tuple[int, ...]:
-    counts = _list(node)
-    if len(counts) > 64 or not all(type(n) is int and 0 <= n < 1 << 62 for n in counts):
+    if len(as_list(node)) > 64:
         raise ValueError
-    return tuple(counts)
+    return tuple(as_count(n) for n in node)
 
 
-def _numbers(node: Any, many: int) -> list[float]:
-    numbers = [float(n) for n in _list(node)]
-    if len(numbers) != many:
-        raise ValueError
-    return numbers
-
-
-def _one_of(node: Any, choices: dict[str, Any]) -> Any:
-    return choices[_text(node)]
+def _complex(node: Any) -> complex:
+    real, imaginary = as_list(node)
+    return complex(float(real), float(imaginary))

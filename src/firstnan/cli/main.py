@@ -90,7 +90,7 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         verify=parsed.verify,
         fix=fix,
         capsule=_capsules(parsed),
-        landing=parsed.landing,
+        restart=parsed.restart,
     )
     return runner.run(program, Investigation(options))
 
@@ -105,7 +105,7 @@ def _replay(words: list[str]) -> int:
     from firstnan.capsule.file import CapsuleError
 
     try:
-        parsed.landing = load(rest[0])
+        parsed.restart = load(rest[0])
     except CapsuleError as error:
         raise UsageError(str(error)) from None
     return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
@@ -258,7 +258,7 @@ def _run_parser() -> _Parser:
     parser.add_argument("--fix", action="store_true", help="write the best proven change as a .patch beside the report")
     parser.add_argument("--capsule", metavar="DIR", help="write the failing step to a file in DIR, for firstnan replay")
     parser.add_argument("--capsule-limit", metavar="SIZE", default="2G", help="its largest size (500M, 2G; default 2G)")
-    parser.set_defaults(landing=None)
+    parser.set_defaults(restart=None)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A program that is started to land in a captured step: traced from there, ended after that step, and compared."""
+"""A program that is started again in a captured step: traced from there, ended after that step, and compared."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from firstnan.capsule.content import Capsule
 from firstnan.engine.conclude import came_from_outside
-from firstnan.engine.landing import Landing, changed_sources
 from firstnan.engine.policies import EndProgram, end_program
+from firstnan.engine.restart import Restart, changed_sources
 from firstnan.engine.session import Session
 from firstnan.records import Report
 
@@ -23,18 +23,18 @@ class CapsuleReplay(EndProgram):
 
     searches = False
 
-    def __init__(self, landing: Landing, save: Callable[[Report], None]) -> None:
+    def __init__(self, restart: Restart, save: Callable[[Report], None]) -> None:
         super().__init__(save)
-        self._landing = landing
+        self._restart = restart
         self.was_finite = False
         """The captured step was replayed, and nothing happened."""
         self._steps = 0
 
     def step_ended(self, session: Session) -> None:
-        if self._landing.putting is None and not from_the_start(self._landing.capsule):
+        if self._restart.restorer is None and not from_the_start(self._restart.capsule):
             return
         self._steps += 1
-        if self._steps >= (_WITH_BATCH if self._landing.handed_out else _WITHOUT_BATCH):
+        if self._steps >= (_WITH_BATCH if self._restart.handed_out else _WITHOUT_BATCH):
             self.was_finite = True
             session.close()
             session.microscope.stop()
@@ -43,15 +43,15 @@ class CapsuleReplay(EndProgram):
     @property
     def outcome(self) -> str:
         """What became of the captured step, in words."""
-        step = self._landing.capsule.steps.current
-        if self._landing.putting is None and not self._steps:
+        step = self._restart.capsule.steps.current
+        if self._restart.restorer is None and not self._steps:
             return f"the program reached no training step, so step {step} of the capsule was not replayed"
         if not self.was_finite:
             return f"the program ended before step {step} of the capsule was done"
         return f"step {step} of the capsule was finite here: the captured failure did not happen again"
 
     def told(self, report: Report, program: str) -> Report:
-        return told_by(self._landing, report, program)
+        return told_by(self._restart, report, program)
 
 
 def from_the_start(capsule: Capsule) -> bool:
@@ -59,10 +59,10 @@ def from_the_start(capsule: Capsule) -> bool:
     return not capsule.batches and capsule.steps.current == 0
 
 
-def told_by(landing: Landing, report: Report, program: str) -> Report:
+def told_by(restart: Restart, report: Report, program: str) -> Report:
     """The report with what was not as it had been, and whether it says the same as the captured one."""
-    notes = [*report.notes, *landing.notes, *changed_sources(landing.capsule, program)]
-    before = landing.capsule.report
+    notes = [*report.notes, *restart.notes, *changed_sources(restart.capsule, program)]
+    before = restart.capsule.report
     if _made_before(before, report):
         # It is in the capsule as it was; what made it is known from there.
         same = {name: getattr(before, name) for name in ("origin", "cause", "other_causes", "path", "remedies")}

@@ -1,4 +1,4 @@
-"""Keeps the failing step of a run in a capsule: when it trips, and again when all is known of it."""
+"""Writes the failing step of a run to a capsule: when it fails, and again with the final report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from firstnan.capsule import Wanted, file
 from firstnan.capsule.capture import Capture
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.conclude import environment
 from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
@@ -24,14 +24,14 @@ _NONE = "no capsule was written"
 
 
 class CapsuleWriter:
-    """Writes capsules where they are wanted; what goes wrong is said, never raised."""
+    """Writes capsules if they are wanted; problems are put into the report, never raised."""
 
     def __init__(
         self,
         wanted: Wanted,
         gate: Gate,
         handouts: Handouts,
-        find: Callable[[], Living],
+        find: Callable[[], TrainingObjects],
         batch_of: Callable[[Any], Any] = lambda batch: batch,
         most: int | None = None,
     ) -> None:
@@ -48,25 +48,25 @@ class CapsuleWriter:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is a capsule of the step in which it began: in a later one the weights are bad already."""
+        """Whether there is a capsule with finite weights, so of the step in which the failure began."""
         return self.path is not None and self._healthy
 
-    # While the program is healthy.
+    # Before the failure.
 
     def step_ended(self) -> None:
-        """Without a batch from a loader a step begins where the last one ended."""
+        """Without a batch from a loader, a step begins where the last one ended."""
         if self._handouts.latest is None:
             self._between = (RandomState.now(), self._handouts.copied_buffers(), self._gate.steps.turn)
         self._hold(with_random=True)
 
     def backward_begins(self) -> None:
-        """Without a loader this is where the very first step is noticed."""
+        """Without a loader, this is where the very first step is noticed."""
         if self._handouts.latest is None and not self._held and not self._gate.trained:
             self._hold()
 
     def handed_out(self) -> None:
         if self._holds and not self._held[-1].manifest["batches"]:
-            self._held.pop()  # the program may have changed its weights since the last step ended
+            self._held.pop()  # the program may have changed its weights since the last step
         self._hold()
         latest = self._handouts.latest
         if latest is not None and self._holds:
@@ -75,11 +75,11 @@ class CapsuleWriter:
 
     @property
     def _holds(self) -> bool:
-        """Whether the step under way was copied already."""
+        """Whether the current step was already copied."""
         return bool(self._held) and self._held[-1].turn == self._gate.steps.turn
 
     def _hold(self, *, with_random: bool = False) -> None:
-        """Copies the state before a step that is known to fail, or the one before it: it may turn out to be that."""
+        """Copies the state before the step expected to fail, and before the previous one, which may fail instead."""
         wanted, steps = self.wanted.step, self._gate.steps
         if wanted is None or steps.current < wanted - 1 or self._holds:
             return
@@ -87,14 +87,14 @@ class CapsuleWriter:
         if with_random:
             self._held[-1].set_random(RandomState.now())
 
-    # When it fails.
+    # At the failure.
 
     def tripped(
         self, report: Report, *, written: bool, buffers: list[Any] | None = None, random: RandomState | None = None
     ) -> None:
-        """Something is not finite; `written` where the step's update is in the weights already.
+        """Something is non-finite; `written` if the weights already contain the step's update.
 
-        `buffers` and `random` as they were before the step, where that is not known from the batches.
+        `buffers` and `random` are those from before the step, if the batches do not tell.
         """
         self.path, self._why, self._missing = None, "", ""
         if self.wanted.step is None:
@@ -129,24 +129,24 @@ class CapsuleWriter:
         try:
             content = capture()
             if content is not None and not content.has_weights:
-                self._why = "the weights are in no module and no optimizer, or the program had let go of them"
+                self._why = "no weights were found: they belong to no module and no optimizer, or were already freed"
             elif content is not None:
                 self._healthy = content.is_healthy
                 self._write(content, report)
         except OSError as error:
             self._why = error.strerror or str(error)
-        except Exception as error:  # ours, and no reason to stop a training run
+        except Exception as error:  # an error of firstnan must not stop a training run
             self._why = str(error) if isinstance(error, file.CapsuleError) else f"{type(error).__name__}: {error}"
 
     def _now(self, written: bool, buffers: list[Any] | None, random: RandomState | None) -> Capture | None:
         total, latest = self._gate.steps.total, self._handouts.latest
         if written:
-            self._why = "the weights of before the step are gone"
+            self._why = "the weights from before the step were already overwritten"
             return None
         if latest is None:
             return self._without_batch(buffers, random)
         if not self._handouts.possible(total):
-            self._why = "its batch is no longer what it was when it was handed out"
+            self._why = "the batch has changed since the loader returned it"
             return None
         step = self._handouts.of_this_step()
         capture = self._captured(step[0][0].buffers if buffers is None else buffers, total - latest.updates)
@@ -168,16 +168,16 @@ class CapsuleWriter:
         return Capture(self._find(), self._gate, buffers, suppressed=suppressed, copies=copies)
 
     def _write(self, capture: Capture, report: Report) -> None:
-        manifest, parts, self._missing = capture.within(self.wanted.limit)
+        manifest, tensors, self._missing = capture.within(self.wanted.limit)
         rank = f"-rank{report.rank}" if report.world_size > 1 else ""
         self.wanted.folder.mkdir(parents=True, exist_ok=True)
         path = self.wanted.folder / f"firstnan-step{capture.step:06}{rank}.capsule"
-        self.path = file.write(path, {**manifest, **_told(report)}, parts)
+        self.path = file.write(path, {**manifest, **_report_entries(report)}, tensors)
 
-    # When all is known.
+    # After the investigation.
 
     def finish(self, report: Report) -> Report:
-        """Writes the final report into the capsule; returns it as `placed` does."""
+        """Writes the final report into the capsule; returns what `placed` returns."""
         if report.verdict != "nonfinite":
             return report
         if self._held:
@@ -190,33 +190,33 @@ class CapsuleWriter:
             self.path = Path(report.capsule)
         report = self.placed(report)
         if self.path is not None:
-            with contextlib.suppress(OSError, file.CapsuleError):  # what is there has the state, and what was known
-                opened = file.Opened(self.path)
-                file.write(self.path, {**opened.manifest, **_told(report)}, opened.parts(), replace=True)
+            with contextlib.suppress(OSError, ValueError):  # the first version of the file stays
+                old = file.CapsuleFile(self.path)
+                file.write(self.path, {**old.manifest, **_report_entries(report)}, old.tensors(), replace=True)
         return report
 
     def placed(self, report: Report) -> Report:
-        """The report with the place of the capsule, or why there is none."""
+        """The report with the path of the capsule, or with a note why there is none."""
         if self.path is None:
             if any(note.startswith(_NONE) for note in report.notes):
-                return report  # the second run has tried too, and says why
-            why = self._why or "the program ended before its state could be kept"
+                return report  # the second run tried as well and gave its reason
+            why = self._why or "the program ended before its state could be captured"
             return replace(report, notes=(*report.notes, f"{_NONE}: {why}"))
         report = replace(report, notes=tuple(note for note in report.notes if not note.startswith(_NONE)))
         if self._missing:
             limit = file.readable_size(self.wanted.limit)
-            text = f"the capsule is without {self._missing}: with it it would be over the limit of {limit}"
+            text = f"{self._missing} was left out: the capsule would exceed its {limit} limit"
             report = replace(report, notes=(*report.notes, text))
         return replace(report, capsule=str(self.path))
 
 
-def _told(report: Report) -> dict[str, Any]:
-    """The report, where it was made, and the sources that it names."""
+def _report_entries(report: Report) -> dict[str, Any]:
+    """The report, the environment it was made in, and the source files it names."""
     return {"report": report.to_dict(), "environment": environment(), "sources": _sources(report)}
 
 
 def _sources(report: Report) -> dict[str, str]:
-    """The texts of the user's files that the report names."""
+    """The texts of the source files that the report names."""
     names = [step.file for step in report.path]
     if report.origin is not None and report.origin.site is not None:
         names.insert(0, report.origin.site.file)

@@ -50,8 +50,8 @@ class Options:
     fix: Path | None = None
     """Where the best proven change is written."""
     capsule: Wanted | None = None
-    landing: Capsule | None = None
-    """The step to land in."""
+    restart: Capsule | None = None
+    """The captured step to begin with."""
 
 
 class Investigation:
@@ -93,8 +93,8 @@ class Investigation:
             self.report = watch.end()
             if watch.unresolved:
                 self._run_again(watch)
-        landing = self._tell_of_landing()
-        if self.order is None and self.options.landing is None:
+        code = self._tell_of_restart()
+        if self.order is None and self.options.restart is None:
             self._try_remedies()
         self._finish_capsule()
         if self.order is not None:
@@ -104,7 +104,7 @@ class Investigation:
                 write(self.report, self.order.report)
             return 0
         self._deliver()
-        return FOUND if self.report.verdict == "nonfinite" else landing
+        return FOUND if self.report.verdict == "nonfinite" else code
 
     def _finish_capsule(self) -> None:
         watch = self.watch
@@ -114,7 +114,7 @@ class Investigation:
             except Exception as error:  # the report is worth more than its capsule
                 watch.internal_error(error)
 
-    def _tell_of_landing(self) -> int | None:
+    def _tell_of_restart(self) -> int | None:
         """Says what became of the captured step, where one was to be played again; the exit code that follows."""
         replay = self._replay
         if replay is None:
@@ -140,9 +140,9 @@ class Investigation:
             step, last = order.step or 0, order.last or 0
             trial = program_watch.watch_trial(ownership, self._tell, step=step, last=last, made=order.made)
             self.watch, self._trial = trial, trial.policy
-        elif self.options.landing is not None:
-            landed = program_watch.watch_capsule(ownership, self._save, self.options.landing)
-            self.watch, self._replay = landed, landed.policy
+        elif self.options.restart is not None:
+            restarted = program_watch.watch_capsule(ownership, self._save, self.options.restart)
+            self.watch, self._replay = restarted, restarted.policy
         else:
             self.watch = program_watch.watch(
                 ownership,

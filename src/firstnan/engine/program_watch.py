@@ -8,13 +8,13 @@ from typing import Generic, TypeVar
 
 from firstnan.capsule import Wanted
 from firstnan.capsule.content import Capsule
-from firstnan.capsule.training_objects import Living
+from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.handouts import Handouts
-from firstnan.engine.landing import Landing
 from firstnan.engine.policies import EndProgram
 from firstnan.engine.program_values import ProgramValues
+from firstnan.engine.restart import Restart
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
 from firstnan.engine.trials import Outcome
@@ -38,12 +38,12 @@ class ProgramWatch(Generic[P]):
         may_replay: bool = False,
         outputs_decide: bool = False,
         wanted: Wanted | None = None,
-        landing: Landing | None = None,
+        restart: Restart | None = None,
     ) -> None:
         self.policy, handouts = policy, Handouts()
         self.capsules: CapsuleWriter | None = None
         if wanted is not None:
-            self.capsules = CapsuleWriter(wanted, gate, handouts, lambda: _living(gate))
+            self.capsules = CapsuleWriter(wanted, gate, handouts, lambda: _training_objects(gate))
         self.values = ProgramValues(ownership, outputs_decide=outputs_decide)
         self.session = Session(
             policy,
@@ -52,7 +52,7 @@ class ProgramWatch(Generic[P]):
             handouts=handouts,
             values=self.values,
             capsules=self.capsules,
-            landing=landing,
+            restart=restart,
             trace_from=trace_from,
             through_loop=True,
             may_replay=may_replay,
@@ -129,16 +129,16 @@ def watch_trial(
 def watch_capsule(
     ownership: Ownership, save: Callable[[Report], None], capsule: Capsule
 ) -> ProgramWatch[CapsuleReplay]:
-    """Watches a program that is to land in a captured step."""
+    """Watches a program whose first step is to be a captured one."""
     gate = Gate(thorough=from_the_start(capsule))
-    landing = Landing(capsule, gate, lambda: _living(gate), lambda: found.session.landed())
+    restart = Restart(capsule, gate, lambda: _training_objects(gate), lambda: found.session.restored())
     first = from_the_start(capsule)
-    found = ProgramWatch(CapsuleReplay(landing, save), ownership, gate, landing=None if first else landing)
+    found = ProgramWatch(CapsuleReplay(restart, save), ownership, gate, restart=None if first else restart)
     found.session.begin()
     if first:
         found.session.live.begin()
     return found
 
 
-def _living(gate: Gate) -> Living:
-    return Living.find(list(gate.steps.done), leaves=gate.leaves)
+def _training_objects(gate: Gate) -> TrainingObjects:
+    return TrainingObjects.find(list(gate.steps.done), leaves=gate.leaves)

@@ -48,11 +48,11 @@ from firstnan.tensors.snapshot import Schedules
 if TYPE_CHECKING:
     from firstnan.engine.capsule_writer import CapsuleWriter
     from firstnan.engine.journal import Journal
-    from firstnan.engine.landing import Landing
     from firstnan.engine.model_calls import ModelCalls
     from firstnan.engine.program_values import ProgramValues
     from firstnan.engine.recovery import Recovery
     from firstnan.engine.replay_sources import ReplaySource
+    from firstnan.engine.restart import Restart
     from firstnan.gate.growth_guard import Alarm
     from firstnan.observe.layers import LayerWatch
     from firstnan.tensors.names import Models
@@ -70,7 +70,7 @@ class Session(Observer):
     """One watch over one training, from `begin` to `end`; what the doors differ in are its parts.
 
     `gate` and `handouts` are made by whoever makes the parts that share them. `journal`, `layers`, `recovery` and
-    `calls` are those of a detector; `capsules` writes the failing step to a file; `landing` starts from such a file;
+    `calls` are those of a detector; `capsules` writes the failing step to a file; `restart` starts from such a file;
     `values` watches what a whole program reads; `sources` are replays that need no loop. `through_loop`: the loop takes
     its batches through us from the start.
     """
@@ -89,7 +89,7 @@ class Session(Observer):
         calls: ModelCalls | None = None,
         values: ProgramValues | None = None,
         capsules: CapsuleWriter | None = None,
-        landing: Landing | None = None,
+        restart: Restart | None = None,
         sources: Callable[[Session], Sequence[ReplaySource]] = lambda session: (),
         trace_from: int | None = None,
         trace_block: bool = False,
@@ -105,7 +105,7 @@ class Session(Observer):
         self.microscope = Microscope(ownership, self.gate, self.handouts, self.scope.models)
         self.live = LiveTrace(self.microscope, from_step=trace_from, block=trace_block)
         self.hooks = Hooks(self, self.scope.optimizers, program=values is not None)
-        self._sources, self._capsules, self._landing = sources(self), capsules, landing
+        self._sources, self._capsules, self._restart = sources(self), capsules, restart
         self.models: Models | None = None
         self.phase: Phase = WATCHING
         self.report: Report | None = None
@@ -246,7 +246,7 @@ class Session(Observer):
         if self.phase is SETTLED:
             self._drop_settled(optimizer)
             return True
-        return (self._landing is not None and self._landing.drops_update()) or self._is_held()
+        return (self._restart is not None and self._restart.drops_update()) or self._is_held()
 
     def _decide(self, optimizer: Any, closure: bool) -> Decision:
         """The gradients have been looked at, and may have tripped."""
@@ -324,8 +324,8 @@ class Session(Observer):
             self._whole_program_step_ended()
         self.live.step_ended(by_hand, self.gate.steps.current)
         self.policy.step_ended(self)
-        if self._landing is not None:
-            self._landing.step_ended(by_hand)
+        if self._restart is not None:
+            self._restart.step_ended(by_hand)
 
     def _whole_program_step_ended(self) -> None:
         assert self.values is not None
@@ -355,8 +355,8 @@ class Session(Observer):
             self.values.trains_on()
         if self._capsules is not None:
             self._capsules.backward_begins()
-        if self._landing is not None:
-            self._landing.backward_begins()
+        if self._restart is not None:
+            self._restart.backward_begins()
         self.live.backward_begins()
         self.backwards += 1
         for trip in self.gate.backward_begins(roots):
@@ -426,8 +426,8 @@ class Session(Observer):
         if self.handouts.has_more(iterator):  # Training goes on in the middle of a replay.
             return self.handouts.again(iterator).batch
         self.hooks.guarded(self.body_ended)
-        if self._landing is not None and self.phase is WATCHING and torch.is_grad_enabled():
-            fetch = self._landing.around(fetch, self.unseen)
+        if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
+            fetch = self._restart.around(fetch, self.unseen)
         batch = self.live.fetched(fetch, iterator)
         self.hooks.guarded(self.handed_out, iterator, batch)
         return batch
@@ -440,8 +440,8 @@ class Session(Observer):
         before = self.handouts.latest.updates if self.handouts.latest is not None else None
         if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
             self.backwards = 0
-        if self._landing is not None:
-            self._landing.label(self.handouts.latest)
+        if self._restart is not None:
+            self._restart.label(self.handouts.latest)
         if self._capsules is not None:
             self._capsules.handed_out()
         self.live.handed_out(batch)
@@ -719,7 +719,7 @@ class Session(Observer):
         if self.phase is WATCHING:
             self.enter(SETTLED)
 
-    def landed(self) -> None:
+    def restored(self) -> None:
         """The state of a captured step was put in: from here on every operator is recorded."""
         self.microscope.stop()
         self.learn_models()
