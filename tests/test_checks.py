@@ -105,12 +105,12 @@ def test_check_lets_everything_else_pass(value: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: check("x"), "check reads a tensor, or what holds tensors, not 'x'"),
-        (lambda: check(torch.ones(1), torch.ones(1)), "the name that check is given is a text, not Tensor"),
-        (lambda: check_gradients(None), "a torch.nn.Module, not None"),
-        (lambda: check_weights(3), "a torch.nn.Module, not 3"),
-        (lambda: check_weights(nn.Linear(1, 1).parameters()), "a torch.nn.Module, not generator"),
-        (lambda: check_weights(nn.Linear(1, 1), "adam"), "a torch.optim.Optimizer, not 'adam'"),
+        (lambda: check("x"), "x must be a tensor or a container of tensors, got 'x'"),
+        (lambda: check(torch.ones(1), torch.ones(1)), "name must be a string, got Tensor"),
+        (lambda: check_gradients(None), "model must be a torch.nn.Module, got None"),
+        (lambda: check_weights(3), "model must be a torch.nn.Module, got 3"),
+        (lambda: check_weights(nn.Linear(1, 1).parameters()), "model must be a torch.nn.Module, got generator"),
+        (lambda: check_weights(nn.Linear(1, 1), "adam"), "must be torch.optim.Optimizer objects, got 'adam'"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(call: Callable[[], Any], words: str) -> None:
@@ -336,7 +336,7 @@ def test_dead_relu_leaves_zero_gradients() -> None:
     findings = check_gradients(backed(model, X))
     # The last weight reads only zeros.
     assert problems(findings) == {"0.weight": "all_zero", "2.weight": "all_zero"}
-    assert findings[0].text == "0.weight: the gradient is exactly zero, others are not: all 0, [16, 6] float32"
+    assert findings[0].text == "0.weight: the gradient is exactly zero, but others are not: all 0, [16, 6] float32"
 
 
 def test_zero_layers_in_a_row_can_never_train() -> None:
@@ -396,7 +396,7 @@ def test_missing_gradients_are_told_but_not_those_of_frozen_parameters() -> None
     model["used"](X).sum().backward()
     findings = check_gradients(model)
     assert problems(findings) == {"forgotten.weight": "missing", "forgotten.bias": "missing"}
-    assert findings[0].text == "forgotten.weight: has no gradient, other parameters have one: [2, 6] float32"
+    assert findings[0].text == "forgotten.weight: has no gradient, but other parameters do: [2, 6] float32"
 
 
 def test_constant_weight_of_a_linear_map() -> None:

@@ -59,8 +59,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ((), "no command given: run, show, fix, replay, causes, demo"),
-        (("train",), "no command 'train'"),
+        ((), "no command given, expected one of run, show, fix, replay, causes, demo"),
+        (("train",), "unknown command 'train'"),
         (("--nonsense",), "unknown option or argument: --nonsense"),
         (("run",), "no script given: firstnan run [options] script [arguments]"),
         (("run", "--trace", "-m"), "no module given: firstnan run [options] -m module [arguments]"),
@@ -71,7 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (("show",), "report.json"),
         (("show", "a.json", "b.json"), "unknown option or argument: b.json"),
         (("demo", "--nonsense"), "unknown option or argument: --nonsense"),
-        (("demo", "nothing_like_it"), "no demo 'nothing_like_it' (firstnan demo lists them)"),
+        (("demo", "nothing_like_it"), "unknown demo 'nothing_like_it' (firstnan demo lists them)"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(
@@ -172,7 +172,7 @@ def test_a_report_path_is_absolute_whatever_the_program_does(tmp_path: Path, mon
     ],
 )
 def test_the_command_line_is_cut_before_the_program(words: str, ours: str, theirs: str) -> None:
-    assert cli._split(words.split()) == (ours.split(), theirs.split())
+    assert cli._split_options(words.split()) == (ours.split(), theirs.split())
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["show", "-h"], ["demo", "-h"]])
@@ -307,7 +307,7 @@ def test_show_refuses_what_is_no_report_in_one_line(
     assert str(path) in refused(capsys, "show", str(path))
 
 
-def test_show_takes_a_reader_that_leaves_early_in_good_part(saved: Path) -> None:
+def test_show_accepts_a_reader_that_closes_the_pipe_early(saved: Path) -> None:
     code = """if True:
         import os, sys
         reader, writer = os.pipe()
@@ -337,7 +337,7 @@ def test_demo_suggests_a_name_that_is_close(capsys: pytest.CaptureFixture[str]) 
     from firstnan.cli.demos import demos
 
     name = demos()[0].name
-    assert refused(capsys, "demo", name + "x") == f"no demo {name + 'x'!r}; did you mean {name!r}?"
+    assert refused(capsys, "demo", name + "x") == f"unknown demo {name + 'x'!r}; did you mean {name!r}?"
 
 
 def test_demo_runs_a_program_that_fails(tmp_path: Path) -> None:

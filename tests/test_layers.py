@@ -19,16 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 import architectures as arch
 from architectures import ARCHITECTURES, break_backward, break_forward, faithful
-from firstnan.observe.layers import Found, LayerWatch
+from firstnan.observe.layers import LayerFinding, LayerWatch
 from firstnan.tensors import finite
 
 
 class Collector:
     def __init__(self) -> None:
-        self.found: list[Found] = []
+        self.found: list[LayerFinding] = []
         self.magnitudes: list[tuple[str, str, float, float, float]] = []
 
-    def layer_event(self, found: Found) -> None:
+    def layer_event(self, found: LayerFinding) -> None:
         self.found.append(found)
 
     def magnitude(self, layer: str, phase: str, norm: float, low: float, high: float) -> None:
@@ -51,7 +51,7 @@ def watching(roots: dict[str, nn.Module] | nn.Module, **options: Any) -> Iterato
         yield watch, sink
     finally:
         watch.detach()
-    assert watch.trouble is None
+    assert watch.error is None
 
 
 def make(name: str) -> arch.Training:
@@ -122,14 +122,14 @@ def let_it_rest(watch: LayerWatch) -> None:
 def test_a_step_that_only_took_notes_names_the_layer_when_it_looks_back(name: str, layer: str) -> None:
     training = make(name)
     break_forward(training.layer(layer))
-    with watching(training.roots, in_turn=True) as (watch, sink):
+    with watching(training.roots, defer_reads=True) as (watch, sink):
         let_it_rest(watch)
         training.loss()
         assert not sink.found or name == "encoder"  # its parts are called one by one, and looked at at once
-        watch.look_back()
+        watch.read_notes()
         assert sink.first() == (layer, "forward", "output")
         told = len(sink.found)
-        watch.look_back()
+        watch.read_notes()
         assert len(sink.found) == told, "the same notes were read twice"
         watch.new_step()
         training.loss()
@@ -140,13 +140,13 @@ def test_notes_keep_few_results_alive_and_none_once_the_loss_is_good() -> None:
     training = make("cnn")
     (model,) = training.roots.values()
     results: list[weakref.ref[Tensor]] = []
-    with watching(training.roots, in_turn=True) as (watch, _):
+    with watching(training.roots, defer_reads=True) as (watch, _):
         let_it_rest(watch)
         handle = model.register_forward_hook(lambda m, a, output: results.append(weakref.ref(output)))
         for _ in range(6):
             training.loss()
         assert sum(ref() is not None for ref in results) == 3
-        watch.pass_over()
+        watch.drop_notes()
         assert all(ref() is None for ref in results)
         handle.remove()
 
@@ -154,7 +154,7 @@ def test_notes_keep_few_results_alive_and_none_once_the_loss_is_good() -> None:
 def test_calls_that_wait_for_no_loss_are_looked_at_as_they_become_too_many() -> None:
     training = make("cnn")
     break_forward(training.layer("0"))
-    with watching(training.roots, in_turn=True) as (watch, sink):
+    with watching(training.roots, defer_reads=True) as (watch, sink):
         let_it_rest(watch)
         for _ in range(3):
             training.loss()
@@ -167,7 +167,7 @@ def test_a_model_that_does_not_train_is_looked_at_at_once() -> None:
     training = make("cnn")
     break_forward(training.layer("0"))
     (model,) = training.roots.values()
-    with watching(training.roots, in_turn=True) as (watch, sink):
+    with watching(training.roots, defer_reads=True) as (watch, sink):
         let_it_rest(watch)
         model.eval()
         training.loss()
@@ -177,12 +177,12 @@ def test_a_model_that_does_not_train_is_looked_at_at_once() -> None:
 def test_every_eighth_step_is_looked_at_in_full() -> None:
     training = make("cnn")
     break_forward(training.layer("0"))
-    with watching(training.roots, in_turn=True) as (watch, sink):
+    with watching(training.roots, defer_reads=True) as (watch, sink):
         seen = []
         for _ in range(40):
             before = len(sink.found)
             training.loss()
-            watch.pass_over()
+            watch.drop_notes()
             seen.append(len(sink.found) > before)
             watch.new_step()
     assert seen[:16] == [True] * 16
@@ -314,7 +314,7 @@ class Shared(nn.Module):
         return x * self.scale
 
 
-def everything_told(model: nn.Module, x: Tensor, **options: Any) -> list[Found]:
+def everything_told(model: nn.Module, x: Tensor, **options: Any) -> list[LayerFinding]:
     with watching(model, **options) as (_, sink):
         model(x)
     return sink.found
@@ -761,7 +761,7 @@ def test_attach_and_detach_while_other_threads_run_the_model() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    assert watch.trouble is None
+    assert watch.error is None
     assert sink.found == []
     assert state(model) == before
 
@@ -794,7 +794,7 @@ def test_replicas_are_watched_like_the_original() -> None:
 
 def test_an_error_of_our_own_is_kept_and_goes_no_further() -> None:
     class Broken(Collector):
-        def layer_event(self, found: Found) -> None:
+        def layer_event(self, found: LayerFinding) -> None:
             raise RuntimeError("the sink is broken")
 
     model = nn.Sequential(nn.Linear(4, 2))
@@ -802,7 +802,7 @@ def test_an_error_of_our_own_is_kept_and_goes_no_further() -> None:
     watch.attach()
     (model(torch.full((2, 4), torch.nan)).sum() * torch.nan).backward()
     watch.detach()
-    assert str(watch.trouble) == "the sink is broken"
+    assert str(watch.error) == "the sink is broken"
 
 
 def test_an_interrupted_call_does_not_disturb_the_next_step() -> None:
@@ -831,7 +831,7 @@ def test_at_rest_nothing_is_looked_at() -> None:
     model, bad = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.full((2, 4), torch.nan)
     with watching(model) as (watch, sink):
         resting = True
-        watch.rests = lambda: resting
+        watch.is_paused = lambda: resting
         with CountReads() as mode:
             model(bad).sum().backward()
             model[0](bad).sum().backward()
@@ -894,4 +894,4 @@ def test_memory_is_given_back_with_the_graph() -> None:
         assert gone[1]() is None
         for _ in range(3000):
             model(torch.randn(1, 4)).sum().backward()
-        assert len(watch._here._seen) <= 4096
+        assert len(watch._thread._seen) <= 4096

@@ -47,7 +47,7 @@ try:
 except runner.ProgramError as error:
     print(f"firstnan: {error}", file=sys.stderr)
     code = error.code
-runner.leave(code)
+runner.exit_process(code)
 """
 
 

@@ -19,7 +19,7 @@ from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.training_hooks import TrainingHooks
 from firstnan.records import Batch, Noticed
 from firstnan.records.errors import InternalErrors
-from firstnan.tensors.batches import put_back
+from firstnan.tensors.batches import restore_buffers
 from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tensors.names import Models
 from firstnan.tensors.optimizers import drop_gradients, leaves_below
@@ -88,8 +88,8 @@ class _Oracle:
                 leaf.grad = gradient
 
     def _put_back(self) -> None:
-        self._random.put_back()
-        put_back(self._buffers)
+        self._random.restore()
+        restore_buffers(self._buffers)
 
     def is_finite(self, batch: Any) -> bool:
         self._put_back()

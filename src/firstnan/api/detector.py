@@ -78,19 +78,19 @@ class NaNDetector:
         if guard not in ("warn", "clip", "off"):
             raise ValueError(f"guard is warn, clip or off, not {guard!r}")
         if max_grad_norm is not None:
-            options.positive("max_grad_norm", max_grad_norm)
+            options.require_positive("max_grad_norm", max_grad_norm)
             if guard == "off":
                 raise ValueError(
                     f"guard='off' and max_grad_norm={max_grad_norm!r} exclude each other: it is the guard's"
                 )
         whole = {"streak": streak, "stats": stats, "max_events": max_events, "capsule_limit": capsule_limit}
         for name, value in whole.items():
-            options.whole(name, value, 0)
-        options.whole("snapshot_every", snapshot_every, 1)
-        options.flag("layers", layers)
+            options.require_integer(name, value, 0)
+        options.require_integer("snapshot_every", snapshot_every, 1)
+        options.require_bool("layers", layers)
         for name, called in (("trackable", trackable), ("on_event", on_event)):
             if called is not None:
-                options.function(name, called)
+                options.require_callable(name, called)
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._settings = Settings(on_nonfinite, streak, snapshot_every, guard, max_grad_norm, capsules)  # type: ignore[arg-type]
         self._layers, self._trackable, self._skip = layers, trackable, options.types_and_names("skip", skip)
@@ -144,7 +144,7 @@ class NaNDetector:
             trackable=self._trackable,
             skip=self._skip,
             statistics=self.stats is not None,
-            in_turn=self._on_cpu(),
+            defer_reads=self._on_cpu(),
             steps=before.steps if before is not None else 0,
         )
 

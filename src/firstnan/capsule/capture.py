@@ -20,7 +20,7 @@ class Capture:
     """
 
     def __init__(self, living: Living, gate: Gate, buffers: list[Any], *, suppressed: int = 0, copies: bool = False):
-        self.step, self.turn = gate.steps.current, gate.steps.turn
+        self.step, self.turn = gate.steps.current, gate.steps.updates
         self._state, self._optimizers = Packer(copies=copies), Packer("o", copies=copies)
         weights = [p for model in living.models for p in model.parameters.values()]
         self.has_weights = bool(weights or living.optimizers)

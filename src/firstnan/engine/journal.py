@@ -18,8 +18,8 @@ from firstnan.engine.events import EventLog
 from firstnan.engine.handouts import Replayer
 from firstnan.engine.statistics import Statistics
 from firstnan.gate.growth_guard import Alarm
-from firstnan.gate.step_counter import Steps
-from firstnan.observe.layers import Found
+from firstnan.gate.step_counter import StepCounter
+from firstnan.observe.layers import LayerFinding
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
 from firstnan.tensors.finite import stat
 from firstnan.tensors.names import Models
@@ -54,7 +54,7 @@ class Journal:
         self,
         events: EventLog,
         stats: Statistics | None,
-        steps: Steps,
+        steps: StepCounter,
         replayer: Replayer,
         models: Models,
         names_layers: bool,
@@ -80,7 +80,7 @@ class Journal:
             level=level,
         )
 
-    def layer_event(self, found: Found) -> None:
+    def layer_event(self, found: LayerFinding) -> None:
         """A layer read or wrote something that is not finite; where training lives with it, ever fewer are told."""
         key = (found.layer, found.phase, found.what)
         self._seen[key] = seen = self._seen[key] + 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstnan.tensors.batches import put_back
+from firstnan.tensors.batches import restore_buffers
 from firstnan.tensors.names import Models
 from firstnan.tensors.optimizers import drop_gradients, parameters_of
-from firstnan.tensors.safe_updates import is_risky, is_torchs
+from firstnan.tensors.safe_updates import is_risky, is_torch_optimizer
 from firstnan.tensors.snapshot import Schedules, Snapshot
 
 _ORDINARY = 100.0
@@ -41,7 +41,9 @@ class Recovery:
 
     def _is_unknown(self, optimizer: Any) -> bool:
         """Its arithmetic is somebody else's, and the model so small that a copy costs little."""
-        return not is_torchs(optimizer) and sum(p.numel() for p, _ in self.models.parameters.values()) <= _SMALL
+        return (
+            not is_torch_optimizer(optimizer) and sum(p.numel() for p, _ in self.models.parameters.values()) <= _SMALL
+        )
 
     def _is_risky(self, optimizer: Any, grad_norm: float | None) -> bool:
         """Settings are looked at again when the learning rate is another one, and now and then; the norm always."""
@@ -69,7 +71,7 @@ class Recovery:
         """Brings back the state before the update; False where it was not kept."""
         if self.backup is None:
             return False
-        self.backup.put_back()
+        self.backup.restore()
         return True
 
     def go_back(self) -> bool:
@@ -79,7 +81,7 @@ class Recovery:
     def roll_back(self) -> bool:
         if self.good is None:
             return False
-        self.good.put_back()
+        self.good.restore()
         return True
 
     def remember_schedules(self) -> None:
@@ -88,11 +90,11 @@ class Recovery:
 
     def put_back_schedules(self) -> None:
         if self._schedules is not None:
-            self._schedules.put_back()
+            self._schedules.restore()
 
     def clean_up(self, buffers: list[Any]) -> None:
         """After a step that was not to be: its gradients go, and what it changed besides the weights comes back."""
-        put_back(buffers)
+        restore_buffers(buffers)
         for optimizer in self.optimizers:
             drop_gradients(optimizer)
         self.put_back_schedules()

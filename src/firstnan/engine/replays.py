@@ -12,10 +12,10 @@ from firstnan.engine.microscope import Microscope
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.samples.search import Sift, begin_search
 from firstnan.gate.gate import Gate
-from firstnan.observe.muted_output import Quiet
+from firstnan.observe.muted_output import MutedOutput
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
-from firstnan.tensors.batches import Handout, copied
+from firstnan.tensors.batches import Handout, copy_batch
 from firstnan.tracing.compare import Difference, first_difference
 
 
@@ -59,7 +59,7 @@ class Replays:
         self.microscope.start(in_step=True)
         for handout in self._counted(handouts):
             with self.microscope.unseen():
-                batch = handout.batch if self.sift is None else copied(handout.pristine)
+                batch = handout.batch if self.sift is None else copy_batch(handout.pristine)
             if self.microscope.running:
                 self.microscope.mark_batch(batch, sys._getframe())
             yield batch
@@ -75,7 +75,7 @@ class Replays:
 
     def sifted(self, source: Any) -> Iterator[Any]:
         """The batches of the step again and again, with samples replaced; what the loop prints is hidden."""
-        sift, quiet = self.sift, Quiet()
+        sift, quiet = self.sift, MutedOutput()
         quiet.begin()
         try:
             while sift is not None and sift.goes_on():

@@ -34,10 +34,10 @@ from firstnan.observe.sites import Ownership
 from firstnan.observe.training_hooks import TrainingHooks
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
-from firstnan.tensors.batches import NamelessSource, put_back
+from firstnan.tensors.batches import NamelessSource, restore_buffers
 from firstnan.tensors.names import Models
 from firstnan.tensors.optimizers import drop_gradients, reaches
-from firstnan.tensors.safe_updates import is_torchs
+from firstnan.tensors.safe_updates import is_torch_optimizer
 
 _CLOSELY = 3
 """So many failures are looked at closely; where training goes on, those after them are only counted."""
@@ -65,7 +65,7 @@ class Session:
         self.training_thread: int | None = None
         self.own_source = NamelessSource()
         self.through_us = False
-        self.gate = Gate(self, frugal=True, decides=settings.policy in ("raise", "skip"))
+        self.gate = Gate(self, frugal=True, synchronous=settings.policy in ("raise", "skip"))
         self.gate.new_guard = None if settings.guard == "off" else lambda: Guard(settings.max_grad_norm)
         self.replayer = Replayer()
         self.models = Models(roots)
@@ -101,9 +101,9 @@ class Session:
         self.last_calls.attach()
         if self.layers is not None:
             # What is played again is seen whole.
-            self.layers.rests = lambda: self.microscope.running or self.mode is REPLAYING
-            self.gate.reads.passenger = self.layers
-            self.gate.on_good_loss = self.layers.pass_over
+            self.layers.is_paused = lambda: self.microscope.running or self.mode is REPLAYING
+            self.gate.reads.extra = self.layers
+            self.gate.on_good_loss = self.layers.drop_notes
             self.layers.attach()
         attached.add(self)
 
@@ -116,8 +116,8 @@ class Session:
         self.last_calls.detach()
         if self.layers is not None:
             self.layers.detach()
-            if self.layers.trouble is not None:
-                self.internal_error(self.layers.trouble)
+            if self.layers.error is not None:
+                self.internal_error(self.layers.error)
         self.microscope.stop()
         self.replayer.forget()
 
@@ -149,7 +149,7 @@ class Session:
     def _left_bad(self) -> Report | None:
         """Nothing failed, but the last update, or a buffer whose turn had not come, is not finite."""
         try:
-            found = self.gate.left_bad()
+            found = self.gate.remaining_nonfinite()
             if found is None:
                 return None
             report = self._known(*found)
@@ -219,7 +219,7 @@ class Session:
 
     def _known(self, noticed: Noticed, tensors: list[Tensor]) -> Report:
         if self.layers is not None:
-            self.layers.look_back()
+            self.layers.read_notes()
         return self.microscope.evidence(noticed, tensors).preliminary()
 
     def _looked_closer(self, report: Report, noticed: Noticed, before_update: bool) -> Report:
@@ -258,7 +258,7 @@ class Session:
         if self.mode is REPLAYING and not closure:
             self._not_again()
         self.recovery.before_update(optimizer, closure, self.gate.norm)
-        self.gate.look_closely = self.recovery.backup is not None or not is_torchs(optimizer)
+        self.gate.look_closely = self.recovery.backup is not None or not is_torch_optimizer(optimizer)
         if self._limit is not None:
             self.journal.clip(optimizer, self.gate.norm, self._limit)
 
@@ -288,7 +288,7 @@ class Session:
 
     def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
         if self.layers is not None:
-            self.layers.wake()
+            self.layers.watch_closely()
         self.journal.alarmed(alarm, optimizer)
         if self.settings.guard == "clip" and self._limit is None and alarm.kind != "explosion":
             self.journal.clip(optimizer, alarm.norm, alarm.usual)
@@ -414,7 +414,7 @@ class Session:
         assert self.report is not None
         self.recovery.go_back()
         if self.settings.policy != "rollback":
-            put_back(self.last_calls.buffers_before())
+            restore_buffers(self.last_calls.buffers_before())
         self.report = replace(self.report, notes=(*self.report.notes, *why))
         raise NonFiniteError(self.report)
 

@@ -22,12 +22,12 @@ from firstnan.engine.microscope import AGAIN, Microscope
 from firstnan.engine.samples.search import Sift, begin_search
 from firstnan.gate.gate import Gate
 from firstnan.gate.growth_guard import Alarm
-from firstnan.observe.muted_output import Quiet
+from firstnan.observe.muted_output import MutedOutput
 from firstnan.observe.program_hooks import ProgramHooks, Stop, end_program
 from firstnan.observe.sites import Ownership
 from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.records.errors import InternalErrors
-from firstnan.tensors.batches import copied
+from firstnan.tensors.batches import copy_batch
 from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tensors.optimizers import drop_gradients
 from firstnan.tracing.compare import first_difference
@@ -81,7 +81,7 @@ class Watch:
         self._to_suppress = 0
         self._stepped_while_waiting: set[int] = set()
         self._learned = False
-        self._quiet = Quiet()
+        self._quiet = MutedOutput()
         self._sift: Sift | None = None
         self._traced: list[Raw] | None = None
         """The first trace of the failing step, where a second one is made to compare."""
@@ -231,7 +231,7 @@ class Watch:
         except ReplayError:
             self._give_up()
         with self.unseen():
-            batch = handout.batch if self._traced is None else copied(handout.pristine)
+            batch = handout.batch if self._traced is None else copy_batch(handout.pristine)
         self.microscope.mark_batch(batch, sys._getframe())
         return batch
 

@@ -72,7 +72,7 @@ class TrainingHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.gate.hot.remove()
+        self.gate.gradient_norms.remove()
         self._patches.remove()
 
     @contextmanager
@@ -105,17 +105,17 @@ class TrainingHooks:
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
-        if not closure and self._at_a_glance(self.gate.passes_at_a_glance, optimizer):
+        if not closure and self._quick_check(self.gate.passes_quick_check, optimizer):
             return
-        if not self.gate.places.knows_step_of(optimizer):
-            self.guard(self.gate.places.stepped, optimizer, sys._getframe(1))
+        if not self.gate.call_sites.knows_step_of(optimizer):
+            self.guard(self.gate.call_sites.stepped, optimizer, sys._getframe(1))
         self.guard(self.gate.before_update, optimizer, closure)
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._at_a_glance(self.gate.passed_at_a_glance, optimizer):
+        if not self._quick_check(self.gate.passed_quick_check, optimizer):
             self.guard(self.gate.after_update, optimizer)
 
-    def _at_a_glance(self, suffices: Callable[[Any], bool], optimizer: Any) -> bool:
+    def _quick_check(self, suffices: Callable[[Any], bool], optimizer: Any) -> bool:
         """Without the lock, which costs more than it is worth: no other thread has a part in a step that passes."""
         try:
             return self.installed and suffices(optimizer)
@@ -128,7 +128,7 @@ class TrainingHooks:
     def _optimizer_init(self, original: Any) -> Any:
         def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self.guard(self.gate.places.made, optimizer, sys._getframe(1))
+            self.guard(self.gate.call_sites.made, optimizer, sys._getframe(1))
             self.guard(self.gate.optimizer_made, optimizer)
             self.guard(self._watch_gradients, optimizer)
             self.guard(self.audience.optimizer_made)
@@ -137,7 +137,7 @@ class TrainingHooks:
 
     def _watch_gradients(self, optimizer: Any) -> None:
         if not self.gate.thorough:
-            self.gate.hot.watch(optimizer)
+            self.gate.gradient_norms.watch(optimizer)
 
     # Backward.
 
@@ -148,8 +148,8 @@ class TrainingHooks:
             roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
             if not self.audience.concerns(roots):
                 return original(tensors, *args, **kwargs)
-            if not self.gate.places.backward:
-                self.guard(self.gate.places.called_backward, sys._getframe(1))
+            if not self.gate.call_sites.backward:
+                self.guard(self.gate.call_sites.called_backward, sys._getframe(1))
             self.guard(self._begin_backward, roots)
             result = original(tensors, *args, **kwargs)
             if self.gate.uses_gradients_at_once:
@@ -189,7 +189,7 @@ class TrainingHooks:
         def _get_total_norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
             norm = original(tensors, norm_type, *args, **kwargs)
             if isinstance(tensors, list) and norm_type == 2 and not torch.compiler.is_compiling() and not self.idle:
-                self.guard(self.gate.clipping.normed, tensors, norm)
+                self.guard(self.gate.clipping.norm_computed, tensors, norm)
             return norm
 
         return _get_total_norm
@@ -198,7 +198,7 @@ class TrainingHooks:
         def _clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(parameters, max_norm, total_norm, *args, **kwargs)
             if isinstance(parameters, list) and not torch.compiler.is_compiling() and not self.idle:
-                self.guard(self.gate.clipping.clipped, parameters, max_norm, total_norm)
+                self.guard(self.gate.clipping.gradients_clipped, parameters, max_norm, total_norm)
             return result
 
         return _clip_grads_with_norm_

@@ -22,7 +22,7 @@ from firstnan.observe.patches import Patches
 from firstnan.observe.training_hooks import TrainingHooks
 from firstnan.records import Noticed
 from firstnan.records.errors import InternalErrors, NonFiniteError
-from firstnan.tensors.batches import copied
+from firstnan.tensors.batches import copy_batch
 from firstnan.tensors.finite import is_finite, norms, readable, stat, tensors_in
 from firstnan.tensors.optimizers import drop_gradients, parameters_of
 
@@ -81,7 +81,7 @@ class WatchedStep:
         bad_inputs = self._bad_inputs(batch)
         loss = None
         try:
-            loss = self._run(copied(batch))
+            loss = self._run(copy_batch(batch))
         except Exception as error:
             values = bad_values(error)
             if not (self._seen or bad_inputs or values or isinstance(error, NonFiniteError)):

@@ -500,7 +500,7 @@ def test_a_spike_is_told_with_its_numbers() -> None:
     assert alarm.usual == pytest.approx(1.0, rel=0.2)
     assert alarm.usual is not None
     assert alarm.factor == pytest.approx(1e4 / alarm.usual)
-    assert alarm.text == f"Step 100: the gradient norm jumped to 1e+04; usually the norm was {alarm.usual:.3g}."
+    assert alarm.text == f"Step 100: the gradient norm jumped to 1e+04; it is usually {alarm.usual:.3g}."
 
 
 def test_a_level_that_stays_high_is_told_once_and_becomes_usual() -> None:
@@ -578,4 +578,4 @@ def test_negative_and_tiny_losses_are_measured_by_their_size() -> None:
     assert alarms(Guard(), [*tiny, *[(1.0, 5.0)] * 20]) == []
     (alarm,) = alarms(Guard(), [*tiny, *[(1.0, -5e6)] * 20])
     assert (alarm.kind, alarm.step, alarm.loss) == ("explosion", 102, -5e6)
-    assert alarm.text == "Step 102: the loss has exploded: -5e+06, for 3 steps now; usually it was 1e-07."
+    assert alarm.text == "Step 102: the loss has exploded to -5e+06 and stayed there for 3 steps; it is usually 1e-07."
