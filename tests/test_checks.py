@@ -1,4 +1,4 @@
-"""A value that is checked where it is; findings about gradients and weights, and silence on healthy models."""
+"""Checks of single values; findings about gradients and weights; no findings on healthy models."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_check_inside_compile_is_left_out_of_the_graph() -> None:
     torch._dynamo.reset()
 
 
-def test_check_is_not_in_the_way_of_symbolic_tracing() -> None:
+def test_check_works_under_symbolic_tracing() -> None:
     graph = torch.fx.symbolic_trace(lambda t: check(t, "t") * 2)
     assert torch.equal(graph(torch.ones(2)), torch.full((2,), 2.0))
 
@@ -390,7 +390,7 @@ def test_extreme_means_that_squares_overflow_or_vanish(dtype: torch.dtype, size:
     assert problems(check_gradients(model)) == ({"weight": "extreme"} if extreme else {})
 
 
-def test_missing_gradients_are_told_but_not_those_of_frozen_parameters() -> None:
+def test_missing_gradients_are_reported_but_not_those_of_frozen_parameters() -> None:
     model = nn.ModuleDict({"used": nn.Linear(6, 2), "forgotten": nn.Linear(6, 2), "frozen": nn.Linear(6, 2)})
     model["frozen"].requires_grad_(False)
     model["used"](X).sum().backward()
@@ -434,7 +434,7 @@ def test_never_updated(make: Callable[..., Any]) -> None:
     assert problems(check_weights(model["left_out"], optimizer)) == {}  # not this model's optimizer
 
 
-def test_tied_weights_are_told_once_and_wrappers_keep_names_readable() -> None:
+def test_tied_weights_are_reported_once_and_wrappers_keep_names_readable() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     with torch.no_grad():

@@ -171,7 +171,7 @@ def test_a_report_path_is_absolute_whatever_the_program_does(tmp_path: Path, mon
         ("", "", ""),
     ],
 )
-def test_the_command_line_is_cut_before_the_program(words: str, ours: str, theirs: str) -> None:
+def test_the_command_line_is_split_before_the_program(words: str, ours: str, theirs: str) -> None:
     assert cli._split_options(words.split()) == (ours.split(), theirs.split())
 
 
@@ -232,7 +232,7 @@ def test_a_module_gets_its_arguments_untouched(tmp_path: Path) -> None:
         (["-m", "nothing_at_all"], "firstnan: No module named nothing_at_all\n"),
     ],
 )
-def test_what_cannot_be_started_is_one_line_and_a_2_and_writes_nothing(
+def test_a_program_that_cannot_start_prints_one_line_returns_2_and_writes_nothing(
     tmp_path: Path, words: list[str], line: str
 ) -> None:
     done = call(tmp_path, "run", "--json", "report.json", *words)
@@ -298,7 +298,7 @@ def test_show_converts_a_report(saved: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"format": "other"}'])
-def test_show_refuses_what_is_no_report_in_one_line(
+def test_show_refuses_a_file_that_is_not_a_report_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
 ) -> None:
     path = tmp_path / "report.json"

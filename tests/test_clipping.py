@@ -1,4 +1,4 @@
-"""Who clips has measured the gradients already: they are not read again, unless someone has written to them."""
+"""A program that clips has measured its gradients: they are not read again, unless someone has written to them."""
 
 from __future__ import annotations
 

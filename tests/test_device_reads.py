@@ -105,7 +105,7 @@ def test_no_read_where_nothing_waits(policy: Any, read_all: list[int], monkeypat
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "skip", "rollback"])
 @pytest.mark.parametrize("value", [-1.0, 0.0])
-def test_a_bad_value_is_found_all_the_same(policy: Any, value: float, read_all: list[int]) -> None:
+def test_a_bad_value_is_still_found(policy: Any, value: float, read_all: list[int]) -> None:
     model, optimizer = setup()
     given = with_bad_target(batches(8), 3, value=value)
     try:
@@ -136,7 +136,7 @@ def test_a_bad_value_is_found_all_the_same(policy: Any, value: float, read_all: 
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.0])
-def test_what_is_noticed_late_is_said_to_be(value: float, read_all: list[int], caplog: Any) -> None:
+def test_a_late_detection_is_reported_as_late(value: float, read_all: list[int], caplog: Any) -> None:
     """The weights are lost by then: they are not what was bad first."""
     model, optimizer = setup()
     with NaNDetector(model, optimizer, on_nonfinite="warn") as detector:
@@ -147,7 +147,7 @@ def test_what_is_noticed_late_is_said_to_be(value: float, read_all: list[int], c
     assert "checkpoint" not in caplog.text
 
 
-def test_what_waits_is_no_part_of_the_replay(read_all: list[int]) -> None:
+def test_pending_values_are_not_part_of_the_replay(read_all: list[int]) -> None:
     """The second loss of the bad step is never looked at, since its optimizer is held."""
     (one, first), (two, second) = setup(), setup()
     with pytest.raises(NonFiniteError) as caught, NaNDetector([one, two], [first, second]) as detector:
@@ -162,7 +162,7 @@ def test_what_waits_is_no_part_of_the_replay(read_all: list[int]) -> None:
     assert caught.value.report.step == 1
 
 
-def test_values_wait_until_they_are_taken_together(read_all: list[int]) -> None:
+def test_pending_values_are_read_together(read_all: list[int]) -> None:
     reads = DeviceReads(synchronous=True)
     reads.add(Noticed("loss"), [], torch.tensor(2.0))
     reads.add(Noticed("gradient"), [], torch.tensor(3.0, dtype=torch.float64))
@@ -170,7 +170,7 @@ def test_values_wait_until_they_are_taken_together(read_all: list[int]) -> None:
     assert read_all == [2]
 
 
-def test_what_nobody_waits_for_comes_a_step_later() -> None:
+def test_values_arrive_one_step_late_if_nothing_waits_for_them() -> None:
     reads = DeviceReads(synchronous=False)
     kept, gone = torch.ones(3), torch.ones(3)
     reads.add(Noticed("gradient"), [kept, gone], torch.tensor(1.0))

@@ -140,7 +140,7 @@ def test_hooks_of_models_that_are_gone_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, math.nan])
-def test_a_write_through_data_makes_the_measure_void(factor: float) -> None:
+def test_a_write_through_data_invalidates_the_measurement(factor: float) -> None:
     parameter, norms = measured()
     assert parameter.grad is not None
     parameter.grad.data.mul_(factor)
@@ -170,14 +170,14 @@ def written_again(steps: int, clips: str, micro: int) -> GradientNorms:
 @pytest.mark.parametrize(
     ("clips", "micro", "useless"), [("", 1, False), ("by hand", 1, True), ("by norm", 1, True), ("", 4, True)]
 )
-def test_measuring_ends_where_it_is_of_no_use(
+def test_measuring_stops_if_it_is_not_used(
     monkeypatch: pytest.MonkeyPatch, clips: str, micro: int, useless: bool
 ) -> None:
     monkeypatch.setattr("firstnan.observe.gradient_hooks._TRIAL", 8)
     assert written_again(12, clips, micro)._useless == useless
 
 
-def test_gradients_that_come_after_their_group_are_read_later() -> None:
+def test_gradients_that_arrive_after_their_group_are_read_later() -> None:
     first, second = nn.Parameter(torch.ones(600, 600)), nn.Parameter(torch.ones(1000, 1000))
     norms = GradientNorms()
     norms.watch(torch.optim.SGD([second, first]))  # the group of the first ends with the second

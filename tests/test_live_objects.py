@@ -1,4 +1,4 @@
-"""Finding objects of a kind in the process."""
+"""Finding objects of a type in the process."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Unhashable(metaclass=Strange):
         self.itself = self
 
 
-def test_derived_ones_are_found_and_others_are_not() -> None:
+def test_subclasses_are_found_and_other_types_are_not() -> None:
     one, two, three, other = Kind(), Derived(), Deeper(), Unhashable()
     one.held, two.held, three.held = [], [], []  # type: ignore[attr-defined]
     assert {id(o) for o in find_live_objects(Kind)} == {id(one), id(two), id(three)}
     assert {id(o) for o in find_live_objects(Derived, Unhashable)} == {id(two), id(three), id(other)}
 
 
-def test_what_is_gone_is_not_found() -> None:
+def test_deleted_objects_are_not_found() -> None:
     one = Kind()
     del one
     gc.collect()

@@ -1,4 +1,4 @@
-"""Which layer is running, by the name that its owner gave it."""
+"""Which layer is running, by its path in the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of the random generators: kept quickly, and exactly what the generators' own functions say."""
+"""The state of the random generators: read quickly, and identical to what the generators' own functions return."""
 
 from __future__ import annotations
 

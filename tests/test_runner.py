@@ -1,4 +1,4 @@
-"""The runner against python itself: the same small programs, run both ways, must not be told apart."""
+"""The runner compared with python: the same small programs, run both ways, must behave identically."""
 
 from __future__ import annotations
 

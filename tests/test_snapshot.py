@@ -1,4 +1,4 @@
-"""Going back: weights, buffers, optimizer state and schedules are exactly as they were, in the same objects."""
+"""Restoring weights, buffers, optimizer state and schedules exactly, in the same objects."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_comparison_itself_sees_small_differences() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("done", [0, 3])
-def test_put_back_is_exact_and_training_goes_on_as_before(name: str, done: int) -> None:
+def test_restoring_is_exact_and_training_continues_as_before(name: str, done: int) -> None:
     run = Run(name)
     for seed in range(done):
         run.step(seed)
@@ -253,7 +253,7 @@ def test_tensors_that_cannot_be_written_and_lazy_ones_are_no_obstacle() -> None:
     assert torch.equal(model[0].weight, weight)
 
 
-def test_a_parameter_that_was_given_other_memory_gets_its_values_again() -> None:
+def test_a_parameter_with_replaced_memory_is_restored() -> None:
     weight = nn.Parameter(torch.arange(6.0))
     snapshot = Snapshot.take([weight], [], [])
     assert snapshot is not None
@@ -262,7 +262,7 @@ def test_a_parameter_that_was_given_other_memory_gets_its_values_again() -> None
     assert torch.equal(weight, torch.arange(6.0))
 
 
-def test_kept_containers_come_back_as_the_same_objects() -> None:
+def test_restored_containers_are_the_same_objects() -> None:
     t, inner = torch.ones(2), [1, 2]
     whole: dict[str, Any] = {"t": t, "inner": inner, "last": deque([inner, 5], maxlen=2), "pair": (t, 1)}
     whole["self"] = whole
@@ -401,7 +401,7 @@ def test_nothing_is_kept_alive_or_left_behind() -> None:
     assert Schedules.of([optimizer]).schedulers == []
 
 
-def test_a_gradient_scaler_that_is_switched_off_has_no_scale() -> None:
+def test_a_disabled_gradient_scaler_has_no_scale() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
     scalers = [torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=8.0)]
     scalers[1].scale(torch.ones(()))

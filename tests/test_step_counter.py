@@ -29,7 +29,7 @@ def test_one_optimizer_counts_from_zero() -> None:
     assert seen == [0, 1, 2]
 
 
-def test_long_runs_of_one_are_counted_when_another_comes_or_a_step_is_undone() -> None:
+def test_long_runs_of_one_optimizer_are_counted_when_another_steps_or_a_step_is_undone() -> None:
     one, other = Optimizer(), Optimizer()
     steps = made(one, other)
     assert [steps.add(one) for _ in range(5)] == [0, 1, 2, 3, 4]
@@ -44,7 +44,7 @@ def test_long_runs_of_one_are_counted_when_another_comes_or_a_step_is_undone() -
     assert dict(steps.done) == {one: 18, other: 5}
 
 
-def test_two_that_take_turns_count_each_for_itself() -> None:
+def test_two_alternating_optimizers_count_their_own_steps() -> None:
     one, other = Optimizer(), Optimizer()
     steps = made(one, other)
     seen = []
@@ -55,7 +55,7 @@ def test_two_that_take_turns_count_each_for_itself() -> None:
     assert seen == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_program_that_lets_go_of_its_optimizers_is_as_far_as_they_were() -> None:
+def test_the_count_goes_on_if_the_program_deletes_its_optimizers() -> None:
     one, other = Optimizer(), Optimizer()
     steps = made(one, other)
     for _ in range(3):
