@@ -13,7 +13,7 @@ from typing import Literal
 
 _WINDOW = 64
 _BLOCK = 16
-"""The usual values are recomputed every so many steps; growth is measured against the first so many."""
+"""The usual values are recomputed every 16 steps; growth is measured against the first 16."""
 _EARLY = 32
 """With fewer norms than this their spread is unknown."""
 

@@ -79,7 +79,7 @@ class StepCounter:
         return self.done.get(optimizer, 0)
 
     def current_optimizer(self, updated: bool) -> Any:
-        """The optimizer of the current step, or of the last step if that one is meant (`updated`)."""
+        """The optimizer of the current step, or of the last one if the current step's update was made (`updated`)."""
         last = self.last() if self.last else None
         following = self.follows.get(last) if last is not None and not updated else None
         return (following() if following is not None else None) or last or next(iter(self.done.keys()), None)

@@ -25,7 +25,7 @@ class Handout:
     random: RandomState
     buffers: list[tuple[Slot, Tensor, Tensor]]
     versions: list[int]
-    """Versions of the batch's tensors; empty where a copy is kept instead of the program's own tensors."""
+    """Versions of the batch's tensors; empty if a copy is kept instead of the program's own tensors."""
     indices: Any = None
     pristine: Any = None
     """A copy that no loop body has touched, made before the first replay."""
