@@ -1,4 +1,4 @@
-"""Shows that a long run under the detector does not grow: resident memory over many steps, everything switched on.
+"""Shows that memory does not grow in a long run under the detector, with all its options on.
 
 python benchmarks/memory.py [--steps N]
 """
@@ -16,13 +16,13 @@ from firstnan import NaNDetector
 
 
 def resident() -> float:
-    """Megabytes of memory that this process holds."""
+    """The resident memory of this process in megabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
 class Masked(nn.Module):
-    """A layer that returns infinities on purpose: an event in every step."""
+    """A layer that returns infinities on purpose: one event every step."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.masked_fill(x > 1.0, float("-inf"))

@@ -1,10 +1,10 @@
-"""Measures what watching a training costs inside one process, as ratios to the bare loop beside it.
+"""Measures what watching a training loop costs inside one process, as ratios to the bare loop measured with it.
 
     python benchmarks/overhead.py [--rounds N] [--only NAME...] [--ways WAY...] [--json FILE] [--markdown]
 
-Every model has a process of its own, and in it two trainings that are the same. In a turn one of them is watched and
-the other one is bare, and they make their steps alternately, so that what else happens on the machine meets both. From
-round to round they change places, and the ways of watching take their turns in a new order.
+Every model has its own process with two identical trainings. In a block of steps one of them is watched and the other
+is bare; they alternate, so a busy machine slows both down. From round to round the two are swapped, and the ways of
+watching run in a new order.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
 
 Step = Callable[[], None]
 Watch = Callable[[], AbstractContextManager[Step]]
-"""Entered at the start of a turn; what it gives makes one watched step. Entering and leaving are not timed."""
+"""Entered at the start of a block; what it returns makes one watched step. Entering and leaving are not timed."""
 
 
 @dataclass(frozen=True)
 class Model:
     title: str
     rounds: int
-    turn: int = 8
-    """Steps of a turn, of each of the two: a multiple of eight, since some things are looked at in every eighth."""
-    row: int = 1
-    """So many are made in a row, where a single one is too short for the clock and the caches."""
-    first: int = 1
-    """Steps of a turn that are not timed: those that set up, and learn, what is set up once in a run."""
+    block: int = 8
+    """Steps of each training in a block: a multiple of eight, since some checks run in every eighth step."""
+    group: int = 1
+    """Steps timed together, where a single step is too short for the clock and the caches."""
+    untimed: int = 1
+    """Steps at the start of a block that are not timed: they do the set-up that happens once in a run."""
 
 
 MODELS = {
     "gpt30m": Model("GPT 30 M", 10),
-    "gpt": Model("GPT 4 M", 16, turn=32, first=16),
-    "gpt_512": Model("GPT 4 M, 512 tokens", 16, turn=32, first=16),
-    "gpt_clipped": Model("GPT 4 M, clipped", 16, turn=32, first=16),
-    "cnn": Model("CNN", 12, turn=64, first=70),
-    "mlp": Model("tiny MLP", 48, turn=256, row=8, first=70),
-    "digits": Model("MLP of 10 k", 48, turn=320, row=16, first=70),
+    "gpt": Model("GPT 4 M", 16, block=32, untimed=16),
+    "gpt_512": Model("GPT 4 M, 512 tokens", 16, block=32, untimed=16),
+    "gpt_clipped": Model("GPT 4 M, clipped", 16, block=32, untimed=16),
+    "cnn": Model("CNN", 12, block=64, untimed=70),
+    "mlp": Model("tiny MLP", 48, block=256, group=8, untimed=70),
+    "digits": Model("MLP of 10 k", 48, block=320, group=16, untimed=70),
 }
-# The first steps of every training; a detector looks more closely at the first ones of a run.
+# The first steps of every training, not timed: a detector checks more in the first steps of a run.
 _BEGINNING = 20
 
 
@@ -65,7 +65,7 @@ def bare(training: Training) -> Watch:
 
 
 def detector(**options: Any) -> Callable[[Training], Watch]:
-    """A `NaNDetector` that lives as long as the training, attached in its own turns only."""
+    """A `NaNDetector` that exists as long as the training, but is attached in its own blocks only."""
 
     def make(training: Training) -> Watch:
         from firstnan import NaNDetector
@@ -73,12 +73,12 @@ def detector(**options: Any) -> Callable[[Training], Watch]:
         watching = NaNDetector(training.model, training.optimizer, **options)
 
         @contextmanager
-        def turn() -> Iterator[Step]:
+        def block() -> Iterator[Step]:
             with watching:
                 batches = iter(watching.batches(training.batches))
                 yield lambda: training.step(next(batches))
 
-        return turn
+        return block
 
     return make
 
@@ -97,21 +97,21 @@ def detect_anomaly(training: Training) -> Watch:
 
 
 def around(training: Training, context: Callable[[], AbstractContextManager[object]]) -> Watch:
-    """What is used around a step is entered and left within the timed part."""
+    """A context that is entered and left around every step, within the timed part."""
 
     def step() -> None:
         with context():
             training.next_step()
 
     @contextmanager
-    def turn() -> Iterator[Step]:
+    def block() -> Iterator[Step]:
         yield step
 
-    return turn
+    return block
 
 
 def isnan_hooks(training: Training) -> Watch:
-    """The forward hook that everybody writes, on every layer without children."""
+    """The forward hook that everybody writes, on every leaf layer."""
     import torch
 
     def look(module: Any, inputs: Any, output: Any) -> None:
@@ -119,7 +119,7 @@ def isnan_hooks(training: Training) -> Watch:
             raise ArithmeticError(f"non-finite output of {module}")
 
     @contextmanager
-    def turn() -> Iterator[Step]:
+    def block() -> Iterator[Step]:
         layers = [module for module in training.model.modules() if not any(module.children())]
         handles = [module.register_forward_hook(look) for module in layers]
         try:
@@ -128,11 +128,11 @@ def isnan_hooks(training: Training) -> Watch:
             for handle in handles:
                 handle.remove()
 
-    return turn
+    return block
 
 
 def isnan_mode(training: Training) -> Watch:
-    """The same question for every operator, forward, backward and in the update: the dispatch mode of the forums."""
+    """The same check for every operator, forward, backward and in the update: the dispatch mode found in forums."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,17 +152,17 @@ def transformers(training: Training) -> Watch:
     from transformers.debug_utils import DebugUnderflowOverflow
 
     @contextmanager
-    def turn() -> Iterator[Step]:
+    def block() -> Iterator[Step]:
         before = {module: set(module._forward_hooks) for module in training.model.modules()}
         DebugUnderflowOverflow(training.model)
         try:
             yield training.next_step
-        finally:  # it keeps no handles
+        finally:  # it keeps no handles to remove its hooks with
             for module, known in before.items():
                 for key in set(module._forward_hooks) - known:
                     del module._forward_hooks[key]
 
-    return turn
+    return block
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,13 @@ class Way:
     title: str
     make: Callable[[Training], Watch]
     every: int = 1
-    """Takes part in every so manieth round: what costs ten per cent and more is known soon."""
+    """Measured in every n-th round only: an overhead of ten per cent or more needs fewer measurements."""
     learns: bool = False
-    """Its first steps are not like the others."""
+    """Its first steps are slower than the others."""
 
 
 WAYS = {
-    "bare": Way("bare loop", bare),  # measured beside itself: how far from 1 it is says what the numbers are worth
+    "bare": Way("bare loop", bare),  # compared with itself: its distance from 1 shows the noise
     "gate": Way("`NaNDetector`: gate", detector(), learns=True),
     "layers": Way("`NaNDetector`: gate + layer watch", detector(layers=True), learns=True),
     "stats": Way("`NaNDetector`: gate + layer watch + stats", detector(layers=True, stats=64), 4, learns=True),
@@ -190,7 +190,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured on one model: a row for each way."""
+    """The measurements on one model, one row for each way."""
 
     title: str
     parameters: int
@@ -202,7 +202,7 @@ class Result:
 
 
 def measure(name: str, ways: list[str], rounds: int | None) -> Result:
-    """Two trainings under all ways in turn, in this process."""
+    """Measures all ways on two identical trainings in this process."""
     model, trainings = MODELS[name], [load_training(name) for _ in range(2)]
     rounds = rounds or model.rounds
     watches: dict[str, list[Watch]] = {}
@@ -222,7 +222,7 @@ def measure(name: str, ways: list[str], rounds: int | None) -> Result:
         for way in shuffle.sample(list(watches), len(watches)):
             if number % WAYS[way].every == 0:
                 watched = number // WAYS[way].every % 2
-                time_turn(watches[way][watched], trainings[1 - watched], model, *seconds[way])
+                time_block(watches[way][watched], trainings[1 - watched], model, *seconds[way])
     return Result(
         model.title,
         parameters=sum(p.numel() for p in trainings[0].model.parameters()),
@@ -233,30 +233,30 @@ def measure(name: str, ways: list[str], rounds: int | None) -> Result:
     )
 
 
-def time_turn(watch: Watch, other: Training, model: Model, own: list[float], neighbour: list[float]) -> None:
-    """Adds the seconds of every row of steps, watched and bare."""
-    bare_step = untouched(other)
+def time_block(watch: Watch, other: Training, model: Model, watched: list[float], bare: list[float]) -> None:
+    """Adds the seconds of every group of steps, watched and bare."""
+    bare_step = with_original_backward(other)
     with watch() as step:
-        gc.collect()  # what one way leaves behind is not for another one to clear away
-        for _ in range(model.first):
+        gc.collect()  # so one way does not pay for the garbage of another
+        for _ in range(model.untimed):
             step()
-        timed(bare_step, model.row)  # with which the first row begins
-        for number in range(model.turn // model.row):
-            both = [(step, own), (bare_step, neighbour)]
-            for one, times in both if number % 2 else reversed(both):
-                times.append(timed(one, model.row))
+        timed(bare_step, model.group)  # warms up the training that is timed first
+        for number in range(model.block // model.group):
+            pair_of_steps = [(step, watched), (bare_step, bare)]
+            for one, times in pair_of_steps if number % 2 else reversed(pair_of_steps):
+                times.append(timed(one, model.group))
 
 
 def timed(step: Step, times: int) -> float:
-    """Seconds of the processor a step: what the machine gives to others is not counted, and nothing here waits."""
+    """CPU seconds per step, which do not include what else the machine does; nothing here waits."""
     start = time.process_time()
     for _ in range(times):
         step()
     return (time.process_time() - start) / times
 
 
-def untouched(training: Training) -> Step:
-    """A step with torch's own backward, while a detector beside it has put its own around that."""
+def with_original_backward(training: Training) -> Step:
+    """A step with torch's own backward, even while a detector has patched it."""
     import torch
 
     own = torch.autograd.backward
@@ -271,14 +271,14 @@ def untouched(training: Training) -> Step:
     return step
 
 
-def stay_on_one_processor() -> None:
-    """What moves from one to another, whose neighbours are busy with other things, halts and hurries."""
+def pin_to_one_core() -> None:
+    """A process that moves between cores varies in speed."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def versions() -> dict[str, str]:
-    """Of what was measured, as far as it is loaded."""
+    """The versions of the packages that were loaded."""
     names = ("torch", "firstnan", "transformers")
     return {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
 
@@ -302,16 +302,16 @@ def cell(way: str, row: Row | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of every way (default: by model)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="blocks of every way (default: depends on the model)")
     parser.add_argument(
         "--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help=", ".join(MODELS)
     )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
-    parser.add_argument("--markdown", action="store_true", help="end with the table of the README on standard output")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the README to stdout at the end")
     options = parser.parse_args()
     os.environ.update(STEADY)  # read by the C library of the processes that start now
-    stay_on_one_processor()
+    pin_to_one_core()
     results: dict[str, Result] = {}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in options.only:

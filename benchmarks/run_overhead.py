@@ -1,9 +1,9 @@
-"""Measures what firstnan costs, as ratios to the bare program measured side by side.
+"""Measures what `firstnan run` and the tracer cost, as ratios to the bare program measured side by side.
 
     python benchmarks/run_overhead.py [--steps N] [--rounds R] [--json FILE] [--only whole|step] [PROGRAM...]
 
-whole: `python program` against `firstnan run program`, a process each, a few steps in turn (a healthy run).
-step:  one process, step by step in turn: bare, under `detect_anomaly`, under the tracer.
+whole: `python program` and `firstnan run program` in two processes, alternating every few steps (a healthy run).
+step:  one process, alternating every step: bare, under `detect_anomaly`, under the tracer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 
 from side_by_side import PROGRAMS, STEADY, WARM_UP, Row, compare, load_training, show
 
-BLOCK = 4  # steps of one turn
+BLOCK = 4  # steps before the other process continues
 Seconds = dict[str, list[float]]
 
 
 class Program:
-    """A training program that runs in a process of its own and makes its steps when it is told to."""
+    """A training program in its own process, which makes steps on request."""
 
     def __init__(self, path: Path, prefix: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -52,9 +52,9 @@ class Program:
 
 
 def measure_whole(path: Path, steps: int, rounds: int) -> Seconds:
-    """Plain python and `firstnan run`, both alive, a few steps each in turn: what slows the machine hits both.
+    """Alternates plain python and `firstnan run` every few steps, so a busy machine slows both down.
 
-    Every round has two new processes, since where a process happens to lie in memory is worth a few per cent.
+    Every round starts two new processes, since the memory layout of a process alone makes a few per cent difference.
     """
     ways = {"bare": [], "firstnan run": ["-m", "firstnan", "run"]}
     seconds: Seconds = {way: [] for way in ways}
@@ -71,7 +71,7 @@ def measure_whole(path: Path, steps: int, rounds: int) -> Seconds:
 
 
 def tracing() -> AbstractContextManager[object]:
-    """The tracer for one step; the one place here that knows its name."""
+    """The tracer for one step."""
     from firstnan.tracing.tracer import Tracer
 
     return Tracer()
@@ -85,7 +85,7 @@ def detecting_anomaly() -> AbstractContextManager[object]:
 
 
 def measure_step(name: str, steps: int) -> Seconds:
-    """Step by step in turn in this process; entering and leaving the context is part of the cost."""
+    """Alternates every step in this process; entering and leaving the context is part of the cost."""
     import warnings
 
     warnings.filterwarnings("ignore", message="Anomaly Detection")
@@ -96,12 +96,12 @@ def measure_step(name: str, steps: int) -> Seconds:
         "tracer": tracing,
     }
     seconds: Seconds = {way: [] for way in ways}
-    for turn in range(steps + WARM_UP):
+    for number in range(steps + WARM_UP):
         for way, context in ways.items():
             start = time.perf_counter()
             with context():
                 step()
-            if turn >= WARM_UP:
+            if number >= WARM_UP:
                 seconds[way].append(time.perf_counter() - start)
     return seconds
 
@@ -113,10 +113,10 @@ def summary(seconds: Seconds) -> dict[str, Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", default=["gpt", "cnn"], help="names in benchmarks/programs")
-    parser.add_argument("--steps", type=int, default=30, help="measured steps of a run, after the warm-up")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps per run, after the warm-up")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each whole program")
-    parser.add_argument("--only", choices=["whole", "step"], help="one of the two measurements")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    parser.add_argument("--only", choices=["whole", "step"], help="make only one of the two measurements")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
     options = parser.parse_args()
     results: dict[str, dict[str, dict[str, Row]]] = {}
     for name in options.programs:

@@ -1,4 +1,4 @@
-"""What both benchmarks share: loading a program, a steady process, and ratios to the bare program beside it."""
+"""Shared by both benchmarks: loading a program, a steady process, and ratios to the bare program measured with it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 PROGRAMS = Path(__file__).parent / "programs"
-sys.path.insert(0, str(PROGRAMS))  # as it is when one of them is run as a script
+sys.path.insert(0, str(PROGRAMS))  # as when one of them is run as a script
 
 if TYPE_CHECKING:
-    from training import Training  # imports torch, which a process that only starts others can do without
+    from training import Training  # imports torch, which a process that only starts others does not need
 
 WARM_UP = 5
-# Whether glibc gives memory back to the system and takes it again, step by step, is a lottery worth up to 10 %.
+# Otherwise glibc may return memory to the system and take it back in every step, at random, which costs up to 10 %.
 STEADY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 Row = dict[str, float]
 
@@ -28,10 +28,10 @@ def load_training(name: str) -> Training:
 
 
 def compare(values: Sequence[float], bare: Sequence[float]) -> Row:
-    """Seconds, each beside the seconds of a bare neighbour: the median, the ratio, and how far the ratios spread.
+    """Compares timings with the bare timings measured next to them: the median time, the ratio, and its spread.
 
-    The ratio is the geometric mean of all but a tenth of the ratios at either end, where a busy machine shows. A median
-    would not see what happens in every eighth step only.
+    The ratio is the geometric mean without the largest and smallest tenth, which a busy machine distorts. A median
+    would miss work that is done in every eighth step only.
     """
     ratios = sorted(own / other for own, other in zip(values, bare, strict=True))
     cut = max(len(ratios) // 10, 1) if len(ratios) > 2 else 0
@@ -46,7 +46,7 @@ def compare(values: Sequence[float], bare: Sequence[float]) -> Row:
 
 def show(title: str, rows: dict[str, Row], file: TextIO | None = None) -> None:
     out = file or sys.stdout
-    print(f"\n{title}\n  {'way':<16}{'ms a step':>10}{'ratio':>8}   middle half of the ratios", file=out)
+    print(f"\n{title}\n  {'way':<16}{'ms/step':>10}{'ratio':>8}   middle half of the ratios", file=out)
     for way, row in rows.items():
         numbers = f"{row['milliseconds']:>10.2f}{row['ratio']:>8.3f}"
         print(f"  {way:<16}{numbers}   {row['ratio_low']:.3f} .. {row['ratio_high']:.3f}", file=out, flush=True)

@@ -136,9 +136,9 @@ def test_the_command_lists_explains_and_prints(firstnan: Zygote, tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["log_of_zeros"], "no cause 'log_of_zeros'; did you mean 'log_of_zero'?"),
-        (["weather"], "no cause 'weather' (firstnan causes lists them)"),
-        (["transient", "--example"], "there is no example of transient"),
+        (["log_of_zeros"], "unknown cause 'log_of_zeros'; did you mean 'log_of_zero'?"),
+        (["weather"], "unknown cause 'weather' (firstnan causes lists them)"),
+        (["transient", "--example"], "there is no example for transient"),
     ],
 )
 def test_what_is_not_there_is_one_line_and_a_2(firstnan: Zygote, tmp_path: Path, words: list[str], text: str) -> None:

@@ -1,4 +1,4 @@
-"""A value that is checked where it is; findings about gradients and weights, and silence on healthy models."""
+"""Checks of single values; findings about gradients and weights; no findings on healthy models."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_check_lets_everything_else_pass(value: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: check("x"), "check reads a tensor, or what holds tensors, not 'x'"),
-        (lambda: check(torch.ones(1), torch.ones(1)), "the name that check is given is a text, not Tensor"),
-        (lambda: check_gradients(None), "a torch.nn.Module, not None"),
-        (lambda: check_weights(3), "a torch.nn.Module, not 3"),
-        (lambda: check_weights(nn.Linear(1, 1).parameters()), "a torch.nn.Module, not generator"),
-        (lambda: check_weights(nn.Linear(1, 1), "adam"), "a torch.optim.Optimizer, not 'adam'"),
+        (lambda: check("x"), "x must be a tensor or a container of tensors, got 'x'"),
+        (lambda: check(torch.ones(1), torch.ones(1)), "name must be a string, got Tensor"),
+        (lambda: check_gradients(None), "model must be a torch.nn.Module, got None"),
+        (lambda: check_weights(3), "model must be a torch.nn.Module, got 3"),
+        (lambda: check_weights(nn.Linear(1, 1).parameters()), "model must be a torch.nn.Module, got generator"),
+        (lambda: check_weights(nn.Linear(1, 1), "adam"), "must be torch.optim.Optimizer objects, got 'adam'"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(call: Callable[[], Any], words: str) -> None:
@@ -152,7 +152,7 @@ def test_check_inside_compile_is_left_out_of_the_graph() -> None:
     torch._dynamo.reset()
 
 
-def test_check_is_not_in_the_way_of_symbolic_tracing() -> None:
+def test_check_works_under_symbolic_tracing() -> None:
     graph = torch.fx.symbolic_trace(lambda t: check(t, "t") * 2)
     assert torch.equal(graph(torch.ones(2)), torch.full((2,), 2.0))
 
@@ -336,7 +336,7 @@ def test_dead_relu_leaves_zero_gradients() -> None:
     findings = check_gradients(backed(model, X))
     # The last weight reads only zeros.
     assert problems(findings) == {"0.weight": "all_zero", "2.weight": "all_zero"}
-    assert findings[0].text == "0.weight: the gradient is exactly zero, others are not: all 0, [16, 6] float32"
+    assert findings[0].text == "0.weight: the gradient is exactly zero, but others are not: all 0, [16, 6] float32"
 
 
 def test_zero_layers_in_a_row_can_never_train() -> None:
@@ -390,13 +390,13 @@ def test_extreme_means_that_squares_overflow_or_vanish(dtype: torch.dtype, size:
     assert problems(check_gradients(model)) == ({"weight": "extreme"} if extreme else {})
 
 
-def test_missing_gradients_are_told_but_not_those_of_frozen_parameters() -> None:
+def test_missing_gradients_are_reported_but_not_those_of_frozen_parameters() -> None:
     model = nn.ModuleDict({"used": nn.Linear(6, 2), "forgotten": nn.Linear(6, 2), "frozen": nn.Linear(6, 2)})
     model["frozen"].requires_grad_(False)
     model["used"](X).sum().backward()
     findings = check_gradients(model)
     assert problems(findings) == {"forgotten.weight": "missing", "forgotten.bias": "missing"}
-    assert findings[0].text == "forgotten.weight: has no gradient, other parameters have one: [2, 6] float32"
+    assert findings[0].text == "forgotten.weight: has no gradient, but other parameters do: [2, 6] float32"
 
 
 def test_constant_weight_of_a_linear_map() -> None:
@@ -434,7 +434,7 @@ def test_never_updated(make: Callable[..., Any]) -> None:
     assert problems(check_weights(model["left_out"], optimizer)) == {}  # not this model's optimizer
 
 
-def test_tied_weights_are_told_once_and_wrappers_keep_names_readable() -> None:
+def test_tied_weights_are_reported_once_and_wrappers_keep_names_readable() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     with torch.no_grad():

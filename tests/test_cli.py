@@ -59,8 +59,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ((), "no command given: run, show, fix, replay, causes, demo"),
-        (("train",), "no command 'train'"),
+        ((), "no command given, expected one of run, show, fix, replay, causes, demo"),
+        (("train",), "unknown command 'train'"),
         (("--nonsense",), "unknown option or argument: --nonsense"),
         (("run",), "no script given: firstnan run [options] script [arguments]"),
         (("run", "--trace", "-m"), "no module given: firstnan run [options] -m module [arguments]"),
@@ -71,7 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (("show",), "report.json"),
         (("show", "a.json", "b.json"), "unknown option or argument: b.json"),
         (("demo", "--nonsense"), "unknown option or argument: --nonsense"),
-        (("demo", "nothing_like_it"), "no demo 'nothing_like_it' (firstnan demo lists them)"),
+        (("demo", "nothing_like_it"), "unknown demo 'nothing_like_it' (firstnan demo lists them)"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(
@@ -171,8 +171,8 @@ def test_a_report_path_is_absolute_whatever_the_program_does(tmp_path: Path, mon
         ("", "", ""),
     ],
 )
-def test_the_command_line_is_cut_before_the_program(words: str, ours: str, theirs: str) -> None:
-    assert cli._split(words.split()) == (ours.split(), theirs.split())
+def test_the_command_line_is_split_before_the_program(words: str, ours: str, theirs: str) -> None:
+    assert cli._split_options(words.split()) == (ours.split(), theirs.split())
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["show", "-h"], ["demo", "-h"]])
@@ -232,7 +232,7 @@ def test_a_module_gets_its_arguments_untouched(tmp_path: Path) -> None:
         (["-m", "nothing_at_all"], "firstnan: No module named nothing_at_all\n"),
     ],
 )
-def test_what_cannot_be_started_is_one_line_and_a_2_and_writes_nothing(
+def test_a_program_that_cannot_start_prints_one_line_returns_2_and_writes_nothing(
     tmp_path: Path, words: list[str], line: str
 ) -> None:
     done = call(tmp_path, "run", "--json", "report.json", *words)
@@ -298,7 +298,7 @@ def test_show_converts_a_report(saved: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"format": "other"}'])
-def test_show_refuses_what_is_no_report_in_one_line(
+def test_show_refuses_a_file_that_is_not_a_report_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
 ) -> None:
     path = tmp_path / "report.json"
@@ -307,7 +307,7 @@ def test_show_refuses_what_is_no_report_in_one_line(
     assert str(path) in refused(capsys, "show", str(path))
 
 
-def test_show_takes_a_reader_that_leaves_early_in_good_part(saved: Path) -> None:
+def test_show_accepts_a_reader_that_closes_the_pipe_early(saved: Path) -> None:
     code = """if True:
         import os, sys
         reader, writer = os.pipe()
@@ -337,7 +337,7 @@ def test_demo_suggests_a_name_that_is_close(capsys: pytest.CaptureFixture[str]) 
     from firstnan.cli.demos import demos
 
     name = demos()[0].name
-    assert refused(capsys, "demo", name + "x") == f"no demo {name + 'x'!r}; did you mean {name!r}?"
+    assert refused(capsys, "demo", name + "x") == f"unknown demo {name + 'x'!r}; did you mean {name!r}?"
 
 
 def test_demo_runs_a_program_that_fails(tmp_path: Path) -> None:

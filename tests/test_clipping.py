@@ -1,4 +1,4 @@
-"""Who clips has measured the gradients already: they are not read again, unless someone has written to them."""
+"""A program that clips has measured its gradients: they are not read again, unless someone has written to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.gate.clipping import Clipping
 from firstnan.gate.gate import Gate
-from firstnan.tensors.versions import Unwritten
+from firstnan.tensors.versions import TensorVersion
 from spoiled import WAYS, spoil
 
 
@@ -127,9 +127,9 @@ def test_a_norm_that_was_changed_is_not_believed() -> None:
     clipping, parameter = Clipping(), nn.Parameter(torch.zeros(1024, 1024))
     parameter.grad = torch.ones(1024, 1024)
     norm = get_total_norm([parameter.grad])
-    clipping.normed([parameter.grad], norm)
+    clipping.norm_computed([parameter.grad], norm)
     norm.add_(1)  # as after a sum over processes
-    clipping.clipped([parameter], 1.0, norm)
+    clipping.gradients_clipped([parameter], 1.0, norm)
     assert clipping.norm_of([parameter]) is None
 
 
@@ -140,12 +140,12 @@ def test_a_norm_of_other_gradients_is_not_believed() -> None:
         parameter.grad = torch.ones(1024, 1024)
     assert one.grad is not None
     norm = get_total_norm([one.grad])
-    clipping.normed([one.grad], norm)
-    clipping.clipped([one, other], 1.0, norm)
-    clipping.clipped([other], 1.0, norm)
+    clipping.norm_computed([one.grad], norm)
+    clipping.gradients_clipped([one, other], 1.0, norm)
+    clipping.gradients_clipped([other], 1.0, norm)
     assert clipping.norm_of([one, other]) is None
     assert clipping.norm_of([other]) is None
-    clipping.clipped([one], 1.0, norm)
+    clipping.gradients_clipped([one], 1.0, norm)
     assert clipping.norm_of([one]) == pytest.approx(1.0)
 
 
@@ -156,8 +156,8 @@ def test_the_norm_of_more_than_an_optimizer_trains_is_not_its_own() -> None:
         parameter.grad = torch.ones(512, 512)
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = get_total_norm(gradients)
-    clipping.normed(gradients, norm)
-    clipping.clipped(parameters, 1e9, norm)
+    clipping.norm_computed(gradients, norm)
+    clipping.gradients_clipped(parameters, 1e9, norm)
     assert clipping.norm_of(parameters) == pytest.approx(2**9.5)
     assert clipping.norm_of(parameters[:1]) is None
 
@@ -168,8 +168,8 @@ def test_norms_that_say_nothing(value: float, limit: float) -> None:
     parameter.grad = torch.ones(1024, 1024)
     parameter.grad[-1, -1] = value
     norm = get_total_norm([parameter.grad])
-    clipping.normed([parameter.grad], norm)
-    clipping.clipped([parameter], limit, norm)
+    clipping.norm_computed([parameter.grad], norm)
+    clipping.gradients_clipped([parameter], limit, norm)
     assert clipping.norm_of([parameter]) is None
 
 
@@ -235,8 +235,8 @@ def test_clipping_gives_the_same_numbers_and_the_same_warning() -> None:
 
 def test_an_alias_is_not_the_tensor_that_was_looked_at() -> None:
     t = torch.ones(3)
-    seen = Unwritten(t)
-    assert seen.is_still(t)
-    assert not seen.is_still(t.detach())
-    assert not seen.is_still(torch.ones(3))
-    assert Unwritten(empty := torch.ones(0)).is_still(empty)
+    seen = TensorVersion(t)
+    assert seen.is_unchanged(t)
+    assert not seen.is_unchanged(t.detach())
+    assert not seen.is_unchanged(torch.ones(3))
+    assert TensorVersion(empty := torch.ones(0)).is_unchanged(empty)

@@ -114,8 +114,8 @@ def test_an_unproven_change_has_to_be_named(train: Path, capsys: pytest.CaptureF
         (("--number", "5"), "the report has no change 5: it has 4"),
         (("--number", "0"), "the report has no change 0"),
         (("--number", "3"), "change 3 is advice without a diff: look at the data"),
-        (("--number", "-1"), "expected"),
-        (("--number", "two"), "expected"),
+        (("--number", "-1"), "must be a number, 0 or larger"),
+        (("--number", "two"), "must be a number, 0 or larger"),
     ],
 )
 def test_a_wrong_number_is_refused(

@@ -194,7 +194,7 @@ def test_walker_sees_late_relative_and_guarded_imports() -> None:
     ]
 
 
-def test_breach_is_told() -> None:
+def test_breach_is_reported() -> None:
     finite = PACKAGE / "tensors" / "finite.py"
     told = list(breaches(finite, {**ROOMS, "tensors": frozenset()}))
     assert told

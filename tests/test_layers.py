@@ -19,16 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 import architectures as arch
 from architectures import ARCHITECTURES, break_backward, break_forward, faithful
-from firstnan.observe.layers import Found, LayerWatch
+from firstnan.observe.layers import LayerFinding, LayerWatch
 from firstnan.tensors import finite
 
 
 class Collector:
     def __init__(self) -> None:
-        self.found: list[Found] = []
+        self.found: list[LayerFinding] = []
         self.magnitudes: list[tuple[str, str, float, float, float]] = []
 
-    def layer_event(self, found: Found) -> None:
+    def layer_event(self, found: LayerFinding) -> None:
         self.found.append(found)
 
     def magnitude(self, layer: str, phase: str, norm: float, low: float, high: float) -> None:
@@ -51,7 +51,7 @@ def watching(roots: dict[str, nn.Module] | nn.Module, **options: Any) -> Iterato
         yield watch, sink
     finally:
         watch.detach()
-    assert watch.trouble is None
+    assert watch.error is None
 
 
 def make(name: str) -> arch.Training:
@@ -119,17 +119,17 @@ def let_it_rest(watch: LayerWatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "layer"), FORWARD)
-def test_a_step_that_only_took_notes_names_the_layer_when_it_looks_back(name: str, layer: str) -> None:
+def test_a_step_that_only_took_notes_names_the_layer_when_they_are_read(name: str, layer: str) -> None:
     training = make(name)
     break_forward(training.layer(layer))
-    with watching(training.roots, in_turn=True) as (watch, sink):
+    with watching(training.roots, defer_reads=True) as (watch, sink):
         let_it_rest(watch)
         training.loss()
         assert not sink.found or name == "encoder"  # its parts are called one by one, and looked at at once
-        watch.look_back()
+        watch.read_notes()
         assert sink.first() == (layer, "forward", "output")
         told = len(sink.found)
-        watch.look_back()
+        watch.read_notes()
         assert len(sink.found) == told, "the same notes were read twice"
         watch.new_step()
         training.loss()
@@ -140,21 +140,21 @@ def test_notes_keep_few_results_alive_and_none_once_the_loss_is_good() -> None:
     training = make("cnn")
     (model,) = training.roots.values()
     results: list[weakref.ref[Tensor]] = []
-    with watching(training.roots, in_turn=True) as (watch, _):
+    with watching(training.roots, defer_reads=True) as (watch, _):
         let_it_rest(watch)
         handle = model.register_forward_hook(lambda m, a, output: results.append(weakref.ref(output)))
         for _ in range(6):
             training.loss()
         assert sum(ref() is not None for ref in results) == 3
-        watch.pass_over()
+        watch.drop_notes()
         assert all(ref() is None for ref in results)
         handle.remove()
 
 
-def test_calls_that_wait_for_no_loss_are_looked_at_as_they_become_too_many() -> None:
+def test_deferred_calls_are_read_when_they_become_too_many() -> None:
     training = make("cnn")
     break_forward(training.layer("0"))
-    with watching(training.roots, in_turn=True) as (watch, sink):
+    with watching(training.roots, defer_reads=True) as (watch, sink):
         let_it_rest(watch)
         for _ in range(3):
             training.loss()
@@ -163,26 +163,26 @@ def test_calls_that_wait_for_no_loss_are_looked_at_as_they_become_too_many() -> 
         assert sink.first() == ("0", "forward", "output")
 
 
-def test_a_model_that_does_not_train_is_looked_at_at_once() -> None:
+def test_a_model_that_does_not_train_is_read_at_once() -> None:
     training = make("cnn")
     break_forward(training.layer("0"))
     (model,) = training.roots.values()
-    with watching(training.roots, in_turn=True) as (watch, sink):
+    with watching(training.roots, defer_reads=True) as (watch, sink):
         let_it_rest(watch)
         model.eval()
         training.loss()
         assert sink.first() == ("0", "forward", "output")
 
 
-def test_every_eighth_step_is_looked_at_in_full() -> None:
+def test_every_eighth_step_is_read_in_full() -> None:
     training = make("cnn")
     break_forward(training.layer("0"))
-    with watching(training.roots, in_turn=True) as (watch, sink):
+    with watching(training.roots, defer_reads=True) as (watch, sink):
         seen = []
         for _ in range(40):
             before = len(sink.found)
             training.loss()
-            watch.pass_over()
+            watch.drop_notes()
             seen.append(len(sink.found) > before)
             watch.new_step()
     assert seen[:16] == [True] * 16
@@ -208,7 +208,7 @@ def test_first_event_names_the_layer_whose_backward_fails(name: str, layer: str,
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("statistics", [False, True])
-def test_a_healthy_step_tells_nothing_and_stays_bit_identical(name: str, statistics: bool) -> None:
+def test_a_healthy_step_reports_nothing_and_stays_bit_identical(name: str, statistics: bool) -> None:
     results = []
     for watched in (False, True):
         training = make(name)
@@ -314,7 +314,7 @@ class Shared(nn.Module):
         return x * self.scale
 
 
-def everything_told(model: nn.Module, x: Tensor, **options: Any) -> list[Found]:
+def all_findings(model: nn.Module, x: Tensor, **options: Any) -> list[LayerFinding]:
     with watching(model, **options) as (_, sink):
         model(x)
     return sink.found
@@ -349,7 +349,7 @@ def test_backward_names_the_call_that_failed() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_running_a_layer_again_in_backward_counts_no_call(reentrant: bool) -> None:
+def test_recomputing_a_layer_in_backward_is_not_counted_as_a_call(reentrant: bool) -> None:
     class Repeated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -385,7 +385,7 @@ def test_running_a_layer_again_in_backward_counts_no_call(reentrant: bool) -> No
         (["?.[qk]", "0"], ["1.norm", "1.v", "1.out", "2.norm", "2.v", "2.out", "3"]),
     ],
 )
-def test_skip_takes_types_names_and_globs_with_all_below_them(skip: list[type | str], left: list[str]) -> None:
+def test_skip_excludes_types_names_and_globs_with_all_their_children(skip: list[type | str], left: list[str]) -> None:
     model = make("attention").roots[""]
     with watching(model, skip=skip):
         hooked = {name for name, module in model.named_modules() if module._forward_hooks_with_kwargs}
@@ -395,9 +395,7 @@ def test_skip_takes_types_names_and_globs_with_all_below_them(skip: list[type | 
 def test_trackable_replaces_the_choice() -> None:
     model = make("attention").roots[""]
     break_forward(model[2].k)
-    found = everything_told(
-        model, torch.randn(3, 6, 5), trackable=lambda name, module: isinstance(module, arch.Attention)
-    )
+    found = all_findings(model, torch.randn(3, 6, 5), trackable=lambda name, module: isinstance(module, arch.Attention))
     assert (found[0].layer, found[0].layer_type, found[0].what) == ("2", "Attention", "output")
     assert {f.layer for f in found} == {"2"}
 
@@ -425,13 +423,13 @@ def test_a_root_with_a_prefix_and_a_wrapped_model_have_readable_names() -> None:
     assert sink.found[0].layer == "net.0"
     alone = nn.Linear(4, 4)
     break_forward(alone)
-    assert everything_told(alone, torch.randn(2, 4))[0].layer == "Linear"
+    assert all_findings(alone, torch.randn(2, 4))[0].layer == "Linear"
 
 
 # What layers read and make.
 
 
-def test_structures_and_keywords_are_looked_into_and_the_place_is_told() -> None:
+def test_containers_and_keywords_are_searched_and_the_place_is_reported() -> None:
     training = make("structured")
     break_forward(training.layer("backbone"))
     with watching(training.roots) as (_, sink):
@@ -447,11 +445,11 @@ def test_structures_and_keywords_are_looked_into_and_the_place_is_told() -> None
 
 
 def test_bad_input_comes_before_the_output_that_it_spoils() -> None:
-    found = everything_told(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.full((2, 4), -torch.inf))
+    found = all_findings(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.full((2, 4), -torch.inf))
     assert [(f.layer, f.what) for f in found] == [("0", "input"), ("0", "output"), ("1", "output")]
 
 
-def test_an_operator_between_layers_is_told_as_the_next_layers_input() -> None:
+def test_an_operator_between_layers_is_reported_as_the_next_layers_input() -> None:
     class Between(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -460,11 +458,11 @@ def test_an_operator_between_layers_is_told_as_the_next_layers_input() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(torch.sqrt(self.a(x) - 100))
 
-    found = everything_told(Between(), torch.randn(2, 4))
+    found = all_findings(Between(), torch.randn(2, 4))
     assert (found[0].layer, found[0].what) == ("b", "input")
 
 
-def test_masks_of_negative_infinity_are_no_events() -> None:
+def test_masks_of_negative_infinity_are_not_events() -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     mask, x = nn.Transformer.generate_square_subsequent_mask(5), torch.randn(2, 5, 8)
     with watching(nn.ModuleList([attention])) as (_, sink):
@@ -490,7 +488,7 @@ def test_large_finite_numbers_and_empty_and_integer_tensors_are_fine() -> None:
 
 def test_dropout_can_overflow_in_float16_only() -> None:
     x = torch.full((64,), 6e4, dtype=torch.float16)
-    assert everything_told(nn.Dropout(0.9), x)[0].what == "output"
+    assert all_findings(nn.Dropout(0.9), x)[0].what == "output"
 
 
 # Writes in place.
@@ -552,14 +550,14 @@ def test_outputs_and_views_may_be_written_in_place_later() -> None:
 # Backward.
 
 
-def test_a_bad_gradient_from_the_loss_is_told_at_the_last_output() -> None:
+def test_a_bad_gradient_from_the_loss_is_reported_at_the_last_output() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with watching(model) as (_, sink):
         (model(torch.randn(3, 4)) * 0).sqrt().sum().backward()
     assert sink.first() == ("2", "backward", "output")
 
 
-def test_an_operator_between_layers_whose_backward_fails_is_told_at_the_output_before_it() -> None:
+def test_an_operator_between_layers_whose_backward_fails_is_reported_at_the_output_before_it() -> None:
     class Between(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -575,7 +573,7 @@ def test_an_operator_between_layers_whose_backward_fails_is_told_at_the_output_b
     assert sink.first() == ("a", "backward", "output")
 
 
-def test_a_gradient_that_overflows_in_the_middle_of_a_row_of_layers_is_found() -> None:
+def test_a_gradient_that_overflows_in_the_middle_of_a_chain_of_layers_is_found() -> None:
     scales = [1.0, 1e-30, 1e30, 1.0, 1.0]
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in scales))
     with torch.no_grad():
@@ -586,7 +584,7 @@ def test_a_gradient_that_overflows_in_the_middle_of_a_row_of_layers_is_found() -
     assert sink.first() == ("2", "backward", "input")
 
 
-def test_a_leaf_that_wants_a_gradient_is_seen_and_left_clean() -> None:
+def test_a_leaf_that_requires_a_gradient_is_checked_and_left_clean() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(3, 4, requires_grad=True)
     break_backward(model[0])
     with watching(model) as (watch, sink):
@@ -647,7 +645,7 @@ def test_statistics_are_those_of_outputs_and_of_their_gradients() -> None:
 # Steps, threads, inference.
 
 
-def test_inference_is_no_part_of_the_step() -> None:
+def test_inference_is_not_part_of_the_step() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.full((2, 4), torch.nan)
     with watching(model) as (_, sink):
         with torch.no_grad():
@@ -675,7 +673,7 @@ def test_a_part_without_gradients_belongs_to_the_step_of_the_whole() -> None:
 
     model = Frozen()
     break_forward(model.teacher)
-    assert everything_told(model, torch.randn(2, 4))[0].in_step
+    assert all_findings(model, torch.randn(2, 4))[0].in_step
 
 
 def test_other_threads_count_for_themselves_and_only_the_training_thread_is_in_the_step() -> None:
@@ -761,7 +759,7 @@ def test_attach_and_detach_while_other_threads_run_the_model() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    assert watch.trouble is None
+    assert watch.error is None
     assert sink.found == []
     assert state(model) == before
 
@@ -792,9 +790,9 @@ def test_replicas_are_watched_like_the_original() -> None:
     assert sink.names()[:1] == ["0"]
 
 
-def test_an_error_of_our_own_is_kept_and_goes_no_further() -> None:
+def test_an_internal_error_is_kept_and_never_reaches_the_program() -> None:
     class Broken(Collector):
-        def layer_event(self, found: Found) -> None:
+        def layer_event(self, found: LayerFinding) -> None:
             raise RuntimeError("the sink is broken")
 
     model = nn.Sequential(nn.Linear(4, 2))
@@ -802,7 +800,7 @@ def test_an_error_of_our_own_is_kept_and_goes_no_further() -> None:
     watch.attach()
     (model(torch.full((2, 4), torch.nan)).sum() * torch.nan).backward()
     watch.detach()
-    assert str(watch.trouble) == "the sink is broken"
+    assert str(watch.error) == "the sink is broken"
 
 
 def test_an_interrupted_call_does_not_disturb_the_next_step() -> None:
@@ -827,21 +825,21 @@ def test_an_interrupted_call_does_not_disturb_the_next_step() -> None:
         assert sink.first() == ("a", "forward", "input")
 
 
-def test_at_rest_nothing_is_looked_at() -> None:
+def test_nothing_is_read_while_paused() -> None:
     model, bad = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.full((2, 4), torch.nan)
     with watching(model) as (watch, sink):
-        resting = True
-        watch.rests = lambda: resting
+        paused = True
+        watch.is_paused = lambda: paused
         with CountReads() as mode:
             model(bad).sum().backward()
             model[0](bad).sum().backward()
         assert (mode.reads, sink.found) == (0, [])
-        resting = False
+        paused = False
         model(bad)
         assert sink.first() == ("0", "forward", "input")
 
 
-def test_an_exception_of_the_model_passes_and_what_came_before_it_is_told() -> None:
+def test_an_exception_of_the_model_passes_and_earlier_findings_are_reported() -> None:
     class Raises(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -894,4 +892,4 @@ def test_memory_is_given_back_with_the_graph() -> None:
         assert gone[1]() is None
         for _ in range(3000):
             model(torch.randn(1, 4)).sum().backward()
-        assert len(watch._here._seen) <= 4096
+        assert len(watch._thread._seen) <= 4096

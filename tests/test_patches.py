@@ -1,4 +1,4 @@
-"""Functions replaced in torch by several watchers, and hooks that stay behind when a model is copied or saved."""
+"""Functions replaced in torch by several watchers, and hooks that are not copied or saved with a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of the random generators: kept quickly, and exactly what the generators' own functions say."""
+"""The state of the random generators: read quickly, and identical to what the generators' own functions return."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_same_numbers_are_drawn_again(draw: Callable[[], Any]) -> None:
     for _ in range(3):
         state = RandomState.now()
         expected = [draw() for _ in range(700)]  # more than the 624 words of one block
-        state.put_back()
+        state.restore()
         assert [draw() for _ in range(700)] == expected
 
 
@@ -51,7 +51,7 @@ def test_it_is_what_the_generators_say(draw: Callable[[], Any]) -> None:
         RandomState.now()
         draw()
         before = randomness()
-        RandomState.now().put_back()
+        RandomState.now().restore()
         assert not differences(before, randomness())
 
 
@@ -89,7 +89,7 @@ def test_half_of_a_pair_of_normal_numbers(draw: Callable[[], float]) -> None:
     draw()
     state = RandomState.now()
     expected = [draw() for _ in range(3)]
-    state.put_back()
+    state.restore()
     assert [draw() for _ in range(3)] == expected
 
 
@@ -101,7 +101,7 @@ def test_another_numpy_generator_is_seen() -> None:
         np.random.set_bit_generator(np.random.PCG64(3))
         state = RandomState.now()
         expected = np.random.rand(4).tolist()
-        state.put_back()
+        state.restore()
         assert np.random.rand(4).tolist() == expected
     finally:
         np.random.set_bit_generator(old)
@@ -109,4 +109,4 @@ def test_another_numpy_generator_is_seen() -> None:
 
 def test_the_quick_look_at_python_is_in_use_here() -> None:
     """It is never trusted blindly, so that it could be off without a test noticing."""
-    assert _python._trusted
+    assert _python._known_layout

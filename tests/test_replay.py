@@ -118,7 +118,7 @@ def test_random_state_is_taken_anew_once_steps_are_seen_to_draw() -> None:
     states = [step(i) for i in range(96)]
     assert states[1] == states[19]  # nobody drew
     for i in range(65, 95):
-        states[i].put_back()
+        states[i].restore()
         torch.rand(1)
         assert torch.get_rng_state().equal(states[i + 1].cpu)
 

@@ -282,8 +282,11 @@ def test_healthy_training_leaves_nothing(firstnan: Zygote, tmp_path: Path) -> No
         (["replay"], "firstnan replay [options] CAPSULE"),
         (["replay", "nowhere", "train.py"], "nowhere: No such file"),
         (["replay", "train.py", "train.py"], "not a firstnan capsule"),
-        (["run", "--capsule", "train.py", "train.py"], "it is no directory"),
-        (["run", "--capsule", "x", "--capsule-limit", "much", "train.py"], "not 'much'"),
+        (["run", "--capsule", "train.py", "train.py"], "not a directory"),
+        (
+            ["run", "--capsule", "x", "--capsule-limit", "much", "train.py"],
+            "must be a size such as 500M or 2G, got 'much'",
+        ),
     ],
 )
 def test_a_wrong_command_line(firstnan: Zygote, tmp_path: Path, words: list[str], part: str) -> None:

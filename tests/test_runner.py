@@ -1,4 +1,4 @@
-"""The runner against python itself: the same small programs, run both ways, must not be told apart."""
+"""The runner compared with python: the same small programs, run both ways, must behave identically."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 
 from firstnan.observe import runner
 
-SOURCE = Path(runner.__file__).parents[1]
+SOURCE = Path(runner.__file__).parents[2]
 
 # Runs its arguments under a watcher that writes down what it is told, in the file that WATCHED names.
 DRIVER = """
 import os, sys
-from firstnan import runner
+from firstnan.observe import runner
 
 class Watcher:
     def note(self, text):
@@ -47,7 +47,7 @@ try:
 except runner.ProgramError as error:
     print(f"firstnan: {error}", file=sys.stderr)
     code = error.code
-runner.leave(code)
+runner.exit_process(code)
 """
 
 

@@ -30,7 +30,7 @@ from firstnan.engine.samples.strategy import (
     search,
 )
 from firstnan.records import Batch, Report
-from firstnan.tensors.batches import samples_in
+from firstnan.tensors.batches import sample_count
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -242,16 +242,16 @@ def test_the_sampler_knows_the_size_where_the_shapes_do_not() -> None:
 
 def test_rows_are_samples_only_if_the_sampler_may_have_chosen_them() -> None:
     nodes, owners, targets = torch.zeros(9, 3), torch.zeros(9), torch.zeros(4)
-    assert samples_in((nodes, owners, targets), [8, 1, 2, 5]) == 4
-    assert samples_in((nodes, owners, targets), None) == 9
-    assert samples_in((torch.zeros(6, 4, 3), targets), [8, 1, 2, 5]) == 4  # time first
-    assert samples_in((torch.zeros(8, 3), torch.zeros(8)), [8, 1, 2, 5]) == 8
-    assert samples_in([torch.zeros(8, 3)] * 4, [8, 1, 2, 5]) == 4
-    assert samples_in((nodes, owners), [8, 1, 2, 5]) == 4
-    assert samples_in((torch.zeros(3, 2), torch.zeros(3)), [8, 1, 2, 5]) == 3  # one was left out
+    assert sample_count((nodes, owners, targets), [8, 1, 2, 5]) == 4
+    assert sample_count((nodes, owners, targets), None) == 9
+    assert sample_count((torch.zeros(6, 4, 3), targets), [8, 1, 2, 5]) == 4  # time first
+    assert sample_count((torch.zeros(8, 3), torch.zeros(8)), [8, 1, 2, 5]) == 8
+    assert sample_count([torch.zeros(8, 3)] * 4, [8, 1, 2, 5]) == 4
+    assert sample_count((nodes, owners), [8, 1, 2, 5]) == 4
+    assert sample_count((torch.zeros(3, 2), torch.zeros(3)), [8, 1, 2, 5]) == 3  # one was left out
     with pytest.raises(CutError):
         cut((nodes, owners), [8, 1, 2, 5])
-    assert samples_in((torch.zeros(3, 2), torch.zeros(3)), [None] * 4) == 3  # the end of a stream
+    assert sample_count((torch.zeros(3, 2), torch.zeros(3)), [None] * 4) == 3  # the end of a stream
 
 
 def test_features_are_what_the_other_samples_do_not_have() -> None:

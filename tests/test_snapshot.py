@@ -1,4 +1,4 @@
-"""Going back: weights, buffers, optimizer state and schedules are exactly as they were, in the same objects."""
+"""Restoring weights, buffers, optimizer state and schedules exactly, in the same objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lrs
 
 from firstnan.tensors.names import Slot
-from firstnan.tensors.snapshot import Kept, Schedules, Snapshot
+from firstnan.tensors.snapshot import Schedules, Snapshot, StateCopy
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, 0.1),
@@ -119,7 +119,7 @@ def test_the_comparison_itself_sees_small_differences() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("done", [0, 3])
-def test_put_back_is_exact_and_training_goes_on_as_before(name: str, done: int) -> None:
+def test_restoring_is_exact_and_training_continues_as_before(name: str, done: int) -> None:
     run = Run(name)
     for seed in range(done):
         run.step(seed)
@@ -134,7 +134,7 @@ def test_put_back_is_exact_and_training_goes_on_as_before(name: str, done: int) 
     expected = run.state()
     run.step(12, scale=nan)
     assert not same(run.state(), before)
-    snapshot.put_back()
+    snapshot.restore()
     assert same(run.state(), before)
     now = [*run.model.parameters(), *run.model.buffers()]
     assert [id(t) for t in now] == [id(t) for t in tensors]
@@ -143,7 +143,7 @@ def test_put_back_is_exact_and_training_goes_on_as_before(name: str, done: int) 
     run.step(10)
     run.step(11)
     assert same(run.state(), expected)
-    snapshot.put_back()  # it can be used again
+    snapshot.restore()  # it can be used again
     assert same(run.state(), before)
 
 
@@ -159,7 +159,7 @@ def test_optimizer_state_comes_back_in_the_same_tensors() -> None:
     run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))  # makes every tensor anew
     assert run.optimizer.state[p]["exp_avg"] is not moment
     run.step(1)
-    snapshot.put_back()
+    snapshot.restore()
     assert torch.equal(moment, value)
     assert run.optimizer.state_dict()["state"][0]["exp_avg"] is moment
 
@@ -173,7 +173,7 @@ def test_gradients_and_learning_rates_are_left_alone() -> None:
     values = [g.clone() for g in gradients if g is not None]
     run.optimizer.param_groups[0]["lr"] = 0.5
     assert snapshot is not None
-    snapshot.put_back()
+    snapshot.restore()
     assert run.optimizer.param_groups[0]["lr"] == 0.5
     assert [id(p.grad) for p in run.model.parameters()] == [id(g) for g in gradients]
     assert all(torch.equal(g, v) for g, v in zip(gradients, values, strict=True) if g is not None)
@@ -190,7 +190,7 @@ def test_what_joined_the_model_later_is_left_alone() -> None:
     run.step(1)
     weight = late.weight.clone()
     assert snapshot is not None
-    snapshot.put_back()
+    snapshot.restore()
     assert torch.equal(late.weight, weight)
     assert late.weight not in run.optimizer.state
     run.step(2)
@@ -203,7 +203,7 @@ def test_buffers_that_were_made_or_replaced_since() -> None:
     assert snapshot is not None
     run.step(0)
     run.model.nothing = torch.ones(3)
-    snapshot.put_back()
+    snapshot.restore()
     assert run.model.calls is calls
     assert calls.item() == 0
     assert run.model.nothing is None
@@ -249,31 +249,31 @@ def test_tensors_that_cannot_be_written_and_lazy_ones_are_no_obstacle() -> None:
     with torch.no_grad():
         model[0].weight.zero_()
     model(torch.ones(1, 2))
-    snapshot.put_back()
+    snapshot.restore()
     assert torch.equal(model[0].weight, weight)
 
 
-def test_a_parameter_that_was_given_other_memory_gets_its_values_again() -> None:
+def test_a_parameter_with_replaced_memory_is_restored() -> None:
     weight = nn.Parameter(torch.arange(6.0))
     snapshot = Snapshot.take([weight], [], [])
     assert snapshot is not None
     weight.data = weight.data[:2] * 3
-    snapshot.put_back()
+    snapshot.restore()
     assert torch.equal(weight, torch.arange(6.0))
 
 
-def test_kept_containers_come_back_as_the_same_objects() -> None:
+def test_restored_containers_are_the_same_objects() -> None:
     t, inner = torch.ones(2), [1, 2]
     whole: dict[str, Any] = {"t": t, "inner": inner, "last": deque([inner, 5], maxlen=2), "pair": (t, 1)}
     whole["self"] = whole
-    kept = Kept()
+    kept = StateCopy()
     kept.add(whole)
     kept.copy()
     t.fill_(7)
     inner.append(3)
     whole["last"].append(6)
     whole |= {"t": None, "new": 1}
-    kept.put_back()
+    kept.restore()
     assert whole.keys() == {"t", "inner", "last", "pair", "self"}
     assert whole["t"] is t
     assert whole["inner"] is inner
@@ -340,7 +340,7 @@ def test_a_scheduler_step_can_be_undone(name: str, done: int, tensor_lr: bool) -
                 states = copy.deepcopy((groups, [vars(s) for s in schedules.schedulers]))
                 advance(nan)
                 advance(1e9)
-                schedules.put_back()
+                schedules.restore()
                 assert same(states[0], optimizer.state_dict()["param_groups"])
                 assert plain(states[1]) == plain([vars(s) for s in schedules.schedulers])
             optimizer.zero_grad()
@@ -379,7 +379,7 @@ def test_schedulers_of_other_optimizers_are_left_alone() -> None:
     assert schedules.schedulers == [watched]
     watched.step()
     free.step()
-    schedules.put_back()
+    schedules.restore()
     assert (watched.last_epoch, mine.param_groups[0]["lr"]) == (0, 0.1)
     assert free.last_epoch == 1
     assert other.param_groups[0]["lr"] == pytest.approx(0.01)
@@ -390,10 +390,10 @@ def test_nothing_is_kept_alive_or_left_behind() -> None:
     optimizer = optim.SGD(model.parameters(), 0.1)
     scheduler = lrs.StepLR(optimizer, 1)
     names = (set(vars(scheduler)), set(vars(optimizer)), set(vars(model)))
-    Schedules.of([optimizer]).put_back()
+    Schedules.of([optimizer]).restore()
     snapshot = Snapshot.take(model.parameters(), slots(model), [optimizer])
     assert snapshot is not None
-    snapshot.put_back()
+    snapshot.restore()
     assert names == (set(vars(scheduler)), set(vars(optimizer)), set(vars(model)))
     assert len(model._forward_hooks) == 0
     del scheduler
@@ -401,11 +401,11 @@ def test_nothing_is_kept_alive_or_left_behind() -> None:
     assert Schedules.of([optimizer]).schedulers == []
 
 
-def test_a_gradient_scaler_that_is_switched_off_has_no_scale() -> None:
+def test_a_disabled_gradient_scaler_has_no_scale() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
     scalers = [torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=8.0)]
     scalers[1].scale(torch.ones(()))
     kept = Schedules.of([optimizer])
     scalers[1].update(2.0)
-    kept.put_back()
+    kept.restore()
     assert [scaler.get_scale() for scaler in scalers] == [1.0, 8.0]

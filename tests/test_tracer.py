@@ -471,7 +471,7 @@ def test_an_exception_inside_a_module_keeps_the_paths_right() -> None:
     _, trace, tracer = trace_of(lambda: net(torch.ones(1, 2)))
     assert [e.module for e in events_of(trace, "mul")] == [""]
     assert [e.module for e in events_of(trace, "addmm")] == ["good"]
-    assert tracer.modules.here() == ("", "", None)
+    assert tracer.modules.current() == ("", "", None)
 
 
 def test_an_exception_through_the_outermost_module() -> None:
@@ -522,7 +522,7 @@ def test_other_threads_are_left_alone() -> None:
     _, trace, tracer = trace_of(step)
     assert events_of(trace, "sin") == []
     assert [e.module for e in events_of(trace, "addmm")] == ["0"]
-    assert tracer.modules.here() == ("", "", None)
+    assert tracer.modules.current() == ("", "", None)
 
 
 def test_an_error_of_our_own_is_remembered_and_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

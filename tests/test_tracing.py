@@ -484,7 +484,7 @@ def test_what_training_keeps_counts_wherever_it_is(kept: str) -> None:
 
 def test_models_are_looked_for_only_where_something_is_bad(monkeypatch: Any) -> None:
     looks = []
-    monkeypatch.setattr(tracing, "alive", lambda *kinds: looks.append(kinds) or [])
+    monkeypatch.setattr(tracing, "find_live_objects", lambda *kinds: looks.append(kinds) or [])
     model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for bad in (False, True):

@@ -1,4 +1,4 @@
-"""An MLP for digits of 8 x 8 with 9,610 parameters, whose whole step takes a fraction of a millisecond."""
+"""An MLP for 8 x 8 digits with 9,610 parameters, whose whole step takes a fraction of a millisecond."""
 
 import mlp
 from training import Training, serve

@@ -1,4 +1,4 @@
-"""2,000 steps of a small language model; in step 1,700 a sequence comes that is all padding, and its mean is 0/0."""
+"""2,000 steps of a small language model; in step 1,700 one sequence is all padding, and its mean is 0/0."""
 
 import torch
 import torch.nn as nn

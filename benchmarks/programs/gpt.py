@@ -1,4 +1,4 @@
-"""A GPT on random tokens; of about 4 million parameters, with 1,024 tokens a step, when nothing else is asked for."""
+"""A GPT on random tokens, by default with about 4 million parameters and 1,024 tokens a step."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The GPT of 4 million parameters with 512 tokens a step, half of what it has otherwise."""
+"""The GPT of 4 million parameters with 512 tokens a step, half of its default."""
 
 import gpt
 from training import Training, serve

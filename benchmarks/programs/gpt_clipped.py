@@ -1,4 +1,4 @@
-"""The GPT of 4 million parameters, with its gradients clipped, as most who train one do."""
+"""The GPT of 4 million parameters with gradient clipping, as is common."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A tiny MLP for images of 28 x 28, with 0.2 M parameters: a step is mostly Python, and a check shows."""
+"""A tiny MLP for 28 x 28 images with 0.2 M parameters: a step is mostly Python, so any check is noticeable."""
 
 import itertools
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Size:
     batch: int = 256
 
 
-# So many that the model cannot learn them by heart: gradients that fade into subnormal numbers are slow to compute.
+# Enough that the model cannot memorise them: gradients that become subnormal are slow to compute.
 BATCHES = 64
 
 

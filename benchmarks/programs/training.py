@@ -1,4 +1,4 @@
-"""What the benchmark programs share: a training that makes one step for each batch."""
+"""Shared by the benchmark programs: a training that makes one step for each batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
-    """Not a generator: whoever stops reading in the middle cannot close it for the others."""
+    """Not a generator: a reader that stops early would close it for the others."""
     loss: Callable[..., Tensor]
     clip: float | None = None
-    """The largest norm of the gradients, where they are clipped."""
+    """The norm to clip gradients to, if any."""
 
     def step(self, batch: Batch) -> None:
         """Trains on one batch."""
@@ -40,13 +40,13 @@ class Training:
 
 
 def make_steady() -> None:
-    """The same random numbers in every run, and one thread: two would wait for each other on a busy machine."""
+    """Uses the same random numbers in every run, and one thread: two would wait for each other on a busy machine."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
 
 def serve(training: Training) -> None:
-    """Makes as many steps as each line of standard input says, and answers with their seconds."""
+    """For each number read from stdin, makes that many steps and prints their seconds."""
     for line in sys.stdin:
         start = time.perf_counter()
         for _ in range(int(line)):

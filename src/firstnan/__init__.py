@@ -1,4 +1,4 @@
-"""Finds the first NaN or Inf of a PyTorch training run and says why it was born."""
+"""Finds the first NaN or Inf of a PyTorch training run and explains where it came from."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_ROOMS = {
+_MODULES = {
     "NaNDetector": "api.detector",
     "NaNEvent": "records",
     "NonFiniteError": "records.errors",
@@ -50,12 +50,12 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name when it is asked for: `firstnan run` starts before the program has chosen its torch settings."""
-    if name not in _ROOMS:
+    """Imports a name when it is first used: `firstnan run` starts before the program has set up torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'firstnan' has no attribute {name!r}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(f"firstnan.{_ROOMS[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"firstnan.{_MODULES[name]}"), name)
     return value
 
 

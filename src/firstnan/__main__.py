@@ -1,4 +1,4 @@
-"""`python -m firstnan` is the command `firstnan`."""
+"""`python -m firstnan` runs the command `firstnan`."""
 
 import sys
 

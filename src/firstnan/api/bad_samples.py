@@ -14,7 +14,7 @@ from firstnan.engine.samples.cut import CutError, cut
 from firstnan.engine.samples.strategy import search
 from firstnan.engine.step_check import StepCheck
 from firstnan.records import Batch
-from firstnan.tensors.batches import put_back
+from firstnan.tensors.batches import restore_buffers
 from firstnan.tensors.names import Models
 from firstnan.tensors.randomness import RandomState
 
@@ -59,8 +59,8 @@ def _kept_as_it_is(step: Callable[[Any], Any]) -> Iterator[Callable[[Any], bool]
     check = StepCheck(step, models, results_count=True)
 
     def put_state_back() -> None:
-        random.put_back()
-        put_back(buffers)
+        random.restore()
+        restore_buffers(buffers)
 
     def is_finite(batch: Any) -> bool:
         put_state_back()

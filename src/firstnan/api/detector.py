@@ -88,19 +88,19 @@ class NaNDetector:
         if guard not in ("warn", "clip", "off"):
             raise ValueError(f"guard is warn, clip or off, not {guard!r}")
         if max_grad_norm is not None:
-            options.positive("max_grad_norm", max_grad_norm)
+            options.require_positive("max_grad_norm", max_grad_norm)
             if guard == "off":
                 raise ValueError(
                     f"guard='off' and max_grad_norm={max_grad_norm!r} exclude each other: it is the guard's"
                 )
         whole = {"streak": streak, "stats": stats, "max_events": max_events, "capsule_limit": capsule_limit}
         for name, value in whole.items():
-            options.whole(name, value, 0)
-        options.whole("snapshot_every", snapshot_every, 1)
-        options.flag("layers", layers)
+            options.require_integer(name, value, 0)
+        options.require_integer("snapshot_every", snapshot_every, 1)
+        options.require_bool("layers", layers)
         for name, called in (("trackable", trackable), ("on_event", on_event)):
             if called is not None:
-                options.function(name, called)
+                options.require_callable(name, called)
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._on_nonfinite, self._snapshot_every, self._capsules = on_nonfinite, snapshot_every, capsules
         self._guard, self._max_grad_norm = guard, max_grad_norm
@@ -137,7 +137,7 @@ class NaNDetector:
     def _new_session(self) -> Session:
         roots, optimizers, policy = self._roots, self._optimizers, self._policy
         guard = None if self._guard == "off" else lambda: Guard(self._max_grad_norm)
-        gate = Gate(frugal=True, decides=self._on_nonfinite in ("raise", "skip"), guard=guard)
+        gate = Gate(frugal=True, synchronous=self._on_nonfinite in ("raise", "skip"), guard=guard)
         handouts, scope = Handouts(), Scope(roots, optimizers)
         models = scope.models()
         watches = self._layers or self._trackable is not None or self.stats is not None
@@ -190,7 +190,7 @@ class NaNDetector:
             trackable=self._trackable,
             skip=self._skip,
             statistics=self.stats is not None,
-            in_turn=self._on_cpu(),
+            defer_reads=self._on_cpu(),
             steps=before.steps if before is not None else 0,
         )
 

@@ -1,4 +1,4 @@
-"""What the options of a detector may be; an error names the option and what was given."""
+"""Checks the options of a detector; an error names the option, what it must be, and what was given."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from numbers import Real
 from typing import Any
 
 
-def whole(name: str, value: Any, least: int) -> None:
+def require_integer(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} is a whole number, not {value!r}")
+        raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < least:
-        raise ValueError(f"{name} is a whole number of at least {least}, not {value!r}")
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")
 
 
-def positive(name: str, value: Any) -> None:
+def require_positive(name: str, value: Any) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} is a positive number, not {value!r}")
+        raise TypeError(f"{name} must be a positive number, got {value!r}")
     if not 0 < float(value) < math.inf:
-        raise ValueError(f"{name} is a positive number, not {value!r}")
+        raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
 
 
-def flag(name: str, value: Any) -> None:
+def require_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is True or False, not {value!r}")
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def function(name: str, value: Any) -> None:
+def require_callable(name: str, value: Any) -> None:
     if not callable(value):
-        raise TypeError(f"{name} is a function, not {value!r}")
+        raise TypeError(f"{name} must be callable, got {value!r}")
 
 
 def types_and_names(name: str, value: Any) -> tuple[type | str, ...]:
-    """A single one is as good as several."""
+    """The types, names and globs in `value`, which may be a single one."""
     if isinstance(value, type | str):
         return (value,)
     if not isinstance(value, Iterable):
-        raise TypeError(f"{name} holds types, names and globs, not {value!r}")
+        raise TypeError(f"{name} must hold types, names or globs, got {value!r}")
     found = tuple(value)
     for one in found:
         if not isinstance(one, type | str):
-            raise TypeError(f"{name} holds types, names and globs, not {one!r}")
+            raise TypeError(f"{name} must hold types, names or globs, got {one!r}")
     return found

@@ -21,7 +21,7 @@ from firstnan.records import Noticed, Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import tensors_in
-from firstnan.tensors.live_objects import alive
+from firstnan.tensors.live_objects import find_live_objects
 from firstnan.tensors.optimizers import parameters_of, reaches
 
 
@@ -108,7 +108,7 @@ class Block(RaiseAsItRuns):
             yield t
         for optimizer in self._stepped:
             yield from (t for _, t in tensors_in(list(optimizer.state.values())))
-        for leaf in alive(Tensor):
+        for leaf in find_live_objects(Tensor):
             if leaf.is_leaf and leaf.requires_grad:
                 yield leaf
                 if leaf.grad is not None and not self.session.gate.scales:

@@ -24,7 +24,7 @@ class Capture:
     def __init__(
         self, objects: TrainingObjects, gate: Gate, buffers: list[Any], *, suppressed: int = 0, copies: bool = False
     ) -> None:
-        self.step, self.turn = gate.steps.current, gate.steps.turn
+        self.step, self.turn = gate.steps.current, gate.steps.updates
         self._state, self._optimizer_state = Packer(copies=copies), Packer("o", copies=copies)
         weights = [p for model in objects.models for p in model.parameters.values()]
         self.has_weights = bool(weights or objects.optimizers)

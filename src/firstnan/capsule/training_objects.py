@@ -12,8 +12,8 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from firstnan.tensors.live_objects import alive
-from firstnan.tensors.names import Slot, outermost, readable_path
+from firstnan.tensors.live_objects import find_live_objects
+from firstnan.tensors.names import Slot, outermost_modules, readable_path
 from firstnan.tensors.optimizers import parameters_of
 
 
@@ -52,7 +52,7 @@ class TrainingObjects:
         """
         optimizers = list(optimizers)
         places = {id(p): i for i, p in enumerate(p for o in optimizers for p in parameters_of(o))}
-        found = list(roots.values()) if roots is not None else [root for _, root in outermost()]
+        found = list(roots.values()) if roots is not None else [root for _, root in outermost_modules()]
         models = [Model.of(root) for root in found]
         if roots is None:
             models.sort(key=lambda m: min((places.get(id(p), len(places)) for p in m.parameters.values()), default=0))
@@ -60,7 +60,7 @@ class TrainingObjects:
         loose = [leaf for leaf in leaves if id(leaf) not in known]
         if loose:
             models.append(Model("", {f"leaf {i}": leaf for i, leaf in enumerate(loose)}, {}))
-        scalers, schedulers = alive(torch.amp.GradScaler), alive(LRScheduler)
+        scalers, schedulers = find_live_objects(torch.amp.GradScaler), find_live_objects(LRScheduler)
         schedulers = [s for s in schedulers if any(vars(s).get("optimizer") is o for o in optimizers)]
         # A scheduler made of others also loads their state, so it comes last.
         schedulers.sort(key=lambda s: hasattr(s, "_schedulers"))

@@ -1,4 +1,4 @@
-"""The command `firstnan`: parses arguments and hands over to the rooms that do the work."""
+"""The command `firstnan`: parses the arguments and calls the code that does the work."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from firstnan.observe import runner
 if TYPE_CHECKING:
     from firstnan.capsule import Wanted
 
-# Nothing heavy up here: `run` starts before the user's program has imported torch, and `show` never needs it.
+# Import nothing heavy here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
 COMMANDS = ("run", "show", "fix", "replay", "causes", "demo")
-_WITH_VALUE = ("--json", "-o", "--output", "--replay", "--verify", "--capsule", "--capsule-limit")
+_OPTIONS_WITH_VALUE = ("--json", "-o", "--output", "--replay", "--verify", "--capsule", "--capsule-limit")
 
 
 class UsageError(Exception):
-    """The command line cannot be followed; the text is one line."""
+    """The command line is wrong; the message is one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code; errors in the command line are one line on stderr and a 2."""
+    """Runs one command and returns the exit code; a wrong command line prints one line to stderr and returns 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _command(words)
@@ -37,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"firstnan: {error}", file=sys.stderr)
         return 2
     if code == runner.INTERRUPTED:
-        runner.leave(code)
+        runner.exit_process(code)
     return code
 
 
 def _command(words: list[str]) -> int:
     if not words:
-        raise UsageError(f"no command given: {', '.join(COMMANDS)} (see firstnan --help)")
+        raise UsageError(f"no command given, expected one of {', '.join(COMMANDS)} (see firstnan --help)")
     name, rest = words[0], words[1:]
     if name == "run":
         return _run(rest)
@@ -58,16 +58,16 @@ def _command(words: list[str]) -> int:
     if name == "demo":
         return _demo(_demo_parser().parse_args(rest))
     if name.startswith("-"):
-        _main_parser().parse_args(words)  # prints the help or the version and exits, or complains
+        _main_parser().parse_args(words)  # prints the help or the version and exits, or raises UsageError
     hint = f"; to run a program: firstnan run {name}" if os.path.exists(name) else " (see firstnan --help)"
-    raise UsageError(f"no command {name!r}{hint}")
+    raise UsageError(f"unknown command {name!r}{hint}")
 
 
 # --- the commands -------------------------------------------------------------------------------------------------
 
 
 def _run(words: list[str]) -> int:
-    options, program = _split(words)
+    options, program = _split_options(words)
     parsed = _run_parser().parse_args(options)
     if not program:
         what = "module" if parsed.module else "script"
@@ -76,7 +76,7 @@ def _run(words: list[str]) -> int:
 
 
 def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
-    # The program may change its working directory, so the paths are made absolute here.
+    # Absolute paths, since the program may change its working directory.
     json, output = _writable(parsed.json), _writable(_known_format(parsed.output))
     from firstnan.engine.investigation import Investigation, Options
 
@@ -89,23 +89,24 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         program=program,
         verify=parsed.verify,
         fix=fix,
-        capsule=_capsules(parsed),
-        restart=parsed.restart,
+        capsule=_capsule_request(parsed),
+        restart=parsed.replayed_capsule,
     )
     return runner.run(program, Investigation(options))
 
 
 def _replay(words: list[str]) -> int:
-    options, rest = _split(words)
-    more, program = _split(rest[1:])
+    options, rest = _split_options(words)
+    more, program = _split_options(rest[1:])
     parsed = _replay_parser().parse_args(options + more)
     if not rest or not program:
-        raise UsageError("firstnan replay [options] CAPSULE script.py [arguments]")
+        missing = "script" if rest else "capsule"
+        raise UsageError(f"no {missing} given: firstnan replay [options] CAPSULE script.py [arguments]")
     from firstnan.capsule.content import load
     from firstnan.capsule.file import CapsuleError
 
     try:
-        parsed.restart = load(rest[0])
+        parsed.replayed_capsule = load(rest[0])
     except CapsuleError as error:
         raise UsageError(str(error)) from None
     return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
@@ -127,7 +128,7 @@ def _show(parsed: argparse.Namespace) -> int:
         except OSError as error:
             raise UsageError(f"can't write {parsed.output!r}: {error.strerror}") from None
         return 0
-    with _pager_may_leave():
+    with _broken_pipe_ignored():
         print_text(report, sys.stdout)
     return 0
 
@@ -139,7 +140,7 @@ def _fix(parsed: argparse.Namespace) -> int:
 
     try:
         report = load(parsed.report)
-        with _pager_may_leave():
+        with _broken_pipe_ignored():
             show(report, parsed.number, sys.stdout)
         remedy = choose(report, parsed.number)
         if remedy is None:
@@ -162,9 +163,9 @@ def _causes(parsed: argparse.Namespace) -> int:
         text = page(entry)
         if parsed.example:
             if entry.example is None:
-                raise UsageError(f"there is no example of {entry.slug}")
+                raise UsageError(f"there is no example for {entry.slug}")
             text = entry.example.read_text(encoding="utf-8").rstrip()
-    with _pager_may_leave():
+    with _broken_pipe_ignored():
         print(text, flush=True)
     return 0
 
@@ -176,8 +177,8 @@ def _demo(parsed: argparse.Namespace) -> int:
         known = demos()
         width = max((len(demo.name) for demo in known), default=0)
         lines = [f"{demo.name:<{width}}  {demo.title}" for demo in known]
-        with _pager_may_leave():
-            print(*lines, "", "firstnan demo NAME runs one.", sep="\n", flush=True)
+        with _broken_pipe_ignored():
+            print(*lines, "", "Run one with: firstnan demo NAME", sep="\n", flush=True)
         return 0
     demo = find(parsed.name)
     demo = demo or _unknown("demo", parsed.name, [d.name for d in demos()], "firstnan demo")
@@ -189,16 +190,16 @@ def _unknown(what: str, name: str, known: Iterable[str], lister: str) -> NoRetur
 
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else f" ({lister} lists them)"
-    raise UsageError(f"no {what} {name!r}{hint}")
+    raise UsageError(f"unknown {what} {name!r}{hint}")
 
 
 @contextmanager
-def _pager_may_leave() -> Iterator[None]:
-    """Prints in peace: a reader of stdout that has seen enough (`head`, a pager) is no error."""
+def _broken_pipe_ignored() -> Iterator[None]:
+    """Ignores a reader of stdout that closes it early, such as `head` or a pager."""
     try:
         yield
     except BrokenPipeError:
-        # What could not be written must not be tried again when python closes stdout.
+        # Otherwise python would try to write the rest again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -206,7 +207,7 @@ def _pager_may_leave() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one line where argparse prints its whole usage."""
+    """Reports an error in one line, where argparse prints its whole usage."""
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("unrecognized arguments: ", "unknown option or argument: ")
@@ -217,15 +218,15 @@ def _main_parser() -> _Parser:
     parser = _Parser(
         prog="firstnan",
         usage="firstnan [-h] [--version] {run,show,fix,replay,causes,demo} ...",
-        description="Finds the first NaN or Inf of a PyTorch training run and says why it was born.",
+        description="Finds the first NaN or Inf of a PyTorch training run and explains where it came from.",
         epilog="commands:\n"
-        "  run     run a training program, unchanged, and report the first NaN or Inf\n"
-        "  show    print a saved report\n"
-        "  fix     show the change that a report has proven, or make it\n"
-        "  replay  land a program in the failing step that a capsule holds\n"
-        "  causes  list what a NaN or Inf can come from, or explain one cause\n"
+        "  run     run an unchanged training program and report its first NaN or Inf\n"
+        "  show    print or convert a saved report\n"
+        "  fix     show or apply the proven fix of a report\n"
+        "  replay  run a program from the failing step saved in a capsule\n"
+        "  causes  list the known causes of NaN and Inf, or explain one\n"
         "  demo    list small programs that fail, or run one\n"
-        "\nfirstnan COMMAND --help says more.",
+        "\nFor the options of a command: firstnan COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -238,27 +239,30 @@ def _run_parser() -> _Parser:
         prog="firstnan run",
         usage="firstnan run [options] script.py [arguments]\n       firstnan run [options] -m module [arguments]",
         description="Runs a program as python would and reports its first NaN or Inf on stderr.",
-        epilog="Exit code: 3 when something was found, else the program's own; 2 when it could not be started. "
-        "Everything after the script or module belongs to the program.",
+        epilog="Exit code: 3 if a NaN or Inf was found, otherwise the program's own; 2 if it could not be started. "
+        "Everything after the script or module is passed to the program.",
         allow_abbrev=False,
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, also when nothing was found")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the report, in the format of the extension")
+    _add_program_options(parser)
     parser.add_argument("--trace", action="store_true", help="record every operator from the first step on (slower)")
     parser.add_argument(
-        "--replay", choices=("auto", "never"), default="auto", help="run a failing step once more to see its operators"
+        "--replay",
+        choices=("auto", "never"),
+        default="auto",
+        help="whether to run the failing step again to record its operators (default: auto)",
     )
     parser.add_argument(
         "--verify",
-        type=_steps,
+        type=_count,
         metavar="N",
-        help="try changes of the program in copies of it, up to N steps behind the failing one (default 20; 0: do not)",
+        help="test candidate fixes in copies of the program, up to N steps past the failing one (default: 20; 0: none)",
     )
-    parser.add_argument("--fix", action="store_true", help="write the best proven change as a .patch beside the report")
-    parser.add_argument("--capsule", metavar="DIR", help="write the failing step to a file in DIR, for firstnan replay")
-    parser.add_argument("--capsule-limit", metavar="SIZE", default="2G", help="its largest size (500M, 2G; default 2G)")
-    parser.set_defaults(restart=None)
+    parser.add_argument("--fix", action="store_true", help="write the best proven fix as a .patch next to the report")
+    parser.add_argument("--capsule", metavar="DIR", help="save the failing step to a file in DIR, for firstnan replay")
+    parser.add_argument(
+        "--capsule-limit", metavar="SIZE", default="2G", help="maximum size of that file, such as 500M (default: 2G)"
+    )
+    parser.set_defaults(replayed_capsule=None)
     return parser
 
 
@@ -267,52 +271,56 @@ def _replay_parser() -> _Parser:
         prog="firstnan replay",
         usage="firstnan replay [options] CAPSULE script.py [arguments]\n"
         "       firstnan replay [options] CAPSULE -m module [arguments]",
-        description="Starts a program, lands in the step that a capsule holds, and reports what happens there.",
-        epilog="Exit code: 3 when it happened again, 0 when the step was finite here; 2 when it could not be started.",
+        description="Starts a program, restores the failing step from a capsule, and reports what happens in it.",
+        epilog="Exit code: 3 if the step failed again, 0 if it was finite; 2 if the program could not be started.",
         allow_abbrev=False,
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, also when nothing was found")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the report, in the format of the extension")
+    _add_program_options(parser)
     parser.set_defaults(trace=False, replay="never", capsule=None, verify=0, fix=False)
     return parser
 
 
-def _steps(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected a number of steps, not {text!r}")
-    return number
+def _add_program_options(parser: _Parser) -> None:
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, even if nothing was found")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the report; the extension selects the format")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or larger, got {text!r}")
+    return int(text)
 
 
 def _show_parser() -> _Parser:
-    parser = _Parser(prog="firstnan show", description="Prints a saved report, or converts it.", allow_abbrev=False)
-    parser.add_argument("report", type=Path, metavar="report.json", help="a file that firstnan run --json wrote")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write it, in the format of the extension")
+    parser = _Parser(prog="firstnan show", description="Prints or converts a saved report.", allow_abbrev=False)
+    parser.add_argument("report", type=Path, metavar="report.json", help="a file written by firstnan run --json")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the report; the extension selects the format")
     return parser
 
 
 def _fix_parser() -> _Parser:
     parser = _Parser(
         prog="firstnan fix",
-        description="Shows the change of the program that a report has proven, and what else was tried.",
-        epilog="Exit code: 0 shown or applied, 1 nothing was proven, 2 the report or the files do not allow it.",
+        description="Shows the proven fix of a report, and which others were tried.",
+        epilog="Exit code: 0 if a fix was shown or applied, 1 if none is proven, 2 if the report cannot be read or the "
+        "fix does not fit the files.",
         allow_abbrev=False,
     )
-    parser.add_argument("report", type=Path, metavar="report.json", help="a file that firstnan run --json wrote")
-    parser.add_argument("--apply", action="store_true", help="change the files; each is kept as FILE.orig")
-    parser.add_argument("--number", type=_steps, metavar="K", help="the K-th change of the report, proven or not")
+    parser.add_argument("report", type=Path, metavar="report.json", help="a file written by firstnan run --json")
+    parser.add_argument("--apply", action="store_true", help="change the files; each original is kept as FILE.orig")
+    parser.add_argument("--number", type=_count, metavar="K", help="the K-th fix of the report, proven or not")
     return parser
 
 
 def _causes_parser() -> _Parser:
     parser = _Parser(
         prog="firstnan causes",
-        description="Lists what a NaN or Inf can come from, or explains one cause.",
+        description="Lists the known causes of NaN and Inf, or explains one.",
         allow_abbrev=False,
     )
-    parser.add_argument("slug", nargs="?", metavar="SLUG", help="the cause to explain, as a report names it")
-    parser.add_argument("--example", action="store_true", help="print a small program that fails in this way")
+    parser.add_argument("slug", nargs="?", metavar="SLUG", help="the cause to explain, as named in a report")
+    parser.add_argument("--example", action="store_true", help="print a small program that fails this way")
     return parser
 
 
@@ -324,31 +332,31 @@ def _demo_parser() -> _Parser:
     return parser
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """`words` cut in two: the options of `firstnan run`, then the program with everything that belongs to it.
+def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
+    """Splits the command line into our options and the program with its arguments.
 
-    argparse cannot do this: it takes a `--` away from the program's arguments.
+    argparse cannot do this: it would remove a `--` from the program's arguments.
     """
     at = 0
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words[:at], words[at + 1 :]
-        at += 2 if words[at] in _WITH_VALUE else 1
+        at += 2 if words[at] in _OPTIONS_WITH_VALUE else 1
     return words[:at], words[at:]
 
 
-def _capsules(parsed: argparse.Namespace) -> Wanted | None:
-    """What was asked for in the way of capsules."""
+def _capsule_request(parsed: argparse.Namespace) -> Wanted | None:
+    """Where to write a capsule and its maximum size; None if none was requested."""
     if parsed.capsule is None:
         return None
     from firstnan.capsule import Wanted
 
     size = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?B)?", parsed.capsule_limit, re.IGNORECASE)
     if size is None:
-        raise UsageError(f"--capsule-limit is a size such as 500M or 2G, not {parsed.capsule_limit!r}")
+        raise UsageError(f"--capsule-limit must be a size such as 500M or 2G, got {parsed.capsule_limit!r}")
     folder = Path(os.path.abspath(parsed.capsule))
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"can't write capsules to {parsed.capsule!r}: it is no directory")
+        raise UsageError(f"can't write capsules to {parsed.capsule!r}: not a directory")
     return Wanted(folder, int(float(size[1]) * 1024 ** " KMGT".index(size[2].upper() or " ")))
 
 
@@ -362,7 +370,7 @@ def _known_format(name: str | None) -> str | None:
 
 
 def _writable(name: str | None) -> Path | None:
-    """The absolute path of a file that can be written, found out by opening it; leaves everything as it was."""
+    """The absolute path, after checking that it can be written by opening it; changes no file."""
     if name is None:
         return None
     try:

@@ -56,7 +56,7 @@ class CapsuleWriter:
     def step_ended(self) -> None:
         """Without a batch from a loader, a step begins where the last one ended."""
         if self._handouts.latest is None:
-            self._between = (RandomState.now(), self._handouts.copied_buffers(), self._gate.steps.turn)
+            self._between = (RandomState.now(), self._handouts.copied_buffers(), self._gate.steps.updates)
         self._hold(with_random=True)
 
     def backward_begins(self) -> None:
@@ -76,7 +76,7 @@ class CapsuleWriter:
     @property
     def _holds(self) -> bool:
         """Whether the current step was already copied."""
-        return bool(self._held) and self._held[-1].turn == self._gate.steps.turn
+        return bool(self._held) and self._held[-1].turn == self._gate.steps.updates
 
     def _hold(self, *, with_random: bool = False) -> None:
         """Copies the state before the step expected to fail, and before the previous one, which may fail instead."""
@@ -157,7 +157,7 @@ class CapsuleWriter:
 
     def _without_batch(self, buffers: list[Any] | None, random: RandomState | None) -> Capture:
         kept = buffers or []
-        if self._between is not None and self._between[2] == self._gate.steps.turn:
+        if self._between is not None and self._between[2] == self._gate.steps.updates:
             random, kept = self._between[0], buffers or self._between[1]
         capture = self._captured(kept, 0)
         if random is not None:

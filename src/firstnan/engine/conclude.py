@@ -18,7 +18,7 @@ from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership, Spot, resolve
 from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
 from firstnan.repair import propose
-from firstnan.tensors.batches import samples_in
+from firstnan.tensors.batches import sample_count
 from firstnan.tensors.finite import is_finite, stat, tensors_in
 from firstnan.tensors.names import Models
 from firstnan.tracing.compare import Difference
@@ -147,7 +147,7 @@ class Evidence:
         """The failing batch; without a loader all that is known is how many samples the model was `given`."""
         latest = self.handouts.latest
         batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
-        size = samples_in(batch, latest.indices) if latest is not None else given
+        size = sample_count(batch, latest.indices) if latest is not None else given
         if latest is None and size is not None and not _are_averaged(size, trace):
             return None
         if size is not None:

@@ -35,7 +35,7 @@ def find_maker(iterator: Any, handout: Handout, ownership: Ownership) -> tuple[O
             if found is not None:
                 return found
     finally:
-        state.put_back()
+        state.restore()
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.tensors.batches import Handout, copied, put_back, versions, was_written
+from firstnan.tensors.batches import Handout, copy_batch, restore_buffers, tensor_versions, was_written
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.names import Slot
 from firstnan.tensors.randomness import RandomState
@@ -83,8 +83,9 @@ class Handouts:
             source.recent = []
         indices = source.pending_indices.popleft() if source.pending_indices else None
         handout = Handout(
-            copied(batch) if self.modified else batch, source.count, updates, self._random(),
-            self._step_buffers(updates) if self._buffers else [], [] if self.modified else versions(batch), indices,
+            copy_batch(batch) if self.modified else batch, source.count, updates, self._random(),
+            self._step_buffers(updates) if self._buffers else [],
+            [] if self.modified else tensor_versions(batch), indices,
         )  # fmt: skip
         source.recent.append(handout)
         source.count += 1
@@ -106,7 +107,7 @@ class Handouts:
         if self.latest_iterator is None or self.latest_iterator() is not iterator:
             return False
         latest.batch, latest.index, latest.updates = batch, source.count, updates
-        latest.versions, latest.pristine = versions(batch), None
+        latest.versions, latest.pristine = tensor_versions(batch), None
         latest.indices = source.pending_indices.popleft() if source.pending_indices else None
         if self._draws:
             latest.random = RandomState.now()
@@ -222,9 +223,9 @@ class Handouts:
         for s in self.sources.values():
             s.again = [h for h in s.recent if h.updates == latest.updates]
             for h in s.again:
-                h.pristine = copied(h.batch) if h.pristine is None else h.pristine
-        first.random.put_back()
-        put_back(first.buffers)
+                h.pristine = copy_batch(h.batch) if h.pristine is None else h.pristine
+        first.random.restore()
+        restore_buffers(first.buffers)
         torch.clear_autocast_cache()
         self.replaying = True
         return updates - latest.updates

@@ -62,7 +62,7 @@ class Investigation:
         self.start = Start()
         self.order = Order.given()
         if self.order is not None and self.order.contents:
-            overlay.put_in_place({path: text.encode("latin-1") for path, text in self.order.contents.items()})
+            overlay.overlay_sources({path: text.encode("latin-1") for path, text in self.order.contents.items()})
         self.began = time.monotonic()
         self.seconds = 0.0
         """How long the program itself ran."""

@@ -19,8 +19,8 @@ from firstnan.engine.handouts import Handouts
 from firstnan.engine.statistics import Statistics
 from firstnan.engine.world import world
 from firstnan.gate.growth_guard import Alarm
-from firstnan.gate.step_counter import Steps
-from firstnan.observe.layers import Found
+from firstnan.gate.step_counter import StepCounter
+from firstnan.observe.layers import LayerFinding
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
 from firstnan.tensors.finite import stat
 from firstnan.tensors.names import Models
@@ -55,7 +55,7 @@ class Journal:
         self,
         events: EventLog,
         stats: Statistics | None,
-        steps: Steps,
+        steps: StepCounter,
         handouts: Handouts,
         models: Models,
         counts: Counts,
@@ -86,7 +86,7 @@ class Journal:
             level=level,
         )
 
-    def layer_event(self, found: Found) -> None:
+    def layer_event(self, found: LayerFinding) -> None:
         """A layer read or wrote something that is not finite; where training lives with it, ever fewer are told."""
         key = (found.layer, found.phase, found.what)
         self._seen[key] = seen = self._seen[key] + 1

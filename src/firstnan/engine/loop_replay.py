@@ -16,7 +16,7 @@ from firstnan.observe.muted_output import MutedOutput
 from firstnan.observe.observer import Decision
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
-from firstnan.tensors.batches import Handout, copied
+from firstnan.tensors.batches import Handout, copy_batch
 from firstnan.tensors.snapshot import Schedules
 from firstnan.tracing.compare import first_difference
 from firstnan.tracing.recording import Raw
@@ -93,7 +93,7 @@ class LoopReplay:
         """Everything is as it was when the step began; ReplayError where its batches are gone."""
         session = self._session
         self._to_drop, self._dropped = self._handouts.begin(source, self._updates), {}
-        self._schedules.put_back()
+        self._schedules.restore()
         session.gate.reads.forget()
         self._microscope.drop_gradients()
         session.enter(phase)
@@ -114,7 +114,7 @@ class LoopReplay:
         if self.search is not None:
             return self.search.batch(handout)
         with self._microscope.unseen():
-            batch = handout.batch if self._session.phase is REPLAYING else copied(handout.pristine)
+            batch = handout.batch if self._session.phase is REPLAYING else copy_batch(handout.pristine)
         if self._microscope.running:
             self._microscope.mark_batch(batch, sys._getframe())
         return batch

@@ -16,7 +16,7 @@ from torch.nn import Module
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.microscope import Microscope
 from firstnan.observe.patches import Hook
-from firstnan.tensors.batches import copied, put_back, versions
+from firstnan.tensors.batches import copy_batch, restore_buffers, tensor_versions
 from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tensors.names import Slot
 from firstnan.tensors.randomness import RandomState
@@ -122,7 +122,7 @@ class ModelCalls:
         if len(self.calls) >= _MOST_CALLS:
             del self.calls[0]
         random, buffers = RandomState.now(), self._handouts.copied_buffers()
-        seen = versions((*args, *kwargs.values()))
+        seen = tensor_versions((*args, *kwargs.values()))
         autocast = [one for one in _autocast() if torch.is_autocast_enabled(one[0])]
         call = Call(module, args, kwargs, threading.get_ident(), autocast, seen, random, buffers)
         self.calls.append(call)
@@ -160,15 +160,15 @@ class ModelCalls:
         parameters = [p for root in self.roots for p in root.parameters()]
         gradients, now = [p.grad for p in parameters], RandomState.now()
         buffers = [(slot, old, old.detach().clone()) for slot, old, _ in call.buffers]
-        changed = call.versions is not None and versions((*call.args, *call.kwargs.values())) != call.versions
+        changed = call.versions is not None and tensor_versions((*call.args, *call.kwargs.values())) != call.versions
         self._making = True
         for p in parameters:
             p.grad = None
         try:
-            put_back(call.buffers)
-            call.random.put_back()
+            restore_buffers(call.buffers)
+            call.random.restore()
             # Copies, since the graph that an input came out of may be gone.
-            args, kwargs = copied((call.args, call.kwargs))
+            args, kwargs = copy_batch((call.args, call.kwargs))
             tracer = microscope.start(in_step=True)
             for label, t in tensors_in((args, kwargs)):
                 tracer.give_role(t, "input", f"the model's input {label}")
@@ -184,8 +184,8 @@ class ModelCalls:
                 microscope.tracer.stop()
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
-            put_back(buffers)
-            now.put_back()
+            restore_buffers(buffers)
+            now.restore()
             self._making = False
 
     def _run_on_our_own(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -104,7 +104,7 @@ class ProgramValues:
         """The last look; returns what was found."""
         session = self._session
         session.left_by_program()
-        trip = session.gate.left_bad()
+        trip = session.gate.remaining_nonfinite()
         if trip is not None:
             with contextlib.suppress(SystemExit):
                 session.trip_at_end(trip)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstnan.tensors.batches import put_back
+from firstnan.tensors.batches import restore_buffers
 from firstnan.tensors.names import Models
 from firstnan.tensors.optimizers import drop_gradients, parameters_of
-from firstnan.tensors.safe_updates import is_risky, is_torchs
+from firstnan.tensors.safe_updates import is_risky, is_torch_optimizer
 from firstnan.tensors.snapshot import Schedules, Snapshot
 
 _ORDINARY = 100.0
@@ -40,7 +40,9 @@ class Recovery:
 
     def _is_unknown(self, optimizer: Any) -> bool:
         """Its arithmetic is somebody else's, and the model so small that a copy costs little."""
-        return not is_torchs(optimizer) and sum(p.numel() for p, _ in self.models.parameters.values()) <= _SMALL
+        return (
+            not is_torch_optimizer(optimizer) and sum(p.numel() for p, _ in self.models.parameters.values()) <= _SMALL
+        )
 
     def _is_risky(self, optimizer: Any, grad_norm: float | None) -> bool:
         """Settings are looked at again when the learning rate is another one, and now and then; the norm always."""
@@ -68,7 +70,7 @@ class Recovery:
         """Brings back the state before the update; False where it was not kept."""
         if self.backup is None:
             return False
-        self.backup.put_back()
+        self.backup.restore()
         return True
 
     def go_back(self) -> bool:
@@ -78,16 +80,16 @@ class Recovery:
     def roll_back(self) -> bool:
         if self.good is None:
             return False
-        self.good.put_back()
+        self.good.restore()
         return True
 
     def clean_up(self, buffers: list[Any], schedules: Schedules | None) -> None:
         """After a step that is not kept: its gradients go, and what it changed besides the weights comes back."""
-        put_back(buffers)
+        restore_buffers(buffers)
         for optimizer in self.optimizers:
             drop_gradients(optimizer)
         if schedules is not None:
-            schedules.put_back()
+            schedules.restore()
         self.backup = None
 
     def _now(self) -> Snapshot | None:

@@ -41,8 +41,8 @@ from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
-from firstnan.tensors.batches import put_back
-from firstnan.tensors.safe_updates import is_torchs
+from firstnan.tensors.batches import restore_buffers
+from firstnan.tensors.safe_updates import is_torch_optimizer
 from firstnan.tensors.snapshot import Schedules
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ class Session(Observer):
             self.calls.attach()
         if self.layers is not None:
             # Replays leave no trace in events and statistics.
-            self.layers.rests = lambda: self.microscope.running or self.phase in REPLAYS
-            self.gate.reads.carry(self.layers)
+            self.layers.is_paused = lambda: self.microscope.running or self.phase in REPLAYS
+            self.gate.reads.also_read(self.layers)
             self.layers.attach()
         if self.scope.optimizers is not None:
             _active.add(self)
@@ -154,13 +154,13 @@ class Session(Observer):
                 self.resume()
         _active.discard(self)
         self.hooks.remove()
-        self.gate.hot.remove()
+        self.gate.gradient_norms.remove()
         if self.calls is not None:
             self.calls.detach()
         if self.layers is not None:
             self.layers.detach()
-            if self.layers.trouble is not None:
-                self.internal_error(self.layers.trouble)
+            if self.layers.error is not None:
+                self.internal_error(self.layers.error)
         self.microscope.stop()
         self.handouts.forget()
 
@@ -202,14 +202,14 @@ class Session(Observer):
     # Optimizers.
 
     def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
-        self.gate.places.made(optimizer, frame)
+        self.gate.call_sites.made(optimizer, frame)
         self.gate.optimizer_made(optimizer)
         self._watch_gradients(optimizer)
         self.live.optimizer_made()
 
     def _watch_gradients(self, optimizer: Any) -> None:
         if not self.gate.thorough:
-            self.gate.hot.watch(optimizer)
+            self.gate.gradient_norms.watch(optimizer)
 
     def passes_quickly(self, optimizer: Any) -> bool:
         if self.phase is not WATCHING or self._told or self._clip_at is not None or len(_active) > 1:
@@ -223,8 +223,8 @@ class Session(Observer):
         return True
 
     def before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
-        if not self.gate.places.knows_step_of(optimizer):
-            self.gate.places.stepped(optimizer, frame)
+        if not self.gate.call_sites.knows_step_of(optimizer):
+            self.gate.call_sites.stepped(optimizer, frame)
         if self._drops(optimizer):
             return Decision.DROP
         for trip in self.gate.check_update(optimizer, closure):
@@ -232,7 +232,7 @@ class Session(Observer):
         self._trains_here()
         if self._decide(optimizer, closure) is Decision.DROP:
             return Decision.DROP
-        risky = self.recovery is not None and (self.recovery.backup is not None or not is_torchs(optimizer))
+        risky = self.recovery is not None and (self.recovery.backup is not None or not is_torch_optimizer(optimizer))
         safe = self.live.update_begins(optimizer, closure, self.gate.norm, self.gate.steps.of(optimizer))
         if self._clip_at is not None:
             self.journal.clip(optimizer, self.gate.norm, self._clip_at)
@@ -346,8 +346,8 @@ class Session(Observer):
         return called or bool(self.scope.optimizers)
 
     def before_backward(self, roots: list[Tensor], frame: FrameType) -> None:
-        if not self.gate.places.backward:
-            self.gate.places.called_backward(frame)
+        if not self.gate.call_sites.backward:
+            self.gate.call_sites.called_backward(frame)
         self.policy.before_backward(self, roots)
         if not self.through_loop:
             self.body_ended()
@@ -362,7 +362,7 @@ class Session(Observer):
         for trip in self.gate.backward_begins(roots):
             self._trip(trip, None)
         if self.layers is not None:
-            self.layers.pass_over()
+            self.layers.drop_notes()
 
     def needs_after_backward(self) -> bool:
         return self.gate.uses_gradients_at_once
@@ -385,10 +385,10 @@ class Session(Observer):
         self._step_ended(by_hand=True)
 
     def norm_measured(self, gradients: list[Tensor], norm: Any) -> None:
-        self.gate.clipping.normed(gradients, norm)
+        self.gate.clipping.norm_computed(gradients, norm)
 
     def gradients_clipped(self, parameters: list[Tensor], limit: Any, norm: Any) -> None:
-        self.gate.clipping.clipped(parameters, limit, norm)
+        self.gate.clipping.gradients_clipped(parameters, limit, norm)
 
     def loss_scaled(self, given: Any, scaled: Any) -> Any:
         self.gate.loss_scaled(given, scaled)
@@ -398,7 +398,7 @@ class Session(Observer):
         if alarm is None or self._journal is None:
             return  # Growth is no failure yet; what it came to is told at the end.
         if self.layers is not None:
-            self.layers.wake()
+            self.layers.watch_closely()
         self._journal.alarmed(alarm, optimizer)
         if self._clips and self._clip_at is None and alarm.kind != "explosion":
             self._journal.clip(optimizer, alarm.norm, alarm.usual)
@@ -513,7 +513,7 @@ class Session(Observer):
     def known(self, trip: Trip) -> Report:
         """What is known at once."""
         if self.layers is not None:
-            self.layers.look_back()
+            self.layers.read_notes()
         return self.microscope.evidence(trip.noticed, trip.tensors).preliminary()
 
     def keep_state(self, report: Report, trip: Trip) -> None:
@@ -663,7 +663,7 @@ class Session(Observer):
         if self.recovery is not None:
             self.recovery.go_back()
             if self.recovery.every is None:
-                put_back(self.buffers_before())
+                restore_buffers(self.buffers_before())
         self.report = replace(self.report, notes=(*self.report.notes, *why))
         raise nonfinite_error(self.report)
 
@@ -677,7 +677,7 @@ class Session(Observer):
         if isinstance(error, Exception) and not isinstance(error, NonFiniteError):
             trip = Trip(Noticed("exception", type(error).__name__), bad_values(error), before_update=True)
             return self._known_at_end(trip, replay=True) if trip.tensors else None
-        last = self.gate.left_bad() if error is None and self.phase is WATCHING and not self.streak else None
+        last = self.gate.remaining_nonfinite() if error is None and self.phase is WATCHING and not self.streak else None
         return self._known_at_end(last, replay=False) if last is not None else None
 
     def _left_in_replay(self, replay: LoopReplay, error: BaseException | None) -> Report | None:

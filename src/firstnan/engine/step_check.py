@@ -18,7 +18,7 @@ from firstnan.gate.gate import Gate, Trip
 from firstnan.observe.observer import Decision
 from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed
-from firstnan.tensors.batches import copied
+from firstnan.tensors.batches import copy_batch
 from firstnan.tensors.finite import is_finite, norms, readable, stat, tensors_in
 from firstnan.tensors.names import Models
 from firstnan.tensors.optimizers import leaves_below, parameters_of
@@ -117,13 +117,13 @@ class StepCheck:
         loss = None
         with Session(policy, ownership=Ownership(()), gate=gate).running():
             try:
-                loss = self._run(copied(batch), policy, updates)
+                loss = self._run(copy_batch(batch), policy, updates)
             except Exception as error:
                 if not (policy.seen or bad_inputs or is_numeric(error)):
                     raise
                 name = f"{type(error).__name__}: {error}".split("\n")[0]
                 policy.seen["exception"] = Seen(Noticed("exception", name))
-        left = gate.left_bad()
+        left = gate.remaining_nonfinite()
         if left is not None:
             policy.note(left.noticed.what, left.noticed.name or self._models.name(left.tensors[0]), left.tensors[0])
         self.leaves = policy.leaves | self.leaves

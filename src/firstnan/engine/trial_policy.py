@@ -98,7 +98,7 @@ class _CountedSteps:
 
     def _nearest(self, optimizers: list[Any], file: str, line: int) -> list[Any]:
         """Those that are made there; a change of the source may have moved the line a little."""
-        sites = [(o, self._gate.places.of(o, self._ownership)[0]) for o in optimizers]
+        sites = [(o, self._gate.call_sites.of(o, self._ownership)[0]) for o in optimizers]
         away = [
             (abs(s.line - line), o)
             for o, s in sites

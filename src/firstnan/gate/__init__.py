@@ -1,1 +1,1 @@
-"""The check of every step: loss, gradients, updated parameters and buffers."""
+"""The check that runs every step: loss, gradients, updated parameters and buffers."""

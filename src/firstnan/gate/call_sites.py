@@ -1,4 +1,4 @@
-"""Where in the source training is set up: optimizers made and stepped, backward called; noted the first time only."""
+"""Where the program creates and steps its optimizers and calls backward; recorded the first time only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from firstnan.records import Site
 
 _DEEPEST = 64
 Chain = tuple[Spot, ...]
-"""The callers at that moment, innermost first: whose code they are is asked only when a report is made."""
+"""The callers at that moment, innermost first. Which of them are the user's code is decided for the report."""
 
 
-class Places:
-    """Remembers callers, no frames: nothing of the program is kept alive."""
+class CallSites:
+    """Remembers callers as code positions, not frames, so no object of the program is kept alive."""
 
     def __init__(self) -> None:
         self.backward: Chain = ()
@@ -22,11 +22,11 @@ class Places:
         self._stepped: dict[int, Chain] = {}
 
     def made(self, optimizer: Any, frame: FrameType | None) -> None:
-        """A constructor of an optimizer is under way; those of the classes it inherits from do not count."""
+        """Records the caller of an optimizer's constructor, skipping the constructors of its base classes."""
         while frame is not None and _constructs(frame, optimizer):
             frame = frame.f_back
         self._made[id(optimizer)] = _chain(frame)
-        self._stepped.pop(id(optimizer), None)  # an earlier one may have had this id
+        self._stepped.pop(id(optimizer), None)  # a deleted optimizer may have had this id
 
     def knows_step_of(self, optimizer: Any) -> bool:
         return id(optimizer) in self._stepped
@@ -38,7 +38,7 @@ class Places:
         self.backward = _chain(frame)
 
     def of(self, optimizer: Any, ownership: Ownership) -> tuple[Site | None, Site | None, Site | None]:
-        """Where this optimizer is made and stepped, and where backward is called, in the user's own code."""
+        """Where the user's code creates this optimizer, steps it, and calls backward."""
         chains = (self._made.get(id(optimizer), ()), self._stepped.get(id(optimizer), ()), self.backward)
         made, stepped, backward = (next((s for s in c if ownership.owns(s[0])), None) for c in chains)
         return made and resolve(made), stepped and resolve(stepped), backward and resolve(backward)

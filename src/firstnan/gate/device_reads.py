@@ -1,4 +1,4 @@
-"""Values that lie on a device: looked at together, once a step, or a step later without waiting at all."""
+"""Scalars on a device, read together: once a step, or one step late and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from firstnan.tensors.finite import read_all
 
 _MOST_IN_FLIGHT = 4
 LATE = (
-    "noticed a step later, since no update waits for the device here: on_nonfinite='raise' and 'skip' look before the "
-    "update, and can show where the value is born"
+    "detected one step late: this policy does not synchronise with the device; on_nonfinite='raise' and 'skip' check "
+    "before the update and can show where the value originated"
 )
-"""What a report says of a value that was looked at after the update."""
+"""The note in a report about a value that was read after the update."""
 
 
-class Passenger(Protocol):
-    """Someone else whose values ride along in the same read."""
+class ExtraValues(Protocol):
+    """Another source of scalars to include in the same read."""
 
     def collect(self) -> list[Tensor]: ...
     def judge(self, values: list[float]) -> None: ...
@@ -30,41 +30,43 @@ class Passenger(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
+    """The norm of some tensors, or a loss."""
+
     noticed: Noticed
     tensors: list[Tensor]
-    """What was measured, as far as it still exists."""
+    """Those that still exist."""
     size: float
 
 
 @dataclass(slots=True)
 class _Copy:
-    """Values on their way to main memory."""
+    """Scalars on their way to main memory."""
 
     values: Tensor
     arrived: Any
     what: list[tuple[Noticed, list[weakref.ref[Tensor]]]]
 
 
-class Reads:
-    """Gathers single values of a step; `decides` where they must be known before the optimizer runs."""
+class DeviceReads:
+    """Collects the scalars of a step; `synchronous` if they must be known before the optimizer runs."""
 
-    def __init__(self, decides: bool = True) -> None:
-        self.decides = decides
-        self.passenger: Passenger | None = None
+    def __init__(self, synchronous: bool = True) -> None:
+        self.synchronous = synchronous
+        self.extra: ExtraValues | None = None
         self._waiting: list[tuple[Noticed, list[Tensor], Tensor]] = []
         self._in_flight: deque[_Copy] = deque()
 
     @property
     def late(self) -> bool:
-        """What is looked at now is of an earlier step."""
+        """Whether the values read now belong to an earlier step."""
         return bool(self._in_flight)
 
-    def carry(self, passenger: Passenger) -> None:
+    def also_read(self, extra: ExtraValues) -> None:
         """From now on its values are read together with these."""
-        self.passenger = passenger
+        self.extra = extra
 
     def forget(self) -> None:
-        """The step that these values are of never was."""
+        """Drops all values: their step is discarded."""
         self._waiting = []
         self._in_flight.clear()
 
@@ -72,20 +74,20 @@ class Reads:
         self._waiting.append((noticed, tensors, size))
 
     def take(self) -> list[Measured]:
-        """All that waits, by one read; or, where nothing is to be decided, what was sent off in earlier steps."""
+        """Reads all pending values at once; or, if not synchronous, those of earlier steps that have arrived."""
         waiting, self._waiting = self._waiting, []
         sizes = [size for *_, size in waiting]
-        riding = self.passenger.collect() if self.passenger is not None else []
-        if self.decides:
-            numbers = read_all(riding + sizes)
-            self._hand_over(numbers[: len(riding)])
-            return [Measured(n, t, x) for (n, t, _), x in zip(waiting, numbers[len(riding) :], strict=True)]
-        self._send(waiting, riding + sizes)
+        extra = self.extra.collect() if self.extra is not None else []
+        if self.synchronous:
+            numbers = read_all(extra + sizes)
+            self._judge_extra(numbers[: len(extra)])
+            return [Measured(n, t, x) for (n, t, _), x in zip(waiting, numbers[len(extra) :], strict=True)]
+        self._send(waiting, extra + sizes)
         return self._arrived()
 
-    def _hand_over(self, numbers: list[float]) -> None:
-        if self.passenger is not None and numbers:
-            self.passenger.judge(numbers)
+    def _judge_extra(self, numbers: list[float]) -> None:
+        if self.extra is not None and numbers:
+            self.extra.judge(numbers)
 
     def _send(self, waiting: list[tuple[Noticed, list[Tensor], Tensor]], values: list[Tensor]) -> None:
         home = values[-1].device
@@ -94,7 +96,7 @@ class Reads:
         if home.type != "cpu":
             arrived = torch.get_device_module(home).Event()
             arrived.record()
-        # Only weakly: gradients that the program lets go must not stay for the sake of a look at their size.
+        # Weak references: gradients that the program frees must not be kept alive for this.
         self._in_flight.append(_Copy(copy, arrived, [(n, [weakref.ref(t) for t in ts]) for n, ts, _ in waiting]))
 
     def _arrived(self) -> list[Measured]:
@@ -107,8 +109,8 @@ class Reads:
                 first.arrived.synchronize()
             self._in_flight.popleft()
             numbers = first.values.tolist()
-            riding = len(numbers) - len(first.what)
-            self._hand_over(numbers[:riding])
-            for (noticed, refs), x in zip(first.what, numbers[riding:], strict=True):
+            extra = len(numbers) - len(first.what)
+            self._judge_extra(numbers[:extra])
+            for (noticed, refs), x in zip(first.what, numbers[extra:], strict=True):
                 found.append(Measured(noticed, [t for r in refs if (t := r()) is not None], x))
         return found

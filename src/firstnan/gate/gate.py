@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.gate.call_sites import Places
+from firstnan.gate.call_sites import CallSites
 from firstnan.gate.clipping import Clipping
-from firstnan.gate.device_reads import Reads
+from firstnan.gate.device_reads import DeviceReads
 from firstnan.gate.growth_guard import Alarm, Guard
-from firstnan.gate.quick_check import Glance
-from firstnan.gate.step_counter import ROUND, Rounds, Steps
-from firstnan.observe.gradient_hooks import HotGradients
+from firstnan.gate.quick_check import QuickCheck
+from firstnan.gate.step_counter import ROTATION, ParameterRotation, StepCounter
+from firstnan.observe.gradient_hooks import GradientNorms
 from firstnan.observe.sites import Ownership
 from firstnan.records import History, Noticed, StepRecord
 from firstnan.tensors.finite import is_finite, norms, plain_norm, readable, reads_are_free
 from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import describe, graph_leaves, parameters_of, rate_of
-from firstnan.tensors.safe_updates import is_torchs
+from firstnan.tensors.optimizers import describe, graph_leaves, learning_rate_of, parameters_of
+from firstnan.tensors.safe_updates import is_torch_optimizer
 
 _HISTORY = 64
 _SMALL = 1 << 14
@@ -50,7 +50,7 @@ class Gate:
 
     `thorough` reads every parameter after every update, however large the model is. `frugal` spares what it can: the
     norm of a tiny model is not computed in every step, and its parameters are read after every eighth update only.
-    `decides` where values on a device must be known before the update. `guard` makes the growth guard of an optimizer.
+    `synchronous`: values on a device must be known before the update. `guard` makes the growth guard of an optimizer.
     """
 
     def __init__(
@@ -58,24 +58,24 @@ class Gate:
         *,
         thorough: bool = False,
         frugal: bool = False,
-        decides: bool = True,
+        synchronous: bool = True,
         guard: Callable[[], Guard] | None = Guard,
     ) -> None:
         self.frugal = frugal
         self._closely = self._is_safe = False
         """About the update under way: its parameters are all read; it is known to keep finite parameters finite."""
-        self.reads = Reads(decides)
+        self.reads = DeviceReads(synchronous)
         self._new_guard = guard
-        self.hot = HotGradients()
+        self.gradient_norms = GradientNorms()
         self.clipping = Clipping()
-        self._glances: dict[int, Glance] = {}
-        self._glanced = False
+        self._quick_checks: dict[int, QuickCheck] = {}
+        self._passed_quick_check = False
         """The update under way was let through at a glance."""
         self._guards: dict[int, Guard] = {}
         """One for each optimizer: what is usual for one of a pair is not for the other."""
         self.thorough = thorough
-        self.steps = Steps()
-        self.places = Places()
+        self.steps = StepCounter()
+        self.call_sites = CallSites()
         self._steps: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)
         """What becomes a StepRecord when someone asks."""
         self.optimizers = 0
@@ -90,7 +90,7 @@ class Gate:
         """Of the gradients that the last update used."""
         self._loss: float | None = None
         self._leaves: list[weakref.ref[Tensor]] = []
-        self._rounds: weakref.WeakKeyDictionary[Any, Rounds] = weakref.WeakKeyDictionary()
+        self._rotations: weakref.WeakKeyDictionary[Any, ParameterRotation] = weakref.WeakKeyDictionary()
         self._scaling = False
         """A gradient scaler is at work: infinite gradients are its business until it has looked at them."""
         self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
@@ -168,24 +168,24 @@ class Gate:
 
     def passes_quickly(self, optimizer: Any) -> bool:
         """Whether this update needs nothing more before it."""
-        check = self._glances.get(id(optimizer))
-        if check is None or not check.suffices(optimizer, self._loss):
+        check = self._quick_checks.get(id(optimizer))
+        if check is None or not check.passes(optimizer, self._loss):
             return False
-        self.in_step, self.norm, self._glanced = optimizer, None, True
+        self.in_step, self.norm, self._passed_quick_check = optimizer, None, True
         return True
 
     def passed_quickly(self, optimizer: Any) -> bool:
         """Whether this update needs nothing more after it."""
-        if not self._glanced or self.in_step is not optimizer:
+        if not self._passed_quick_check or self.in_step is not optimizer:
             return False
         self.in_step = self.skipping_since = None
-        self._steps.append((self.steps.add(optimizer), self._loss, None, rate_of(optimizer)))
+        self._steps.append((self.steps.add(optimizer), self._loss, None, learning_rate_of(optimizer)))
         self._loss = None
         return True
 
     def check_update(self, optimizer: Any, closure: bool) -> Trips:
         """What the optimizer is about to use."""
-        self._glanced = False
+        self._passed_quick_check = False
         self.trained = True
         if optimizer not in self.steps.done:
             self.optimizer_made(optimizer)
@@ -206,23 +206,23 @@ class Gate:
         """What the update has made of the parameters, and the step of the buffers."""
         self.in_step = self.skipping_since = None
         step = self.steps.add(optimizer)
-        rounds, size, whole = self._rounds.get(optimizer), None, False
+        rounds, size, whole = self._rotations.get(optimizer), None, False
         if rounds is None:
-            rounds = self._rounds[optimizer] = Rounds(self.thorough)
+            rounds = self._rotations[optimizer] = ParameterRotation(self.thorough)
         # Where most steps pass quickly, this one is checked in all respects.
-        glance = self._glances.get(id(optimizer))
-        closely = self._closely or (glance is not None and glance.applies)
-        if not self._is_safe and (not self.frugal or closely or self.steps.total % ROUND == 1):
+        quick_check = self._quick_checks.get(id(optimizer))
+        closely = self._closely or (quick_check is not None and quick_check.applies)
+        if not self._is_safe and (not self.frugal or closely or self.steps.total % ROTATION == 1):
             parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self._closely)
             size = self._size(parts, _PARAMETER)
         self._closely = self._is_safe = False
-        self._steps.append((step, self._loss, self.norm, rate_of(optimizer), size if whole else None))
+        self._steps.append((step, self._loss, self.norm, learning_rate_of(optimizer), size if whole else None))
         self._loss = None
         trips: list[Trip] = []
         bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
         if bad:
             trips.append(Trip(_PARAMETER, bad, before_update=False))
-        if self.thorough or self.steps.total % ROUND == 1:
+        if self.thorough or self.steps.total % ROTATION == 1:
             trips += [Trip(*found, before_update=False) for found in self._bad_buffers()]
         return trips
 
@@ -242,9 +242,9 @@ class Gate:
         """From now on every parameter after every update."""
         self.thorough = True
 
-    def left_bad(self) -> Trip | None:
+    def remaining_nonfinite(self) -> Trip | None:
         """What training has left that is not finite: parameters, or a buffer, also those whose turn had not come."""
-        bad = [p for optimizer, rounds in list(self._rounds.items()) for p in _bad_parameters(optimizer, rounds)]
+        bad = [p for optimizer, rounds in list(self._rotations.items()) for p in _bad_parameters(optimizer, rounds)]
         found = (_PARAMETER, bad) if bad else next(self._bad_buffers(), None)
         return Trip(*found, before_update=False) if found is not None else None
 
@@ -265,16 +265,16 @@ class Gate:
     def _check_gradients(self, optimizer: Any, parameters: list[Tensor], *, before_update: bool) -> Trips:
         self.norm = self.clipping.norm_of(parameters)
         if self.norm is not None:
-            self.hot.judge()
+            self.gradient_norms.judge()
             return _NONE
         trips: list[Trip] = []
-        cold, squares = self.hot.sorted(parameters)
+        cold, squares = self.gradient_norms.split(parameters)
         self.norm = self._size(cold, _GRADIENT, trips)
         if squares:
             self.norm = math.hypot(self.norm or 0.0, *map(math.sqrt, squares))
         if self.norm is None or math.isfinite(self.norm):
-            if self.frugal and optimizer is not None and not squares and is_torchs(optimizer):
-                self._glances.setdefault(id(optimizer), Glance()).learn(optimizer, cold, self._loss)
+            if self.frugal and optimizer is not None and not squares and is_torch_optimizer(optimizer):
+                self._quick_checks.setdefault(id(optimizer), QuickCheck()).learn(optimizer, cold, self._loss)
         else:
             # A norm overflows on large finite numbers: only the elements decide.
             gradients = [p.grad for p in parameters if p.grad is not None]
@@ -318,13 +318,13 @@ class Gate:
                 self._loss = one.size
             if one.noticed.what == "gradient":
                 norm = one.size
-                if self.reads.decides:
+                if self.reads.synchronous:
                     continue  # who asked looks at it himself
             # A size overflows on large finite numbers: only the elements decide, where they still exist.
             bad = [] if math.isfinite(one.size) else [t for t in one.tensors if not is_finite(t)]
             if bad or (math.isnan(one.size) and not one.tensors):
-                trips.append(Trip(one.noticed, bad, self.reads.decides and one.noticed.what == "loss"))
-        return norm if self.reads.decides or norm is None or math.isfinite(norm) else None
+                trips.append(Trip(one.noticed, bad, self.reads.synchronous and one.noticed.what == "loss"))
+        return norm if self.reads.synchronous or norm is None or math.isfinite(norm) else None
 
     def _watch_growth(self, step: int, optimizer: Any) -> Alarm | None:
         if self._new_guard is None:
@@ -419,13 +419,13 @@ class Gate:
         steps = [StepRecord(*numbers) for numbers in self._steps]
         if self._loss is not None:
             steps.append(StepRecord(self.steps.current, self._loss, self.norm))
-        optimizer = self.in_step or self.steps.whose_turn(updated)
-        places = self.places.of(optimizer, ownership) if ownership is not None else ()
+        optimizer = self.in_step or self.steps.current_optimizer(updated)
+        places = self.call_sites.of(optimizer, ownership) if ownership is not None else ()
         about = describe(optimizer) if optimizer is not None else ("", ())
         return History(tuple(steps), *about, (), *places)
 
 
-def _bad_parameters(optimizer: Any, rounds: Rounds) -> list[Tensor]:
+def _bad_parameters(optimizer: Any, rounds: ParameterRotation) -> list[Tensor]:
     # One that never had a gradient does not train, whatever is in it.
     return [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
 

@@ -1,7 +1,7 @@
-"""Watches the gradient norm and the loss, and says when they leave what is usual for this run: before the NaN comes.
+"""Watches the gradient norm and the loss, and warns when they leave their usual range, often before the first NaN.
 
-Silence in healthy training is worth more than an early word. Heavy tails, warm-up, zero starts and changed data are
-usual somewhere, so each test asks for a factor that they do not reach, and for this run's own spread on top of it.
+Not disturbing healthy training matters more than warning early. Heavy tails, warm-up, starts at zero and new data are
+normal in some runs, so every threshold is a factor that they do not reach, plus the spread of this run.
 """
 
 from __future__ import annotations
@@ -13,55 +13,55 @@ from typing import Literal
 
 _WINDOW = 64
 _BLOCK = 16
-"""What is usual is worked out again after so many steps; the first so many are what growth is measured against."""
+"""The usual values are recomputed every 16 steps; growth is measured against the first 16."""
 _EARLY = 32
-"""So many norms are too few to know their spread."""
+"""With fewer norms than this their spread is unknown."""
 
 _SPIKE = 100.0
-"""Above the recent steps and the first ones, as for the loss below: new data can take a model back to its start."""
+"""A spike is this many times the recent norms and the first ones: new data can take a model back to its start."""
 _SPREADS = 18
-"""Times the way (in logs) from the median to the upper quartile: 12 standard deviations of a log-normal."""
+"""Times the distance (in logs) from the median to the upper quartile: 12 standard deviations of a log-normal."""
 _OUTLIER = 10.0
-"""A spike is so much above the second largest of the window too: where large batches come now and then they are usual;
-and above the norm two steps before: what rises more slowly leaves a saddle, or is growth."""
+"""A spike is also this many times the second largest norm of the window, since occasional large batches are normal,
+and this many times the norm two steps before: a slower rise is growth, or leaves a saddle point."""
 _AGAIN = 10.0
 
 _GROWTH, _LOSS_GROWTH = 100.0, 2.0
-"""Norm and loss, both: the norm alone rises without harm when a head that was zero wakes up."""
+"""Both norm and loss must grow: the norm alone rises harmlessly when a head that starts at zero begins to learn."""
 _TOGETHER_EARLY, _TOGETHER = 3e3, 1e6
-"""The product of both. A run that diverges from its first step leaves no time for more."""
+"""The least product of both factors; lower early on, since a run that diverges from the start fails in a few steps."""
 _GROWTH_ALONE = 1e6
 _HUGE = 1e15
-"""Of norm or loss: no training goes on from here, whatever is usual."""
+"""No training recovers from a norm or loss above this, whatever its usual value."""
 _OVERFLOW = 1e19
-"""A float32 norm is infinite from here on, though every gradient may be finite."""
+"""Above this a float32 norm is infinite, although every gradient may be finite."""
 
 _EXPLOSION, _RECOVERED = 1e4, 100.0
 _STEPS_UP = 3
 
 _SMALL_NORM, _SMALL_LOSS = 1.0, 0.1
-"""Less counts as this much: what is near zero leaves it by large factors all the time."""
+"""Smaller values count as this much: values near zero change by large factors all the time."""
 
 Kind = Literal["limit", "spike", "growth", "explosion"]
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One warning, with the numbers that prove it."""
+    """One warning, with the numbers behind it."""
 
     kind: Kind
     step: int
     norm: float | None
     usual: float | None
-    """The recent median of the norm; of growth that of the first steps; of an explosion that of the loss before it."""
+    """The recent median of the norm; for growth, that of the first steps; for an explosion, that of the loss."""
     factor: float | None
-    """How many times its usual value the norm is (of an explosion: the loss)."""
+    """The norm (for an explosion, the loss) divided by its usual value."""
     loss: float | None
     text: str
 
 
 class Guard:
-    """Takes in each step's gradient norm and loss; one guard for each optimizer, since two have norms of their own."""
+    """Judges the gradient norm and loss of each step. Every optimizer has its own guard, since norms differ."""
 
     def __init__(self, limit: float | None = None) -> None:
         self._limit = math.inf if limit is None else limit
@@ -73,22 +73,22 @@ class Guard:
         self._spike = math.inf
         self._bar = min(self._limit, _HUGE)
         self._loss_bar = math.inf
-        """Up to these nothing more is asked of a norm, of a loss."""
+        """A norm or loss up to these needs no closer test."""
         self._warned = 0.0
-        """The norm last warned of, until it has come down."""
+        """The norm of the last warning; 0 once it has come down."""
         self._steps_up = 0
         self._explosion: Alarm | None = None
 
     @property
     def unrecovered(self) -> Alarm | None:
-        """The explosion that the loss has not come back from."""
+        """The explosion that the loss has not recovered from."""
         return self._explosion
 
     def observe(self, step: int, norm: float | None, loss: float | None) -> Alarm | None:
-        """Takes in one step, and returns an alarm where there is something new to warn of.
+        """Judges one step and returns an alarm if there is something new to warn about.
 
-        Zeros and non-finite numbers say nothing about what is usual. An infinite norm beside a finite loss that has
-        grown is one that overflowed.
+        Zeros and non-finite numbers do not count towards the usual values. An infinite norm together with a finite,
+        grown loss means that the norm overflowed.
         """
         alarm = None
         if norm is not None:
@@ -107,11 +107,11 @@ class Guard:
                 self._losses.append(size)
         self._until_look -= 1
         if not self._until_look:
-            self._look_back()
+            self._update_usual()
         return alarm
 
-    def _look_back(self) -> None:
-        """Works out what is usual: after each of the first steps, then after each block."""
+    def _update_usual(self) -> None:
+        """Recomputes the usual values: after each of the first steps, then after each block."""
         count = len(self._norms)
         self._until_look = 1 if max(count, len(self._losses)) < _BLOCK else _BLOCK
         if count:
@@ -131,7 +131,7 @@ class Guard:
             self._loss_bar = max(self._usual_loss, self._first_loss, _SMALL_LOSS) * _EXPLOSION
 
     def _judge(self, step: int, norm: float, loss: float | None) -> Alarm | None:
-        """The norm is high: the word on it, unless it has been said."""
+        """The alarm for a high norm, if there is reason for one and it has not been raised yet."""
         if norm <= self._warned * _AGAIN:
             return None
         kind: Kind
@@ -149,14 +149,14 @@ class Guard:
         self._warned = norm
         if not usual:
             return Alarm(kind, step, norm, None, None, loss, f"Step {step}: {text}.")
-        text += f"; {'in the first steps' if kind == 'growth' else 'usually'} the norm was {usual:.3g}"
+        text += f"; it was {usual:.3g} in the first steps" if kind == "growth" else f"; it is usually {usual:.3g}"
         return Alarm(kind, step, norm, usual, norm / usual, loss, f"Step {step}: {text}.")
 
     def _is_spike(self, norm: float) -> bool:
         return self._spike < norm < math.inf and norm > self._norms[-2] * _OUTLIER
 
     def _is_growth(self, norm: float, loss: float | None) -> bool:
-        """Norm and loss have grown together since the first steps, or one of them beyond all measure."""
+        """Whether norm and loss have grown together since the first steps, or one of them enormously."""
         size = abs(loss) if loss is not None and math.isfinite(loss) else 0.0
         if size > _HUGE or _HUGE < norm < math.inf:
             return True
@@ -167,7 +167,7 @@ class Guard:
         return together or (self._first > 0.0 and times > _GROWTH_ALONE and norm < math.inf)
 
     def _judge_loss(self, step: int, norm: float | None, loss: float) -> Alarm | None:
-        """The loss is high, or was: an alarm once it has stayed so."""
+        """The alarm for a loss that stays too high; also notes when it recovers."""
         size = abs(loss)
         if self._explosion is not None:
             if 0.0 < size < self._loss_bar * _RECOVERED / _EXPLOSION:
@@ -177,6 +177,7 @@ class Guard:
         if self._steps_up < _STEPS_UP:
             return None
         usual = self._usual_loss
-        text = f"Step {step}: the loss has exploded: {loss:.3g}, for {_STEPS_UP} steps now; usually it was {usual:.3g}."
+        text = f"Step {step}: the loss has exploded to {loss:.3g} and stayed there for {_STEPS_UP} steps; "
+        text += f"it is usually {usual:.3g}."
         self._explosion = Alarm("explosion", step, norm, usual, size / usual, loss, text)
         return self._explosion

@@ -1,4 +1,4 @@
-"""The cheapest look at the gradients of a tiny model, where a step takes less than a millisecond."""
+"""The cheapest check of the gradients of a tiny model, whose step takes less than a millisecond."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ _JUMP = 4.0
 _RISE = 1.5
 
 
-class Glance:
-    """Adds the gradients up: a sum is finite only if every element is, and it jumps when they do.
+class QuickCheck:
+    """Checks only the sum of the gradients: it is finite only if every element is, and it jumps when they do.
 
-    That costs half of a norm. All the rest is done in every 64th step,
-    in the first ones, and when the sum, the loss or the learning rate is not what it was.
+    A sum costs half as much as a norm. The full check runs in the first steps, in every 64th step, and whenever the
+    sum or the loss rises or the learning rate changes.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._sum = 0.0
-        """The largest sum, by magnitude, of the steps that were looked at closely."""
+        """The largest recent sum, by magnitude, of the fully checked steps."""
         self._loss = 0.0
         self._rate: Any = None
         self.applies = False
 
-    def suffices(self, optimizer: Any, loss: float | None) -> bool:
-        """Whether everything is finite and nothing asks for a closer look."""
+    def passes(self, optimizer: Any, loss: float | None) -> bool:
+        """Whether everything is finite and this step needs no full check."""
         self._steps += 1
         if not self.applies or self._steps % _EVERY == 0 or loss is None or not abs(loss) <= _RISE * self._loss:
             return False
         for group in optimizer.param_groups:
             if group.get("lr") is not self._rate:
                 return False
-        return abs(self._total(optimizer)) <= _JUMP * self._sum  # never so of a NaN
+        return abs(self._total(optimizer)) <= _JUMP * self._sum  # False for a NaN
 
     def learn(self, optimizer: Any, gradients: list[Tensor], loss: float | None) -> None:
-        """After a closer look that found nothing: this is how it looks when all is well."""
+        """After a full check that found nothing: remembers the usual sum, loss and learning rate."""
         if not _are_few_and_small(gradients):
             self.applies = False
             return
-        # What is usual changes slowly as a model learns.
+        # The usual values change slowly as the model learns.
         self._sum = max(0.95 * self._sum, abs(self._total(optimizer)))
         self._loss = max(0.95 * self._loss, abs(loss)) if loss is not None else self._loss
         self._rate = optimizer.param_groups[0].get("lr")

@@ -1,4 +1,4 @@
-"""Whose turn it is: which step is under way, and which parameters are looked at after it."""
+"""Counts training steps, and picks the parameters to check after each."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from firstnan.tensors.finite import is_plain
 
 SMALL_MODEL = 1 << 14
 CHUNK = 1 << 18
-ROUND = 8
+ROTATION = 8
+"""Updates after which every parameter of a large model has been checked."""
 
 
-class Steps:
-    """Counts training steps: those of the optimizer whose turn it is, or backward calls where there is none."""
+class StepCounter:
+    """Counts the steps of each optimizer, or backward calls in a program without one."""
 
     def __init__(self) -> None:
         self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.follows: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        """Optimizer -> the one that was stepped after it the last time."""
         self.last: weakref.ref[Any] | None = None
         self.total = 0
         self.manual = 0
         self._alone = False
-        """The last two steps were of one and the same optimizer."""
+        """The last two steps were made by the same optimizer."""
         self._number = self._more = 0
-        """Of the last step; and how many of that optimizer are still to be written down."""
+        """The number of the last step; and how many steps of its optimizer are not in `_done` yet."""
 
     @property
     def done(self) -> weakref.WeakKeyDictionary[Any, int]:
-        """The steps of each optimizer."""
+        """The number of steps made by each optimizer."""
         last = self.last() if self.last else None
         if self._more and last is not None:
             self._done[last] = self._done.get(last, 0) + self._more
@@ -38,10 +40,10 @@ class Steps:
         return self._done
 
     def add(self, optimizer: Any) -> int:
-        """One more of this optimizer: its number."""
+        """Counts one more step of this optimizer and returns its number."""
         self.total += 1
         before = self.last() if self.last else None
-        if before is optimizer and self._alone:  # the usual case, a hundred thousand times
+        if before is optimizer and self._alone:  # the usual case, kept fast
             self._more += 1
             self._number += 1
             return self._number
@@ -54,19 +56,19 @@ class Steps:
         return step
 
     def take_back(self, optimizer: Any) -> None:
-        """The last step is undone."""
+        """Uncounts the last step."""
         self.done[optimizer] -= 1
         self.total -= 1
         self._number -= 1
         self._alone = False
 
     @property
-    def turn(self) -> int:
-        """How many updates there were so far, of whatever kind."""
+    def updates(self) -> int:
+        """The number of updates so far, by optimizers and by hand."""
         return self.total + self.manual
 
     def resume(self, total: int, manual: int, done: dict[Any, int], last: Any, follows: list[tuple[Any, Any]]) -> None:
-        """Goes on counting where another run stood: how far each optimizer was, who was last, who takes turns."""
+        """Continues from the counts of another run."""
         self.total, self.manual, self._alone = total, manual, False
         self.done.update(done)
         self.last = weakref.ref(last) if last is not None else None
@@ -76,15 +78,15 @@ class Steps:
     def of(self, optimizer: Any) -> int:
         return self.done.get(optimizer, 0)
 
-    def whose_turn(self, updated: bool) -> Any:
-        """The optimizer of the step that is under way, or, where that is `updated` already, of the last one."""
+    def current_optimizer(self, updated: bool) -> Any:
+        """The optimizer of the current step, or of the last one if the current step's update was made (`updated`)."""
         last = self.last() if self.last else None
         following = self.follows.get(last) if last is not None and not updated else None
         return (following() if following is not None else None) or last or next(iter(self.done.keys()), None)
 
     @property
     def current(self) -> int:
-        """The step that is under way: that of the optimizer which followed the last one the time before."""
+        """The number of the current step, counted for the optimizer that is expected next."""
         if self.total == 0:
             return self.manual
         last = self.last() if self.last else None
@@ -92,20 +94,18 @@ class Steps:
         optimizer = following() if following is not None else None
         if optimizer is not None:
             return self.of(optimizer)
-        if last is None:  # The program has let go of it: its count is the one to go on from.
+        if last is None:  # The program has deleted it; its count goes on.
             return self._number + 1
-        return self._turn_of_a_newcomer(self.of(last))
-
-    def _turn_of_a_newcomer(self, count: int) -> int:
-        # After the very first step another optimizer may be about to make its own first one.
+        # After the very first step, another optimizer may be about to make its own first step.
+        count = self.of(last)
         return 0 if count == 1 and any(n == 0 for n in self.done.values()) else count
 
 
-class Rounds:
-    """Which parameters to look at after an update: all of a small model, of a large one an eighth in turn.
+class ParameterRotation:
+    """Picks the parameters to check after an update: all of a small model, an eighth of a large one, in rotation.
 
-    Reading every parameter after every step costs a large model more than all the rest; what a bad one does to the
-    loss is seen at once anyway.
+    Reading every parameter after every update would cost a large model more than the rest of the gate. A bad parameter
+    that affects the loss is noticed at once anyway.
     """
 
     def __init__(self, thorough: bool) -> None:
@@ -116,7 +116,7 @@ class Rounds:
         self._next = 0
 
     def due(self, parameters: list[Tensor], everything: bool = False) -> tuple[list[Tensor], bool]:
-        """What to look at now, and whether that is everything."""
+        """The tensors to check now, and whether they are all of them."""
         self.trained.update(map(id, parameters))
         total = sum(p.numel() for p in parameters)
         if everything or self._thorough or total <= SMALL_MODEL:
@@ -128,13 +128,13 @@ class Rounds:
                 for i, p in enumerate(parameters)
                 for start in range(0, p.numel(), CHUNK)
             ]
-        count = -(-len(self._chunks) // ROUND)
-        turn = [self._chunks[(self._next + k) % len(self._chunks)] for k in range(count)]
+        count = -(-len(self._chunks) // ROTATION)
+        chosen = [self._chunks[(self._next + k) % len(self._chunks)] for k in range(count)]
         self._next = (self._next + count) % len(self._chunks)
-        return [_piece(parameters[i], start, stop) for i, start, stop in turn], False
+        return [_slice(parameters[i], start, stop) for i, start, stop in chosen], False
 
 
-def _piece(parameter: Tensor, start: int, stop: int) -> Tensor:
+def _slice(parameter: Tensor, start: int, stop: int) -> Tensor:
     if stop - start == parameter.numel() or not is_plain(parameter) or not parameter.is_contiguous():
         return parameter
     return parameter.detach().view(-1)[start:stop]

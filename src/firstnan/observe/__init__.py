@@ -1,1 +1,1 @@
-"""Every touch of torch and of Python: patches, hooks, imports, output, source files."""
+"""Everything that hooks into torch and Python: patches, hooks, imports, output, source files."""

@@ -1,4 +1,4 @@
-"""Waits for the program to import torch itself: what it sets before (thread counts, visible devices) still counts."""
+"""Runs code right after a module is imported, so torch is patched without importing it before the program does."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from types import ModuleType
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Calls `act` right after the module was imported, now if it already is; what is returned calls that off."""
+    """Calls `act` right after the module is imported, or now if it already is; returns a function that cancels this."""
     finder = _Finder(name, act)
     if name in sys.modules:
         act()
     else:
         sys.meta_path.insert(0, finder)
-    return finder.call_off
+    return finder.cancel
 
 
 class _Finder(MetaPathFinder):
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self.name, self.act = name, act
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -39,7 +39,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """The module's own loader, with something to do after it; the module keeps no trace of it."""
+    """The module's own loader, followed by `act`; the module does not refer to this wrapper afterwards."""
 
     def __init__(self, own: Loader, act: Callable[[], None]) -> None:
         self.own, self.act = own, act

@@ -1,4 +1,4 @@
-"""Which layer is running: a stack of module calls with readable paths."""
+"""Which layer is running: a stack of module calls, with readable paths."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from firstnan.tensors.names import Parts, readable_path
 
 Place = tuple[str, str, weakref.ref[Module] | None]
-"""Path below the outermost module of a call, the innermost module's type, the outermost module."""
+"""The innermost module's path below the outermost module of the call, its type, and the outermost module."""
 
 
 class ModuleStack:
-    """Follows module calls by global hooks, each thread for itself; all hooks go at `detach`."""
+    """Follows module calls with global hooks, separately in each thread; `detach` removes the hooks."""
 
     def __init__(self, training: Callable[[], None] = lambda: None) -> None:
         self.batch_size: int | None = None
-        """The first dimension of what the last outermost call was given."""
+        """The first dimension of the input of the last outermost call."""
         self._training = training
         self._local = threading.local()
         self._paths: dict[int, tuple[Module, dict[int, list[str]]]] = {}
@@ -42,7 +42,8 @@ class ModuleStack:
         self._local = threading.local()
         self._paths.clear()
 
-    def here(self) -> Place:
+    def current(self) -> Place:
+        """The module that is running in this thread."""
         stack = getattr(self._local, "stack", None)
         return stack[-1][1:] if stack else ("", "", None)
 
@@ -68,7 +69,7 @@ class ModuleStack:
         if known is None or known[0] is not root:
             known = self._paths[id(root)] = (root, _names(root))
         if id(module) not in known[1]:
-            # Added since, or registered nowhere; it is not looked for again.
+            # Added since, or registered nowhere; it is not searched for again.
             known[1].update({id(module): []} | _names(root))
         paths = known[1][id(module)]
         if not paths:
@@ -78,7 +79,7 @@ class ModuleStack:
 
 
 def _names(root: Module) -> dict[int, list[str]]:
-    """Every module below this one by identity, with all the names that lead to it."""
+    """Id of each module inside this one -> all paths that lead to it."""
     names: dict[int, list[str]] = {}
     for name, child in root.named_modules(remove_duplicate=False):
         names.setdefault(id(child), []).append(readable_path(name))
@@ -86,7 +87,7 @@ def _names(root: Module) -> dict[int, list[str]]:
 
 
 def whole_path(place: Place, parts: Parts) -> str:
-    """The path from the model on, where what was called was a part of it: `model.log_prob(x)` calls its layers only."""
+    """The path from the model down, even if only a part of it was called, as `model.log_prob(x)` calls its layers."""
     path, _, outermost = place
     module = outermost() if outermost is not None else None
     known, above = parts.get(id(module), (None, ""))

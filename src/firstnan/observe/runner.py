@@ -1,7 +1,7 @@
-"""Runs a program exactly as `python train.py` or `python -m pkg.train` would, with a watcher at its side.
+"""Runs a program exactly as `python train.py` or `python -m pkg.train` would, and calls a watcher before and after.
 
-What python does around a program is spread over its C sources (Modules/main.c, Python/pythonrun.c and
-Python/pylifecycle.c of CPython 3.11 to 3.13); the functions below follow them and name the function they follow.
+What python does before and after a program is spread over its C sources (Modules/main.c, Python/pythonrun.c and
+Python/pylifecycle.c of CPython 3.11 to 3.13). Each function below names the C function that it follows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn, Protocol, TextIO
 
 INTERRUPTED = -int(signal.SIGINT)
-"""What `run` returns for a program that a KeyboardInterrupt ended: python dies by the signal, without an exit code."""
+"""What `run` returns for a program ended by KeyboardInterrupt: python then dies by the signal, without an exit code."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What to run: a script, a directory or a zip file with a `__main__.py`, or (`module`) a module's name."""
+    """What to run: a script, a directory or zip file with a `__main__.py`, or (`module`) a module by name."""
 
     target: str
     args: tuple[str, ...]
@@ -30,29 +30,29 @@ class Program:
 
 
 class Watcher(Protocol):
-    """What stands beside the program; its errors never reach the program."""
+    """Called before and after the program; its errors never reach the program."""
 
     def begin(self) -> None:
-        """Runs right before the program's first line, when `sys.argv`, `sys.path` and `__main__` are the program's."""
+        """Runs right before the program's first line, with `sys.argv`, `sys.path` and `__main__` already set for it."""
 
     def failed(self, error: BaseException) -> None:
-        """Runs when the program ended by `error` (SystemExit and KeyboardInterrupt too), before it is printed."""
+        """Runs when the program has ended with `error` (or SystemExit, KeyboardInterrupt), before that is printed."""
 
     def end(self) -> int | None:
-        """Runs after the program's threads and exit handlers; a number replaces the exit code.
+        """Runs after the program's threads and exit handlers; a returned number replaces the exit code.
 
-        Thread pools can no longer be used here, nor can workers that `multiprocessing` cleans up.
+        Thread pools can no longer be used here, nor workers that `multiprocessing` cleans up.
         """
 
 
 class ProgramError(Exception):
-    """The program cannot be started; the text is one line."""
+    """The program cannot be started; the message is one line."""
 
     code = 2
 
 
 def run(program: Program, watcher: Watcher) -> int:
-    """Runs `program` to its end, prints what python would print, and returns the exit code; see also `leave`."""
+    """Runs `program` to its end, prints what python would print, and returns the exit code for `exit_process`."""
     process = os.getpid()
     launch = _prepare(program)
     _guarded(watcher.begin)
@@ -60,12 +60,12 @@ def run(program: Program, watcher: Watcher) -> int:
     if error is not None:
         error.__traceback__ = _without_our_frames(error.__traceback__)
         _raise_if_never_started(program, error)
-    # A child made by a bare os.fork() comes by here too: it ends as it likes, the report is its parent's.
+    # A child of a bare os.fork() gets here too: it ends without a report, which is the parent's job.
     watched = os.getpid() == process
     if error is not None and watched:
         _guarded(watcher.failed, error)
     code = 0 if error is None else _report_error(error)
-    del error  # python has let go of it too by the time threads and exit handlers run
+    del error  # python has released it too by the time threads and exit handlers run
     _wait_for_threads()
     atexit._run_exitfuncs()
     _flush(sys.stdout)
@@ -75,11 +75,11 @@ def run(program: Program, watcher: Watcher) -> int:
     return code
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process with what `run` returned; called from the main thread, outside any `try`."""
+def exit_process(code: int) -> NoReturn:
+    """Ends the process with what `run` returned; call it from the main thread, outside any `try`."""
     if code == INTERRUPTED:
-        # Python itself ends by SIGINT after an uncaught KeyboardInterrupt, but only once everything is torn down and
-        # open files are flushed. So it gets one, and nothing to print: that was done already.
+        # After an uncaught KeyboardInterrupt python ends by SIGINT, once everything is torn down and open files are
+        # flushed. So we raise one; its traceback was printed already.
         sys.excepthook = lambda *_: None
         raise KeyboardInterrupt
     sys.exit(code)
@@ -90,7 +90,7 @@ def leave(code: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Launch:
-    """A program made ready: `source` for a script file, otherwise runpy finds `name`."""
+    """A program ready to run: from `source` for a script file, otherwise runpy finds `name`."""
 
     main: ModuleType
     name: str
@@ -99,32 +99,32 @@ class _Launch:
 
 
 def _prepare(program: Program) -> _Launch:
-    """Makes `sys.argv`, `sys.path` and `__main__` the program's, or raises ProgramError with nothing changed."""
+    """Sets `sys.argv`, `sys.path` and `__main__` for the program, or raises ProgramError with nothing changed."""
     if program.module:
         launch = _Launch(_new_main(), program.target, is_module=True)
-        # "-m" stays in place while runpy imports the parent packages, then becomes the module's path.
-        _become("-m", program.args, launch.main, _directory_of_module(), always=False)
+        # argv[0] is "-m" while runpy imports the parent packages, then it becomes the module's path.
+        _set_up("-m", program.args, launch.main, _directory_of_module(), always=False)
         return launch
     path = _absolute(program.target)
     if _is_importable(path):
         launch = _Launch(_new_main(), "__main__")
-        _become(program.target, program.args, launch.main, path, always=True)
+        _set_up(program.target, program.args, launch.main, path, always=True)
         return launch
     try:
-        with io.open_code(path) as file:  # as `import` opens it, so that both see the same text
+        with io.open_code(path) as file:  # as `import` opens it, so both see the same text
             source = file.read()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = f"[Errno {error.errno}] {error.strerror}" if isinstance(error, OSError) else str(error)
         raise ProgramError(f"can't open file {program.target!r}: {reason}") from None
     launch = _Launch(_new_main(path), path, source)
-    _become(program.target, program.args, launch.main, _directory_of_script(program.target), always=False)
+    _set_up(program.target, program.args, launch.main, _directory_of_script(program.target), always=False)
     return launch
 
 
-def _become(argv0: str, args: tuple[str, ...], main: ModuleType, path0: str | None, *, always: bool) -> None:
-    """Puts the program's `sys.argv`, `__main__` and first entry of `sys.path` in place (pymain_run_python).
+def _set_up(argv0: str, args: tuple[str, ...], main: ModuleType, path0: str | None, *, always: bool) -> None:
+    """Sets `sys.argv`, `__main__` and the first entry of `sys.path` for the program (pymain_run_python).
 
-    `always`: python adds a directory or zip file that it runs even in safe mode (-P, -I, PYTHONSAFEPATH).
+    `always`: a directory or zip file that is run is added even in safe mode (-P, -I, PYTHONSAFEPATH).
     """
     sys.argv = [argv0, *args]
     sys.modules["__main__"] = main
@@ -135,10 +135,10 @@ def _become(argv0: str, args: tuple[str, ...], main: ModuleType, path0: str | No
 
 
 def _new_main(path: str | None = None) -> ModuleType:
-    """A `__main__` as the interpreter makes it (add_main_module, and pymain_run_file where there is a `path`)."""
+    """A `__main__` as the interpreter makes it (add_main_module, and pymain_run_file if there is a `path`)."""
     main = ModuleType("__main__")
     names = vars(main)
-    model = vars(sys.modules["__main__"])  # which of these names exist depends on the version of python
+    model = vars(sys.modules["__main__"])  # which of these names exist depends on the python version
     if "__annotations__" in model:
         names["__annotations__"] = {}
     names["__builtins__"] = sys.modules["builtins"]
@@ -153,7 +153,7 @@ def _new_main(path: str | None = None) -> ModuleType:
 
 
 def _absolute(target: str) -> str:
-    """`target` behind the working directory and otherwise as typed (config_run_filename_abspath)."""
+    """`target` joined to the working directory, otherwise as typed (config_run_filename_abspath)."""
     try:
         return os.path.join(os.getcwd(), target)
     except OSError:  # the working directory was deleted
@@ -161,7 +161,7 @@ def _absolute(target: str) -> str:
 
 
 def _directory_of_script(target: str) -> str:
-    """Where the script really is, behind any links (_PyPathConfig_ComputeSysPath0)."""
+    """The folder of the script, with links resolved (_PyPathConfig_ComputeSysPath0)."""
     try:
         return os.path.dirname(os.path.realpath(target))
     except OSError:
@@ -176,7 +176,7 @@ def _directory_of_module() -> str | None:
 
 
 def _is_importable(path: str) -> bool:
-    """Whether `path` is a directory or a zip file, so that it is its `__main__` that runs (pymain_get_importer)."""
+    """Whether `path` is a directory or zip file, whose `__main__` is run (pymain_get_importer)."""
     for hook in sys.path_hooks:
         try:
             hook(path)
@@ -192,10 +192,10 @@ def _is_importable(path: str) -> bool:
 def _execute(launch: _Launch) -> BaseException | None:
     """Runs the program's code and returns the exception that ended it."""
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(limit + _depth())  # so that recursion goes exactly as deep as without us
+    sys.setrecursionlimit(limit + _depth())  # so recursion goes exactly as deep as without us
     try:
         if launch.source is None:
-            import runpy  # python's own -m is this module; its frames are part of python's own tracebacks
+            import runpy  # python's own -m uses it too; its frames are part of python's tracebacks
 
             runpy._run_module_as_main(launch.name, launch.is_module)  # type: ignore[attr-defined] # private, stable
         else:
@@ -206,13 +206,13 @@ def _execute(launch: _Launch) -> BaseException | None:
 
 
 def _depth() -> int:
-    """How many levels of recursion are in use below the program's first frame."""
+    """The number of frames below the program's first frame."""
     depth = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         depth += 1
         frame = frame.f_back
-    return depth + (sys.version_info < (3, 12))  # until then `exec` itself counted as well
+    return depth + (sys.version_info < (3, 12))  # before 3.12 `exec` itself counted as well
 
 
 def _compiled(source: bytes, path: str) -> CodeType:
@@ -220,7 +220,7 @@ def _compiled(source: bytes, path: str) -> CodeType:
         code = SourcelessFileLoader("__main__", path).get_code("__main__")
         assert code is not None
         return code
-    # From bytes, so that python finds the encoding (a cookie, a byte order mark) by itself.
+    # From bytes, so python detects the encoding (a cookie, a byte order mark) by itself.
     return compile(source, path, "exec", dont_inherit=True)
 
 
@@ -231,7 +231,7 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
 
 
 def _raise_if_never_started(program: Program, error: BaseException) -> None:
-    """Raises ProgramError where runpy found nothing to run; it says so by SystemExit from its own `_Error`."""
+    """Raises ProgramError if runpy found nothing to run; it then raises SystemExit from its own `_Error`."""
     reason = error.__context__
     if isinstance(error, SystemExit) and type(reason).__module__ == "runpy" and type(reason).__name__ == "_Error":
         text = str(reason) if program.module else f"can't find '__main__' module in {program.target!r}"
@@ -276,12 +276,12 @@ def _call_hook(hook: Any, error: BaseException) -> BaseException | None:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """The code that `sys.exit` asked for; a text is printed and counts as 1 (_Py_HandleSystemExit)."""
+    """The code passed to `sys.exit`; anything that is not a number is printed and gives 1 (_Py_HandleSystemExit)."""
     code: object = error.code
     if code is None:
         return 0
     if isinstance(code, int):
-        # C's int, of which the system keeps the last eight bits; a number too large for C becomes -1.
+        # A C int, of which the system keeps the last eight bits; a number too large for C becomes -1.
         number = int(code) if -sys.maxsize - 1 <= code <= sys.maxsize else -1
         return number & (0xFF if os.name == "posix" else 0xFFFFFFFF)
     try:
@@ -298,20 +298,20 @@ def _display(error: BaseException) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Joins the program's threads and shuts its thread pools down (wait_for_thread_shutdown)."""
+    """Joins the program's threads and shuts down its thread pools (wait_for_thread_shutdown)."""
     threading = sys.modules.get("threading")
     if threading is None:
         return
     try:
         threading._shutdown()
-    except BaseException as error:  # Ctrl-C while waiting: python says so and goes on
+    except BaseException as error:  # Ctrl-C while waiting: python prints it and goes on
         error.__traceback__ = _without_our_frames(error.__traceback__)
         _write_error(f"Exception ignored in: {threading!r}\n")
         _display(error)
 
 
 def _flush(stream: TextIO | None) -> None:
-    """Flushes, so that a report comes after all that the program wrote; python itself complains later if it fails."""
+    """Flushes, so a report comes after everything the program wrote; if it fails, python itself reports that later."""
     try:
         if stream is not None:
             stream.flush()
@@ -320,7 +320,7 @@ def _flush(stream: TextIO | None) -> None:
 
 
 def _write_error(text: str) -> None:
-    """Writes to stderr, whatever became of it."""
+    """Writes to stderr, ignoring errors: the program may have closed or replaced it."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -329,7 +329,7 @@ def _write_error(text: str) -> None:
 
 
 def _guarded(method: Any, *args: Any) -> Any:
-    """Calls a method of the watcher; an error in it becomes one line on stderr."""
+    """Calls a method of the watcher; an error in it is printed as one line on stderr."""
     try:
         return method(*args)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""(code, lasti) -> file, line, columns, expression; and which frame is the user's own."""
+"""From a code object and instruction to file, line, columns and expression; and which frames are the user's code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 from firstnan.records import Site
 
 Spot = tuple[CodeType, int]
-_HERE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LIBRARY = tuple(
     {os.path.realpath(p) + os.sep for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")) if p}
@@ -22,13 +22,13 @@ _LIBRARY = tuple(
 )
 _MAX_SOURCE_LINES = 8
 _ON_OUR_OWN = "_run_on_our_own"
-"""A function of ours that calls the user's model: who happens to call us then is no place where a value is made."""
-# What stands between an operator and a dispatch mode, in every stack.
-_PLUMBING = (f"torch{os.sep}_dynamo{os.sep}", f"torch{os.sep}_compile.py")
+"""The function of ours that calls the user's model by itself; its callers are not where a value is made."""
+# Frames between an operator and a dispatch mode, in every stack.
+_INTERNAL = (f"torch{os.sep}_dynamo{os.sep}", f"torch{os.sep}_compile.py")
 
 
 def directories(frame: FrameType) -> list[str]:
-    """Where the user's code lies: the main program, and the file of this frame."""
+    """The folders of the user's code: those of the main program and of this frame's file."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = (_folder(name) for name in (main, frame.f_code.co_filename) if name)
     return [folder for folder in folders if folder is not None]
@@ -36,13 +36,13 @@ def directories(frame: FrameType) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _folder(name: str) -> str | None:
-    """Where an existing file really lies."""
+    """The folder of an existing file, with links resolved."""
     return os.path.dirname(os.path.realpath(name)) if os.path.exists(name) else None
 
 
 class Ownership:
-    """Knows which code is the user's: everything outside the standard library and installed packages,
-    and the program itself wherever it lies."""
+    """Decides which code is the user's: everything outside the standard library and installed packages,
+    and the program itself wherever it is."""
 
     def __init__(self, program_dirs: tuple[str, ...] = ()) -> None:
         self._dirs, self._known = _decided(program_dirs)
@@ -56,21 +56,21 @@ class Ownership:
 
     def _decide(self, name: str) -> bool:
         if name.startswith("<"):
-            # Cells of a notebook and standard input are the user's; "<string>" is generated code.
+            # Notebook cells and standard input are the user's; "<string>" is generated code.
             return name.startswith(("<ipython", "<stdin"))
         path = os.path.realpath(name)
         if os.path.dirname(path) + os.sep in self._dirs:
             return True
-        # The folder nearest to the file decides: a program may lie inside site-packages, and a virtual
-        # environment, an interpreter or this package inside the folder of the program.
+        # The folder nearest to the file decides: a program may be inside site-packages, and a virtual environment, an
+        # interpreter or this package inside the program's folder.
         user = max((len(d) for d in self._dirs if path.startswith(d)), default=0)
-        library = max((len(d) for d in (_HERE, *_LIBRARY) if path.startswith(d)), default=0)
+        library = max((len(d) for d in (_PACKAGE, *_LIBRARY) if path.startswith(d)), default=0)
         installed = max(path.rfind(mark) + len(mark) if mark in path else 0 for mark in _INSTALLED)
         return user > max(library, installed) if user else not (library or installed)
 
     def spots(self, frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool]:
-        """The nearest user frame, the innermost frame where that is a library's, and whether the
-        autograd engine was passed on the way (then the user frame is only the one that called backward)."""
+        """The nearest user frame; the innermost frame, if that is a library's; and whether the autograd engine is
+        between them (then the user frame is only the one that called backward)."""
         inner: Spot | None = None
         engine = False
         known = self._known
@@ -83,7 +83,7 @@ class Ownership:
                 engine = True
             elif code.co_name == _ON_OUR_OWN:
                 return None, inner, engine
-            elif inner is None and not _is_plumbing(code.co_filename):
+            elif inner is None and not _is_internal(code.co_filename):
                 inner = (code, frame.f_lasti)
             frame = frame.f_back
         return None, inner, engine
@@ -91,22 +91,22 @@ class Ownership:
 
 @lru_cache(maxsize=64)
 def _decided(program_dirs: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, bool]]:
-    """Where these folders really are; file -> whether it is the user's, for everyone who asks about such a program."""
+    """These folders with links resolved, and the shared cache for them: file name -> whether it is the user's."""
     return tuple(os.path.realpath(d).rstrip(os.sep) + os.sep for d in program_dirs if d), {}
 
 
 @lru_cache(maxsize=1024)
-def _is_plumbing(name: str) -> bool:
-    return os.path.realpath(name).startswith(_HERE) or any(mark in name for mark in _PLUMBING)
+def _is_internal(name: str) -> bool:
+    return os.path.realpath(name).startswith(_PACKAGE) or any(mark in name for mark in _INTERNAL)
 
 
 def resolve(spot: Spot) -> Site:
-    """The place in source of one instruction, with the expression it belongs to."""
+    """The source position of one instruction, with the expression it belongs to."""
     code, lasti = spot
     return _resolve(code.co_filename, code, lasti)
 
 
-# The name is part of the key: to Python, equal code from two files is equal.
+# The name is part of the key: Python treats equal code objects from two files as equal.
 @lru_cache(maxsize=4096)
 def _resolve(name: str, code: CodeType, lasti: int) -> Site:
     line, end_line, column, end_column = _positions(code, lasti)
@@ -115,14 +115,14 @@ def _resolve(name: str, code: CodeType, lasti: int) -> Site:
         return Site(name, code.co_firstlineno, function=code.co_name)
     first, last = _statement(name, line, end_line or line)
     if end_line is not None and end_line > last:
-        # A `for` that asks for its next item is marked with its whole body: its head is meant.
+        # The instruction that fetches a `for` loop's next item spans the whole loop; only its first line is meant.
         head = lines[last - 1].rstrip() if last <= len(lines) else ""
         end_line, end_column = last, len(head.encode())
     source = tuple(text.rstrip("\n") for text in lines[first - 1 : last])[:_MAX_SOURCE_LINES]
     if not lines or column is None or end_column is None or end_line is None or end_line > len(lines):
         text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
         return Site(name, line, function=code.co_name, code=text, source=source, source_line=first)
-    # The compiler counts columns in UTF-8 bytes.
+    # The compiler counts columns in UTF-8 bytes, not characters.
     column = len(lines[line - 1].encode()[:column].decode(errors="replace"))
     end_column = len(lines[end_line - 1].encode()[:end_column].decode(errors="replace"))
     if line == end_line:
@@ -151,7 +151,7 @@ def _tree(name: str) -> ast.Module | None:
 
 @lru_cache(maxsize=4096)
 def _statement(name: str, line: int, end_line: int) -> tuple[int, int]:
-    """First and last line of the smallest statement around these lines, without the body of a compound one."""
+    """First and last line of the smallest statement around these lines, without the body of a compound statement."""
     tree = _tree(name)
     first, last = line, end_line
     depth = 0
@@ -165,7 +165,7 @@ def _statement(name: str, line: int, end_line: int) -> tuple[int, int]:
 
 
 def whole_statement(site: Site) -> Site:
-    """The statement around a place, where no single expression in it is meant."""
+    """The site of the whole statement, for when no single expression in it is meant."""
     if not site.source or site.source_line is None:
         return site
     first, last = site.source[0], site.source[-1]

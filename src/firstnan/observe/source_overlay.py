@@ -1,4 +1,4 @@
-"""Other text in place of source files, for this process and those it starts: on disk nothing changes."""
+"""Replaces the content of source files for this process and those it starts; nothing on disk changes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from firstnan.observe.imports import when_imported
 
 
-def put_in_place(contents: dict[str, bytes]) -> None:
-    """From now on whoever runs or imports one of these files (by its real path) runs this content of it.
+def overlay_sources(contents: dict[str, bytes]) -> None:
+    """From now on, running or importing one of these files (by its real path) uses this content instead.
 
-    Scripts, modules and `-m` all open their source by `io.open_code`; a compiled one is neither used nor written
-    where the loader cannot tell the age of the file. There is no way back: the process is there for this only.
+    Scripts, modules and `-m` all open their source with `io.open_code`. Without a modification time the loader neither
+    uses nor writes a compiled file. This cannot be undone: the process exists only for this.
     """
     original: Callable[[str], Any] = io.open_code
     path_stats = SourceFileLoader.path_stats
@@ -28,7 +28,7 @@ def put_in_place(contents: dict[str, bytes]) -> None:
         content = contents.get(os.path.realpath(path))
         if content is None:
             return original(path)
-        # Tracebacks and `inspect` show this text too: without a time of change the entry is never looked up again.
+        # Tracebacks and `inspect` show this text too: linecache never re-reads an entry without a modification time.
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         lines = io.TextIOWrapper(io.BytesIO(content), encoding).readlines()
         linecache.cache[os.fspath(path)] = (len(content), None, lines, os.fspath(path))
@@ -36,7 +36,7 @@ def put_in_place(contents: dict[str, bytes]) -> None:
 
     def stats(loader: SourceFileLoader, path: Any) -> Any:
         if os.path.realpath(path) in contents:
-            raise OSError("its age means nothing now")
+            raise OSError("the source is overlaid: it has no modification time")
         return path_stats(loader, path)
 
     io.open_code = _io.open_code = open_code
@@ -44,14 +44,14 @@ def put_in_place(contents: dict[str, bytes]) -> None:
     when_imported("multiprocessing.spawn", lambda: _follow_spawned(contents))
 
 
-class _InPlace:
-    """Travels with what a spawned process is told first, and does there what was done here."""
+class _Overlay:
+    """Sent to a spawned process with its first data; unpickling it there installs the same overlay."""
 
     def __init__(self, contents: dict[str, bytes]) -> None:
         self.contents = contents
 
     def __reduce__(self) -> Any:
-        return put_in_place, (self.contents,)
+        return overlay_sources, (self.contents,)
 
 
 def _follow_spawned(contents: dict[str, bytes]) -> None:
@@ -59,6 +59,6 @@ def _follow_spawned(contents: dict[str, bytes]) -> None:
     original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        return {**original(name), "firstnan": _InPlace(contents)}
+        return {**original(name), "firstnan": _Overlay(contents)}
 
     spawn.get_preparation_data = get_preparation_data  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""One tensor or many: finite or not, statistics, versions, names, randomness, snapshots."""
+"""Functions on tensors: finiteness, statistics, versions, names, random state, snapshots."""

@@ -1,4 +1,4 @@
-"""Batches as a loader hands them out: copies, versions, sizes, and the state they were handed out in."""
+"""Batches as a loader hands them out: copies, tensor versions, sizes, and the state at that moment."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from firstnan.tensors.randomness import RandomState
 
 @dataclass(slots=True, eq=False)
 class Handout:
-    """One batch as it was handed to the program."""
+    """One batch as it was handed to the program, with the state needed to repeat it."""
 
     batch: Any
     index: int
     updates: int
-    """How many optimizer steps were done by then."""
+    """The number of optimizer steps made before it was handed out."""
     random: RandomState
     buffers: list[tuple[Slot, Tensor, Tensor]]
     versions: list[int]
-    """Of the batch's tensors, where the very tensors are kept that the program has."""
+    """Versions of the batch's tensors; empty if a copy is kept instead of the program's own tensors."""
     indices: Any = None
     pristine: Any = None
-    """A copy that no loop has seen, made before the first replay."""
+    """A copy that no loop body has touched, made before the first replay."""
 
 
 class NamelessSource:
-    """Stands for what hands out batches where that cannot be referred to weakly, or is a function."""
+    """A stand-in for a source of batches that is a function or does not support weak references."""
 
 
-def put_back(buffers: list[tuple[Slot, Tensor, Tensor]]) -> None:
-    """Brings copies of buffers back to where they were taken."""
+def restore_buffers(buffers: list[tuple[Slot, Tensor, Tensor]]) -> None:
+    """Restores buffers from copies, in the modules they were copied from."""
     with torch.no_grad():
         for slot, old, value in buffers:
-            slot.put(old, value)
+            slot.restore(old, value)
 
 
-def versions(batch: Any) -> list[int]:
-    """How often each tensor of a batch was written."""
-    if type(batch) is tuple or type(batch) is list:  # of tensors alone, the usual case, is four times as quick
+def tensor_versions(batch: Any) -> list[int]:
+    """The version of each tensor in a batch: how often it was written in place."""
+    if type(batch) is tuple or type(batch) is list:  # only tensors: the usual case, and four times as fast
         found = []
         for t in batch:
             if type(t) is not Tensor:
@@ -60,47 +60,47 @@ def _version(t: Tensor) -> int:
 
 
 def was_written(handout: Handout) -> bool:
-    return bool(handout.versions) and versions(handout.batch) != handout.versions
+    return bool(handout.versions) and tensor_versions(handout.batch) != handout.versions
 
 
-def copied(batch: Any) -> Any:
-    """The batch with every tensor cloned, containers kept."""
-    if isinstance(batch, torch.nn.Parameter):  # no data: its gradient is wanted where it is
+def copy_batch(batch: Any) -> Any:
+    """The batch in containers of the same types, with every tensor cloned."""
+    if isinstance(batch, torch.nn.Parameter):  # not data: its gradient must arrive at the original
         return batch
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if type(batch) in (list, tuple):
-        return type(batch)(copied(b) for b in batch)
+        return type(batch)(copy_batch(b) for b in batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(copied(b) for b in batch))
+        return type(batch)(*(copy_batch(b) for b in batch))
     if isinstance(batch, dict):
         try:
             clone: Callable[..., Any] = type(batch)
-            return clone({k: copied(v) for k, v in batch.items()})
+            return clone({k: copy_batch(v) for k, v in batch.items()})
         except TypeError:
             return batch
     return batch
 
 
 def batch_size(batch: Any) -> int | None:
-    """The common first dimension of the tensors in a batch."""
+    """The most frequent first dimension of the tensors in a batch."""
     sizes = [t.shape[0] for _, t in tensors_in(batch) if t.dim()]
     return max(set(sizes), key=sizes.count) if sizes else None
 
 
-def samples_in(batch: Any, indices: Any) -> int | None:
-    """How many samples a batch has: as many as the sampler chose, unless each of its rows is one all the same."""
-    if not isinstance(indices, list | tuple) or not indices or None in indices:  # None is all that a stream tells
+def sample_count(batch: Any, indices: Any) -> int | None:
+    """The number of samples in a batch: as many as the sampler chose, unless each row is a sample of its own."""
+    if not isinstance(indices, list | tuple) or not indices or None in indices:  # an iterable dataset gives None
         return batch_size(batch)
     if isinstance(batch, list | tuple) and len(batch) == len(indices):
-        return len(indices)  # never put together
+        return len(indices)  # not collated
     rows = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}
     return rows.pop() if len(rows) == 1 and rows_are_samples(min(rows), len(indices)) else len(indices)
 
 
 def rows_are_samples(rows: int, chosen: int) -> bool:
-    """Whether the rows of a batch may be its samples: several views of each that was chosen, or some were left out.
+    """Whether the rows of a batch can be its samples: several views of each chosen one, or fewer rows than chosen.
 
-    Otherwise they are the nodes of graphs, the tokens of texts, as many as each sample happens to have.
+    Otherwise rows are something else, such as graph nodes or tokens, and their number varies from sample to sample.
     """
     return rows % chosen == 0 or rows < chosen

@@ -1,4 +1,4 @@
-"""Tensor -> finite or not, tensor -> TensorStat, at memory speed; the only room that reads tensor values."""
+"""Whether tensors are finite, and their statistics, at memory speed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from firstnan.records import TensorStat
 
-# Containers that answer `items()` by reading a table or a file.
+# Packages whose containers read a table or a file when asked for `items()`.
 _TABLES = {"pandas", "polars", "pyarrow", "xarray", "h5py", "zarr", "dask", "shelve", "lmdb"}
 _USUAL = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8", "float4")))
 
 _SHORT = 1 << 13
 
-# Inside vmap and the like a tensor has no values of its own that could be asked for.
+# Inside vmap and similar transforms a tensor has no values that could be read.
 _in_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def readable(t: Any) -> Tensor | None:
-    """The plain floating tensor whose values stand for `t`, or None where there is none to read.
+    """A plain floating-point tensor with the values of `t`, or None if there are none to read.
 
-    Sharded tensors give their local part, sparse ones their values, complex ones their real view.
+    That is the local part of a sharded tensor, the values of a sparse one, the real view of a complex one.
     """
     kind = type(t)
     if (kind is Tensor or kind is torch.nn.Parameter) and t.dtype in _USUAL and t.layout is torch.strided:
@@ -36,7 +36,7 @@ def readable(t: Any) -> Tensor | None:
         return None
     if kind is Tensor or kind is torch.nn.Parameter:
         return _plain(t)
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass may have its own idea of every operator
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may redefine any operator
         local = getattr(t, "_local_tensor", None)
         if isinstance(local, Tensor):
             return readable(local)
@@ -66,25 +66,25 @@ def _plain(t: Tensor) -> Tensor | None:
 
 
 def is_plain(t: Tensor) -> bool:
-    """An ordinary float32 tensor in main memory, which the quickest functions take as it is."""
+    """Whether `t` is a dense float32 tensor on the CPU, which the fastest functions accept as it is."""
     kind = type(t)
     return (kind is Tensor or kind is torch.nn.Parameter) and t.dtype is torch.float32 and t.is_cpu and not t.is_sparse
 
 
 def reads_are_free(t: Tensor) -> bool:
-    """Whether looking at a value does not wait for a device."""
+    """Whether reading a value does not wait for a device."""
     return t.is_cpu
 
 
 def read_all(values: list[Tensor]) -> list[float]:
-    """Many single values in one read: on a device, the one synchronisation of a step."""
+    """Reads many scalars at once: on a device, the only synchronisation of a step."""
     home = values[-1].device
     numbers: list[float] = torch.stack([v.to(home, torch.float32) for v in values]).tolist()
     return numbers
 
 
 def extremes(t: Tensor) -> tuple[float, float] | None:
-    """Least and greatest value of a readable tensor; a NaN anywhere makes both NaN; None if it is empty."""
+    """Minimum and maximum of a readable tensor, None if it is empty; a NaN anywhere makes both NaN."""
     if t.numel() == 0:
         return None
     if t.numel() == 1:
@@ -95,7 +95,7 @@ def extremes(t: Tensor) -> tuple[float, float] | None:
 
 
 def surely_finite(t: Tensor) -> bool:
-    """A quick yes: the sum of squares is finite. A no means nothing, since it overflows on large numbers."""
+    """Whether the sum of squares is finite. True is certain; False is not, since large finite numbers overflow it."""
     kind = type(t)
     if (kind is not Tensor and kind is not torch.nn.Parameter) or t.dtype is not torch.float32:
         return False
@@ -106,7 +106,7 @@ def surely_finite(t: Tensor) -> bool:
 
 
 def is_finite(t: Any) -> bool:
-    """Whether every element is finite; what cannot be read counts as finite."""
+    """Whether every element is finite; a tensor that cannot be read counts as finite."""
     plain = readable(t)
     if plain is None:
         return True
@@ -119,7 +119,7 @@ def dtype_name(t: Tensor) -> str:
 
 
 def stat(name: str, t: Tensor) -> TensorStat:
-    """The full statistics of one tensor (several passes over it: not for the hot path)."""
+    """The full statistics of one tensor (several passes over it: not for code that runs every step)."""
     with torch._C.DisableTorchFunctionSubclass():
         return _stat(name, t)
 
@@ -141,7 +141,7 @@ def _stat(name: str, t: Tensor) -> TensorStat:
         bad = ~torch.isfinite(plain)
         values = plain[~bad]
         if t.dtype.is_complex:
-            # The last dimension holds the two parts; an element with a NaN part is a NaN.
+            # The last dimension holds the real and imaginary parts; an element with a NaN part is a NaN.
             kinds, bad = [k.any(-1) for k in kinds], bad.any(-1)
             kinds[1] &= ~kinds[0]
             kinds[2] &= ~(kinds[0] | kinds[1])
@@ -166,7 +166,7 @@ def _stat(name: str, t: Tensor) -> TensorStat:
 
 
 def _first_index(t: Tensor, bad: Tensor) -> tuple[int, ...] | None:
-    """Where in `t` the first marked element is; None for layouts whose values stand in another order."""
+    """The index in `t` of the first marked element; None for layouts that store values in another order."""
     at = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(bad.shape))
     if t.layout is torch.sparse_coo:
         return (*t.detach()._indices()[:, at[0]].tolist(), *at[1:])
@@ -200,7 +200,7 @@ def unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """The 2-norms of many readable tensors, on the device of the first, in as few kernels as possible."""
+    """The 2-norms of many readable tensors, on the device of the first one, in as few kernels as possible."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for t in tensors:
         groups.setdefault((t.device, t.dtype), []).append(t)
@@ -217,9 +217,9 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def plain_norm(tensors: list[Tensor]) -> float | None:
-    """The 2-norm of all these tensors if they are as `is_plain` says, quickly.
+    """The 2-norm of all these tensors together; None unless all of them are plain (`is_plain`).
 
-    Those of one dimension, of which a model has dozens, are taken together.
+    Small vectors, of which a model has dozens, are concatenated first.
     """
     vectors: list[Tensor] = []
     squares = 0.0
@@ -239,7 +239,7 @@ def plain_norm(tensors: list[Tensor]) -> float | None:
 
 
 def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor inside tuples, lists, dicts, dataclasses and objects like them, with its readable place."""
+    """Every tensor inside tuples, lists, dicts, dataclasses and similar objects, with its path as text."""
     if isinstance(value, Tensor):
         yield path, value
     elif depth <= 0 or value is None or isinstance(value, str | bytes | int | float) or _package(value) in _TABLES:
@@ -255,7 +255,7 @@ def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str
         for f in fields(value):
             yield from tensors_in(getattr(value, f.name, None), f"{path}.{f.name}", depth - 1)
     elif _package(value) not in ("builtins", "torch", "numpy") and hasattr(value, "__dict__"):
-        # Graph-style batches (PyG's Data and the like) keep their tensors as attributes.
+        # Graph batches such as PyG's Data keep their tensors as attributes.
         for key, item in list(vars(value).items()):
             yield from tensors_in(item, f"{path}.{key.lstrip('_')}", depth - 2)
 

@@ -1,4 +1,4 @@
-"""What tensors are called: the models of a program, found without its help, and the names inside them."""
+"""Names of parameters, buffers and modules, in models that are given or found in the process."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from firstnan.tensors.live_objects import alive
+from firstnan.tensors.live_objects import find_live_objects
 
-# Wrappers that put a prefix before every name.
+# Prefixes that wrappers (compile, data parallel, checkpointing) add to every name.
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 Parts = Mapping[int, tuple[Module, str]]
-"""Modules by identity, with their paths in the models that they are part of."""
+"""Id of a module -> the module and its path in the model that it is part of."""
 
 
 class Slot:
-    """A place for a buffer: the tensor in it may be replaced."""
+    """A named buffer of a module; the tensor in it may be replaced."""
 
     __slots__ = ("label", "module", "name")
 
@@ -30,8 +30,8 @@ class Slot:
         module = self.module()
         return module._buffers.get(self.name) if module is not None else None
 
-    def put(self, old: Tensor, value: Tensor) -> None:
-        """Brings back what was there: the same tensor with the same values."""
+    def restore(self, old: Tensor, value: Tensor) -> None:
+        """Puts the former tensor back into the module, with its former values."""
         module = self.module()
         if module is not None:
             old.data.copy_(value)
@@ -39,14 +39,14 @@ class Slot:
 
 
 class Models:
-    """Every parameter and buffer by name: of the models given, or of all that live in this process."""
+    """The names of all parameters and buffers of the given models, or of every model in this process."""
 
     def __init__(self, roots: Mapping[str, Module] | None = None) -> None:
         self.parameters: dict[int, tuple[Tensor, str]] = {}
         self.buffers: dict[int, tuple[Tensor, str]] = {}
         self.slots: list[Slot] = []
         self._roots: list[weakref.ref[Any]] = []
-        for prefix, root in outermost() if roots is None else roots.items():
+        for prefix, root in outermost_modules() if roots is None else roots.items():
             self._collect(root, prefix)
 
     def _collect(self, root: Any, prefix: str) -> None:
@@ -60,16 +60,16 @@ class Models:
                 self.slots.append(Slot(module, name, readable_path(f"{path}.{name}" if path else name)))
 
     def parts(self) -> Parts:
-        """Every module below these models."""
+        """Every submodule of these models."""
         found: dict[int, tuple[Module, str]] = {}
-        for root in [one for ref in self._roots if (one := ref()) is not None]:  # not all say whether they are true
+        for root in [one for ref in self._roots if (one := ref()) is not None]:  # some raise when tested for truth
             for path, module in root.named_modules():
                 if path:
                     found.setdefault(id(module), (module, readable_path(path)))
         return found
 
     def name(self, tensor: Tensor) -> str:
-        """The name of a parameter, of a buffer, or of the parameter whose gradient this is; empty if unknown."""
+        """The name of a parameter or buffer, or of the parameter whose gradient this is; empty if unknown."""
         for table in (self.parameters, self.buffers):
             if id(tensor) in table:
                 return table[id(tensor)][1]
@@ -79,15 +79,15 @@ class Models:
         return ""
 
 
-def outermost() -> list[tuple[str, Any]]:
-    """Every module of this process that is part of no other, with the prefix of its names: none."""
-    modules = [module for module in alive(Module) if "_modules" in module.__dict__]
+def outermost_modules() -> list[tuple[str, Any]]:
+    """Every module of this process that is not inside another one, each with an empty name prefix."""
+    modules = [module for module in find_live_objects(Module) if "_modules" in module.__dict__]
     inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
     return [("", m) for m in modules if id(m) not in inner and (m._modules or m._parameters or m._buffers)]
 
 
 def readable_path(name: str) -> str:
-    """`_orig_mod.module.encoder.0` -> `encoder.0`: without what compile and parallel wrappers put before it."""
+    """`_orig_mod.module.encoder.0` -> `encoder.0`: the path without the parts that wrappers add."""
     parts = name.split(".")
     while parts and parts[0] in _WRAPPERS:
         parts = parts[1:]

@@ -1,4 +1,4 @@
-"""What an optimizer trains: its parameters, their gradients, its settings; and what a loss reaches."""
+"""Optimizers: their parameters, gradients and settings; and the leaves of an autograd graph."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ _SETTINGS = (
 
 
 def largest_gradient(optimizer: Any) -> tuple[Tensor, float]:
-    """The parameter with the largest gradient, and its share in the norm of all."""
+    """The parameter with the largest gradient norm, and its share of the squared norm of all gradients."""
     found = [(p, g) for p in parameters_of(optimizer) if (g := readable(p.grad)) is not None and g.numel()]
     sizes = norms([g.double() for _, g in found]).tolist()
     at = max(range(len(sizes)), key=sizes.__getitem__)
-    # The whole relative to the largest, so that nothing overflows.
+    # Relative to the largest one, so nothing overflows.
     return found[at][0], 1 / math.hypot(*(size / sizes[at] for size in sizes)) ** 2 if sizes[at] else math.nan
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """Makes the coming update of this optimizer a no-op."""
+    """Makes the next update of this optimizer a no-op."""
     for parameter in parameters_of(optimizer):
         parameter.grad = None
 
 
 def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The optimizer's class name, and the settings of its first parameter group."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     settings = []
     for name in _SETTINGS:
@@ -54,17 +55,17 @@ def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
 
 def reaches(roots: list[Tensor], parameters: set[int]) -> bool:
-    """Whether one of these parameters (by identity) is part of the roots' graph."""
+    """Whether one of these parameters (by id) is in the graph below the roots."""
     return any(id(leaf) in parameters for leaf in leaves_below(roots))
 
 
 def graph_leaves(roots: list[Tensor]) -> list[Tensor]:
-    """Every leaf tensor below these roots that wants a gradient and has one."""
+    """Every leaf tensor below these roots that requires a gradient and has one."""
     return [leaf for leaf in leaves_below(roots) if leaf.grad is not None]
 
 
 def leaves_below(roots: list[Tensor]) -> Iterator[Tensor]:
-    """Every leaf tensor below these roots that wants a gradient."""
+    """Every leaf tensor below these roots that requires a gradient."""
     seen: set[Any] = set()
     stack: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]
     while stack:
@@ -82,6 +83,6 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def rate_of(optimizer: Any) -> float | None:
+def learning_rate_of(optimizer: Any) -> float | None:
     value = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
     return float(value) if value is not None else None

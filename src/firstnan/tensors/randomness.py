@@ -1,4 +1,4 @@
-"""The random generators a step may draw from: kept before it, put back for its replay."""
+"""The state of the random generators that a step may draw from: saved before it, restored for its replay."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WORDS = 624  # of the Mersenne Twister, which both Python and numpy use
+_WORDS = 624  # the state of the Mersenne Twister, which both Python and numpy use
 _BYTES = 4 * (_WORDS + 1)
 
 
 @dataclass(slots=True, eq=False)
 class RandomState:
-    """All of them at one moment."""
+    """The states of the generators of Python, numpy, the CPU and every GPU at one moment."""
 
     python: Any
     numpy: Any
@@ -39,7 +39,7 @@ class RandomState:
             and all(map(torch.equal, self.cuda, other.cuda))
         )
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -49,7 +49,7 @@ class RandomState:
 
 
 def _same_numpy(one: Any, other: Any) -> bool:
-    # As bytes: some generators keep arrays, which do not compare to a single answer.
+    # Compared as bytes: some generators keep arrays, and `==` of arrays is not a single bool.
     return one is other or (one is not None and other is not None and _bytes(one) == _bytes(other))
 
 
@@ -59,28 +59,31 @@ def _bytes(state: Any) -> Any:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-class _Python:
-    """`random.getstate()` takes 12 us, a look at the generator's memory half of one: most steps draw nothing."""
+class _PythonGenerator:
+    """The state of Python's global generator, copied only when it has changed, since most steps draw nothing.
+
+    `random.getstate()` takes 12 us; comparing the generator's memory takes half a microsecond.
+    """
 
     def __init__(self) -> None:
         self._generator = getattr(random, "_inst", None)
-        # A CPython object's own fields follow its reference count and its type.
+        # In CPython an object's fields come after its reference count and type.
         self._address = id(self._generator) + object.__basicsize__
         self._seen: tuple[bytes, Any] | None = None
         self._state: Any = None
-        self._trusted = self._is_as_expected()
+        self._known_layout = self._has_known_layout()
 
-    def _is_as_expected(self) -> bool:
+    def _has_known_layout(self) -> bool:
         if sys.implementation.name != "cpython" or type(self._generator) is not random.Random:
             return False
         words = random.getstate()[1]
         memory = ctypes.string_at(self._address, _BYTES + 4)
-        # CPython puts the position before the words.
+        # CPython stores the position before the words.
         expected = words[-1:] + words[:-1]
         return memory[:_BYTES] == b"".join(w.to_bytes(4, sys.byteorder) for w in expected)
 
     def state(self) -> Any:
-        if not self._trusted:
+        if not self._known_layout:
             return random.getstate()
         seen = (ctypes.string_at(self._address, _BYTES), self._generator.gauss_next)  # type: ignore[union-attr]
         if seen != self._seen:
@@ -88,7 +91,7 @@ class _Python:
         return self._state
 
 
-class _Numpy:
+class _NumpyGenerator:
     """The same for numpy's global generator, whose `get_state()` takes 60 us."""
 
     def __init__(self) -> None:
@@ -105,16 +108,16 @@ class _Numpy:
         generator = module.mtrand._rand._bit_generator
         if generator is not self._generator:
             self._generator, self._seen = generator, None
-            self._address = self._find(module, generator)
+            self._address = self._state_address(generator)
         if self._address is None:
             return module.get_state(legacy=False)
         seen = ctypes.string_at(self._address, _BYTES)
-        # Half of a pair of normal numbers is kept elsewhere, and taken from there without a trace.
+        # The second number of a Gaussian pair is cached elsewhere, and drawing it does not change this memory.
         if seen != self._seen or self._state["has_gauss"]:
             self._seen, self._state = seen, module.get_state(legacy=False)
         return self._state
 
-    def _find(self, module: Any, generator: Any) -> int | None:
+    def _state_address(self, generator: Any) -> int | None:
         if type(generator).__name__ != "MT19937":
             return None
         address: int = generator.ctypes.state_address
@@ -123,4 +126,4 @@ class _Numpy:
         return address if ctypes.string_at(address, _BYTES) == expected else None
 
 
-_python, _numpy = _Python(), _Numpy()
+_python, _numpy = _PythonGenerator(), _NumpyGenerator()

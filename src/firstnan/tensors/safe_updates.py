@@ -1,4 +1,4 @@
-"""Which updates may go wrong by themselves, and which cannot: finite gradients alone do not keep weights finite."""
+"""Which optimizer updates can produce non-finite weights from finite gradients, and which cannot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from firstnan.tensors.finite import is_plain, plain_norm
 
-# Where the square of a number overflows, and where eps becomes zero; bfloat16 has the exponents of float32.
+# Above the first, squares overflow; below the second, eps rounds to zero. bfloat16 has the range of float32.
 _HALF_LIMITS = (128.0, 3e-8)
 _LIMITS = (1e15, 1e-45)
 _SETTINGS = ("lr", "weight_decay", "momentum", "dampening", "alpha", "rho")
 
-# With settings, gradients, weights and states within these, no operator of the three comes near the end of float32.
+# With settings, gradients, weights and states within these bounds, no operator of these three can overflow float32.
 _PROVEN = (SGD, Adam, AdamW)
 _LARGEST_GRADIENT = 1e6
 _LARGEST_STATE = 1e15
@@ -25,13 +25,13 @@ _LEAST_EPS = 1e-10
 _LARGEST_BETA = 0.99999
 
 
-def is_torchs(optimizer: Any) -> bool:
-    """Whether its arithmetic is torch's own, which finite gradients and usual settings keep finite."""
+def is_torch_optimizer(optimizer: Any) -> bool:
+    """Whether this is an optimizer of torch itself, whose updates stay finite with usual settings and gradients."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def is_risky(optimizer: Any, grad_norm: float | None) -> bool:
-    """Whether finite gradients may still give a non-finite update: a quick look at their size and at the settings."""
+    """Whether finite gradients may still give a non-finite update, judged quickly by their norm and the settings."""
     for group in optimizer.param_groups:
         parameters = group["params"]
         half = bool(parameters) and parameters[0].dtype is torch.float16
@@ -42,7 +42,7 @@ def is_risky(optimizer: Any, grad_norm: float | None) -> bool:
             value = group.get(name)
             if value is not None and not -largest < _number(value) < largest:
                 return True
-        # Adafactor has a pair here.
+        # Adafactor's eps is a pair.
         if isinstance(eps := group.get("eps"), float | int) and not least_eps < eps < largest:
             return True
         for beta in group.get("betas", ()):
@@ -52,20 +52,20 @@ def is_risky(optimizer: Any, grad_norm: float | None) -> bool:
 
 
 def _number(value: Any) -> float:
-    """The value of a setting; 0 where it is no number, or where reading it would wait for a device."""
+    """The value of a setting; 0 if it is not a number, or if reading it would wait for a device."""
     if isinstance(value, float | int):
         return value
     return value.item() if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1 else 0.0
 
 
 def is_safe(optimizer: Any, grad_norm: float | None) -> bool:
-    """Whether every operator of this update is known to stay finite, by what it is given and by arithmetic."""
+    """Whether every operator of this update is certain to stay finite, given its inputs and settings."""
     if type(optimizer) not in _PROVEN or grad_norm is None or not grad_norm < _LARGEST_GRADIENT:
         return False
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False  # They are the program's own, and may do anything.
-    if getattr(optimizer, "found_inf", None) is not None or not all(map(_is_modest, optimizer.param_groups)):
-        return False  # A gradient scaler left the decision to the update: the gradients were not looked at.
+        return False  # The program's own hooks may do anything.
+    if getattr(optimizer, "found_inf", None) is not None or not all(map(_has_usual_settings, optimizer.param_groups)):
+        return False  # With `found_inf` the gradients were not checked: the scaler leaves that to the update.
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not all(is_plain(p.grad) for p in trained):
         return False
@@ -74,21 +74,21 @@ def is_safe(optimizer: Any, grad_norm: float | None) -> bool:
         size = plain_norm(trained + [value for name, value in states if name != "step"])
     if size is None or not size < _LARGEST_STATE:
         return False
-    return all(_has_root(value) for name, value in states if name.endswith("_sq"))
+    return all(_is_nonnegative(value) for name, value in states if name.endswith("_sq"))
 
 
-_roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Mean squares that have no negative element. An update leaves them so: each is looked at once."""
+_nonnegative: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Mean squares known to have no negative element. Updates keep them that way, so each is read once."""
 
 
-def _has_root(square: Tensor) -> bool:
-    known = square in _roots
+def _is_nonnegative(square: Tensor) -> bool:
+    known = square in _nonnegative
     if not known and (square.numel() == 0 or square.min() >= 0):
-        known = _roots[square] = True
+        known = _nonnegative[square] = True
     return known
 
 
-def _is_modest(group: dict[str, Any]) -> bool:
+def _has_usual_settings(group: dict[str, Any]) -> bool:
     settings = [group.get(name, 0.0) for name in _SETTINGS]
     if not all(isinstance(value, float | int) and abs(value) <= _LARGEST_SETTING for value in settings):
         return False

@@ -1,4 +1,4 @@
-"""Copies of what training changes, to go back to: weights, buffers, optimizer state, learning-rate schedules."""
+"""Copies of what training changes, to restore later: weights, buffers, optimizer state, learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from firstnan.tensors.finite import is_finite, norms, readable
-from firstnan.tensors.live_objects import alive
+from firstnan.tensors.live_objects import find_live_objects
 from firstnan.tensors.names import Slot
 
 
-class Kept:
-    """Tensors and containers as they are now; `put_back` restores the very same objects, bit for bit.
+class StateCopy:
+    """Copies of tensors and containers; `restore` brings the same objects back, bit for bit.
 
-    A container is kept by its members and a tensor by its values, so what was replaced since comes back as the object
-    that it was, and what was added since is gone.
+    The members of a container and the values of a tensor are saved. On `restore`, a member that was replaced is the
+    former object again, and a member that was added is removed.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Kept:
         self._values: list[tuple[Tensor, Tensor]] = []
 
     def add(self, value: Any) -> None:
-        """Keeps this tensor, or this container and everything in it; other objects are left alone."""
+        """Adds this tensor, or this container and everything in it; other objects are ignored."""
         if isinstance(value, Tensor):
-            if not is_lazy(value):  # It has no values before the first call of its layer.
+            if not is_lazy(value):  # No values before the first call of its layer.
                 self.tensors[id(value)] = value
         elif isinstance(value, dict | list | deque | tuple) and id(value) not in self._containers:
             members = dict(value) if isinstance(value, dict) else list(value)
@@ -50,12 +50,12 @@ class Kept:
     def nbytes(self) -> int:
         return sum(copy.nbytes for _, copy in self._values)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for tensor, copy in self._values:
                 if tensor.shape == copy.shape:
                     tensor.copy_(copy)
-                else:  # The program gave it other memory since.
+                else:  # The program has replaced its memory since.
                     tensor.data = copy.clone()
         for container, members in self._containers.values():
             _fill(container, members)
@@ -65,7 +65,7 @@ def _fill(container: Any, members: Any) -> None:
     if isinstance(container, dict):
         for key in [k for k in container if k not in members]:
             del container[key]
-        for key, member in members.items():  # Not `update`: that of a Counter adds.
+        for key, member in members.items():  # Not `update`: `Counter.update` adds.
             container[key] = member
     elif isinstance(container, list):
         container[:] = members
@@ -75,7 +75,7 @@ def _fill(container: Any, members: Any) -> None:
 
 
 def _can_be_written(t: Tensor) -> bool:
-    """No: an inference tensor, or an expanded one, whose elements share memory. A program cannot write them either."""
+    """False for inference tensors and expanded ones, whose elements share memory. No program can write those."""
     if t.is_inference():
         return False
     return t.layout is not torch.strided or not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True))
@@ -84,97 +84,97 @@ def _can_be_written(t: Tensor) -> bool:
 class Snapshot:
     """Parameters, buffers and optimizer state of one moment, known to be finite.
 
-    Gradients and the settings of the optimizers (learning rates among them) are no part of it.
+    Gradients and optimizer settings (such as learning rates) are not included.
     """
 
-    def __init__(self, kept: Kept, slots: list[tuple[Slot, Tensor | None]], states: list[tuple[Any, Any]]) -> None:
-        self._kept, self._slots, self._states = kept, slots, states
-        self.nbytes = kept.nbytes
-        """What the copies take."""
+    def __init__(self, copy: StateCopy, slots: list[tuple[Slot, Tensor | None]], states: list[tuple[Any, Any]]) -> None:
+        self._copy, self._slots, self._states = copy, slots, states
+        self.nbytes = copy.nbytes
+        """The memory that the copies take."""
 
     @classmethod
     def take(cls, parameters: Iterable[Tensor], slots: Iterable[Slot], optimizers: Iterable[Any]) -> Snapshot | None:
-        """Copies everything; None where something in it is not finite, since that is nothing to go back to.
+        """Copies everything; None if something in it is non-finite, since that is not worth restoring.
 
-        In buffers and frozen parameters only a NaN counts: an infinity may be meant there.
+        In buffers and frozen parameters only a NaN counts: an infinity may be intended there.
         """
-        kept, constants = Kept(), Kept()
+        copy, constants = StateCopy(), StateCopy()
         for parameter in parameters:
-            (kept if parameter.requires_grad else constants).add(parameter)
+            (copy if parameter.requires_grad else constants).add(parameter)
         buffers = [(slot, slot.tensor()) for slot in slots]
         for _, buffer in buffers:
             constants.add(buffer)
         states = [(optimizer, optimizer.state) for optimizer in optimizers]
         for _, state in states:
-            kept.add(state)
-        if not _all_finite(kept.tensors.values()) or _any_nan(constants.tensors.values()):
+            copy.add(state)
+        if not _all_finite(copy.tensors.values()) or _any_nan(constants.tensors.values()):
             return None
-        kept.tensors |= constants.tensors
-        kept.copy()
-        return cls(kept, buffers, states)
+        copy.tensors |= constants.tensors
+        copy.copy()
+        return cls(copy, buffers, states)
 
-    def put_back(self) -> None:
-        """Everything is again as it was, in the same tensors; state that the optimizers made since is forgotten."""
-        self._kept.put_back()
+    def restore(self) -> None:
+        """Restores everything in the same tensors; optimizer state that was created since is dropped."""
+        self._copy.restore()
         for slot, buffer in self._slots:
             module = slot.module()
             if module is not None and slot.name in module._buffers:
                 module._buffers[slot.name] = buffer
         for optimizer, state in self._states:
-            if "state" in vars(optimizer):  # `load_state_dict` makes a new one.
+            if "state" in vars(optimizer):  # `load_state_dict` creates a new one.
                 optimizer.state = state
 
 
-def _size(tensors: Collection[Tensor]) -> float:
-    """The sum of all 2-norms: NaN where there is a NaN, infinite where there is an infinity or a norm overflows."""
+def _sum_of_norms(tensors: Collection[Tensor]) -> float:
+    """The sum of all 2-norms: NaN if there is a NaN, infinite if there is an infinity or a norm overflows."""
     with torch.no_grad():
         values = [r for t in tensors if (r := readable(t)) is not None and r.numel()]
         return norms(values).sum().item() if values else 0.0
 
 
 def _all_finite(tensors: Collection[Tensor]) -> bool:
-    size = _size(tensors)
-    return math.isfinite(size) or (size == math.inf and all(map(is_finite, tensors)))
+    total = _sum_of_norms(tensors)
+    return math.isfinite(total) or (total == math.inf and all(map(is_finite, tensors)))
 
 
 def _any_nan(tensors: Collection[Tensor]) -> bool:
-    return math.isnan(_size(tensors))
+    return math.isnan(_sum_of_norms(tensors))
 
 
 class Schedules:
-    """Learning-rate schedulers, the numbers in their optimizers' groups, and the scales of gradient scalers, as now."""
+    """A copy of the state of learning-rate schedulers, optimizer settings and gradient scalers."""
 
     def __init__(
         self, schedulers: list[LRScheduler], optimizers: list[Any], scalers: Iterable[GradScaler] = ()
     ) -> None:
         self.schedulers = schedulers
-        self._kept = Kept()
+        self._copy = StateCopy()
         for scaler in scalers:
-            for name in ("_scale", "_growth_tracker"):  # one that is switched off has neither
-                self._kept.add(vars(scaler).get(name))
+            for name in ("_scale", "_growth_tracker"):  # a disabled scaler has neither
+                self._copy.add(vars(scaler).get(name))
         for scheduler in schedulers:
-            # The functions of a LambdaLR may be objects that have a state.
+            # The functions of a LambdaLR may be objects with state.
             for holder in (scheduler, *getattr(scheduler, "lr_lambdas", ())):
-                self._kept.add(getattr(holder, "__dict__", None))
+                self._copy.add(getattr(holder, "__dict__", None))
         self._groups = [
             (group, {name: value for name, value in group.items() if name != "params"})
             for optimizer in optimizers
             for group in optimizer.param_groups
         ]
         for _, settings in self._groups:
-            self._kept.add(settings)
-        self._kept.copy()
+            self._copy.add(settings)
+        self._copy.copy()
 
     @classmethod
     def of(cls, optimizers: Iterable[Any]) -> Schedules:
-        """Finds every scheduler of these optimizers in the process (slow: it looks at all objects), nested ones too."""
+        """Copies every scheduler of these optimizers in the process, nested ones too (slow: it visits all objects)."""
         optimizers = list(optimizers)
-        found = alive(LRScheduler, GradScaler)
+        found = find_live_objects(LRScheduler, GradScaler)
         schedulers = [s for s in found if any(vars(s).get("optimizer") is o for o in optimizers)]
         return cls(schedulers, optimizers, [s for s in found if isinstance(s, GradScaler)])
 
-    def put_back(self) -> None:
-        """Everything is as if no scheduler had been stepped since."""
-        self._kept.put_back()
+    def restore(self) -> None:
+        """Restores everything as if no scheduler had been stepped since."""
+        self._copy.restore()
         for group, settings in self._groups:
             group.update(settings)

@@ -1,4 +1,4 @@
-"""Whether anyone has written to a tensor since it was looked at."""
+"""Whether a tensor has been written to since it was last read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import weakref
 from torch import Tensor
 
 
-class Unwritten:
-    """A plain tensor as it was. It is not kept alive."""
+class TensorVersion:
+    """The version of a plain tensor at one moment. Holds no reference to the tensor."""
 
     __slots__ = ("_address", "_number", "_tensor", "_version")
 
@@ -18,11 +18,11 @@ class Unwritten:
         self._version, self._address = tensor._version, tensor.data_ptr()
         self._number = _first_number(self._address) if self._address else None
 
-    def is_still(self, tensor: Tensor) -> bool:
-        """Whether this is the same tensor, as it was then."""
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether this is the same tensor, not written to since."""
         if self._tensor() is not tensor or self._version != tensor._version:
             return False
-        # Who writes through `.data` changes no version, but puts other numbers there, or changes them all.
+        # A write through `.data` does not change the version, but it replaces the memory or changes all values.
         address = tensor.data_ptr()
         return self._address == address and (not address or self._number == _first_number(address))
 

@@ -353,7 +353,7 @@ class Tracer:
         if node is None:
             updating = self.in_optimizer and not (self.in_closure and torch.is_grad_enabled())
             raw.backward = "optimizer" if updating else "forward"
-            raw.module = self.modules.here()
+            raw.module = self.modules.current()
             return
         recomputing = not raw.engine and raw.spot is not None and _in_checkpoint(frame)
         raw.python_backward = not raw.engine and raw.spot is not None and not recomputing
@@ -364,7 +364,7 @@ class Tracer:
             # An in-place write to a view: this node was made right after that of the operator that wrote.
             sequence -= 1
         raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
-        raw.module = self.modules.here() if recomputing or raw.forward is None else self.raws[raw.forward].module
+        raw.module = self.modules.current() if recomputing or raw.forward is None else self.raws[raw.forward].module
 
     def trace(self, parts: Parts | None = None) -> Trace:
         """Everything recorded so far, as plain values; layers that are parts of models have their paths in these."""

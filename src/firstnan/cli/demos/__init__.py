@@ -1,4 +1,4 @@
-"""Small training programs that fail, each in another way: something to try the tool on."""
+"""Small training programs that fail, each in a different way, to try the tool on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """One program: its name is the file's, its title the first line of the file's docstring."""
+    """One program, named after its file; its title is the first line of the file's docstring."""
 
     name: str
     title: str
@@ -21,12 +21,12 @@ class Demo:
 
 
 def demos() -> list[Demo]:
-    """All programs, by name."""
+    """All demo programs, sorted by name."""
     return [Demo(path.stem, _title(path), path) for path in sorted(PROGRAMS.glob("*.py"))]
 
 
 def find(name: str) -> Demo | None:
-    """The program of that name; None where there is none."""
+    """The program of that name; None if there is none."""
     return next((demo for demo in demos() if demo.name == name), None)
 
 

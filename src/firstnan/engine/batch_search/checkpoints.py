@@ -116,7 +116,7 @@ class LateSearch:
         return good, wrong if wrong < len(self._states) else None
 
     def _load(self, at: int) -> None:
-        self._everything.put_back()
+        self._everything.restore()
         state = self._states[at]
         self._advance(f"the state of step {state.step}")
         self._notes |= dict.fromkeys(state.put(self._training))
@@ -140,7 +140,7 @@ class LateSearch:
         return bool(outcome.seen) or not is_healthy(self._sizes(outcome), self._first)
 
     def _try(self, fetched: Fetched) -> Outcome:
-        self._everything.put_back_random()
+        self._everything.restore_random()
         return self._call(fetched, "a saved state", updates=False)
 
     def _sizes(self, outcome: Outcome) -> Sizes:
@@ -151,7 +151,7 @@ class LateSearch:
     def _replay(self, start: int, end: int | None) -> list[Row]:
         """Steps from a saved state on, with updates: up to a NaN, or step `end`; without one for a whole pass."""
         self._load(start)
-        self._everything.put_back_random()
+        self._everything.restore_random()
         first = self._states[start].step
         rows: list[Row] = []
         guard = Guard()

@@ -16,7 +16,7 @@ def scan(
     """Tries batch after batch up to the first bad one, or all of them."""
     found: list[BadBatch] = []
     for fetched in order.once():
-        everything.put_back()
+        everything.restore()
         try:
             seen = step(fetched.batch, updates=False).seen
         except Exception as error:

@@ -15,7 +15,7 @@ from firstnan.engine.batch_search.training import Training
 from firstnan.tensors.names import readable_path
 from firstnan.tensors.optimizers import parameters_of
 from firstnan.tensors.randomness import RandomState
-from firstnan.tensors.snapshot import Kept, Schedules, Snapshot
+from firstnan.tensors.snapshot import Schedules, Snapshot, StateCopy
 
 # Under which names people save them.
 _MODEL = ("model", "model_state_dict", "state_dict")
@@ -31,7 +31,7 @@ class Everything:
         optimizers = training.all_optimizers
         self._parameters = {id(p): p for p in training.parameters}
         self._parameters |= {id(p): p for o in optimizers for p in parameters_of(o)}
-        self._state = Kept()
+        self._state = StateCopy()
         for owner in (*training.model.modules(), *optimizers, *training.scalers):
             self._state.add(vars(owner))
         # They are taken away before anything runs, so nothing is written to them.
@@ -41,15 +41,15 @@ class Everything:
         self._random = RandomState.now()
         self._generators = [(g, g.get_state()) for g in _generators(loader)]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Weights, buffers, optimizers and schedules; there are no gradients."""
-        self._state.put_back()
-        self._schedules.put_back()
+        self._state.restore()
+        self._schedules.restore()
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def put_back_random(self) -> None:
-        self._random.put_back()
+    def restore_random(self) -> None:
+        self._random.restore()
         for generator, state in self._generators:
             generator.set_state(state)
 
@@ -58,10 +58,10 @@ class Everything:
 
     def __exit__(self, *error: object) -> None:
         """Everything is as it was, the gradients and random generators too."""
-        self.put_back()
+        self.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        self.put_back_random()
+        self.restore_random()
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
@@ -93,7 +93,7 @@ class SavedState:
     def put(self, training: Training) -> list[str]:
         """Makes this the state of the training; returns what it does not hold, in words."""
         if isinstance(self._state, Snapshot):
-            self._state.put_back()
+            self._state.restore()
             return []
         saved = self._state if isinstance(self._state, dict) else self._read()
         weights = _first(saved, _MODEL)

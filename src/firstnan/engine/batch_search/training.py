@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from firstnan.engine.batch_search.result import Seen
 from firstnan.records import Noticed
 from firstnan.tensors.finite import is_finite, stat, tensors_in
-from firstnan.tensors.live_objects import alive
+from firstnan.tensors.live_objects import find_live_objects
 from firstnan.tensors.names import Models
 from firstnan.tensors.optimizers import parameters_of
 
@@ -29,7 +29,7 @@ class Training:
         if any(is_lazy(p) for p in model.parameters()):
             raise ValueError("the model has lazy parameters: call it once, so that they have values")
         self.model, self.models = model, Models({"": model})
-        there = alive(Optimizer, LRScheduler, torch.amp.GradScaler)
+        there = find_live_objects(Optimizer, LRScheduler, torch.amp.GradScaler)
         found = [o for o in there if isinstance(o, Optimizer) and self._is_trained_by(o)]
         self.optimizers = _given(optimizer) or found
         self.all_optimizers = list({id(o): o for o in (*self.optimizers, *found)}.values())

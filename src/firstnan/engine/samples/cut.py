@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from firstnan.records import Feature
-from firstnan.tensors.batches import copied, rows_are_samples
+from firstnan.tensors.batches import copy_batch, rows_are_samples
 from firstnan.tensors.finite import tensors_in, unravel
 
 _MOST_FEATURES = 3
@@ -140,7 +140,7 @@ class _Made:
 
     def _elements(self, value: Any) -> Any:
         self.parts += 1
-        return type(value)(copied(value[i]) for i in self.order)
+        return type(value)(copy_batch(value[i]) for i in self.order)
 
     def _array(self, value: Any, name: str) -> Any:
         if not value.shape:

@@ -48,7 +48,7 @@ class Maker:
         except Exception:  # Fetching again is our idea: whatever goes wrong with it is no news to the program.
             return None
         finally:
-            state.put_back()
+            state.restore()
 
     def _fetched_again(self, bad: Sequence[int], pieces: Cut, chosen: list[int]) -> tuple[int, ...] | None:
         end = monotonic() + _SECONDS

@@ -15,7 +15,7 @@ from firstnan.engine.samples.dataset import Maker
 from firstnan.engine.samples.strategy import ENDED, Finding, Search, search
 from firstnan.engine.world import world
 from firstnan.records import Batch, Report
-from firstnan.tensors.batches import Handout, copied
+from firstnan.tensors.batches import Handout, copy_batch
 from firstnan.tracing.compare import Difference
 
 _SECONDS = 30.0
@@ -60,7 +60,7 @@ class SampleSearch:
 
     def _begun(self, handout: Handout, maker: Maker) -> _Subject:
         if handout.pristine is None:
-            handout.pristine = copied(handout.batch)
+            handout.pristine = copy_batch(handout.batch)
         try:
             pieces = cut(handout.pristine, handout.indices)
         except Exception as error:  # CutError, or whatever a container says that is made of other parts
@@ -119,7 +119,7 @@ class SampleSearch:
         """What the loop is given for this batch, made anew each time: it may write into what it gets."""
         subject, question = self._subject, self._question
         if handout is not subject.handout or subject.cut is None or question is None:
-            return copied(handout.pristine)
+            return copy_batch(handout.pristine)
         return subject.cut.replaced(question)
 
     @property

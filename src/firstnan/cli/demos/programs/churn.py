@@ -9,7 +9,7 @@ torch.set_num_threads(1)
 
 
 class Churn(nn.Module):
-    """Will this customer leave? From six columns of a billing system."""
+    """Predicts whether a customer leaves, from six columns of a billing system."""
 
     def __init__(self):
         super().__init__()

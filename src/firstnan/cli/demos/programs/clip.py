@@ -1,4 +1,4 @@
-"""float16 overflow: similarities of embeddings that nobody normalised, times a learned temperature."""
+"""float16 overflow: similarities of unnormalised embeddings, multiplied by a learned temperature."""
 
 import torch
 from torch import nn

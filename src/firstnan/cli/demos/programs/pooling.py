@@ -1,4 +1,4 @@
-"""softmax over nothing: attention pooling for a product that has no review yet."""
+"""softmax over a fully masked row: attention pooling for a product without reviews."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""optimizer with eps=0: pixels that are always black never get a gradient, and 0/0 goes into the weights."""
+"""optimizer with eps=0: pixels that are always black never get a gradient, and 0/0 ends up in the weights."""
 
 import torch
 from torch import nn

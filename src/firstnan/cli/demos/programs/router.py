@@ -1,4 +1,4 @@
-"""exp overflow: a hand-written softmax in a mixture of experts, without the maximum taken off first."""
+"""exp overflow: a hand-written softmax in a mixture of experts that does not subtract the maximum first."""
 
 import torch
 from torch import nn

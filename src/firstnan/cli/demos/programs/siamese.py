@@ -1,4 +1,4 @@
-"""square root at zero: a finite loss whose gradient is not, when a pair holds the same picture twice."""
+"""square root at zero: the loss is finite but its gradient is not, when a pair holds the same picture twice."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""where does not protect the gradient: sin(x)/x at 0, replaced in forward and still divided in backward."""
+"""where does not protect the gradient: sin(x)/x at 0 is replaced in forward, but backward still divides by 0."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ class Sinc(nn.Module):
 
 
 class Interpolator(nn.Module):
-    """A kernel network without biases: silence in gives a constant out."""
+    """A kernel network without biases: a silent input gives a constant output."""
 
     def __init__(self):
         super().__init__()

@@ -16,7 +16,7 @@ def views(x):
 
 
 def loss_of(a, b):
-    """Two views of one sample lie close together, and the samples of a batch stay spread out."""
+    """Pulls two views of a sample together and keeps the samples of a batch apart."""
     close = nn.functional.mse_loss(a, b)
     spread = torch.relu(1.0 - a.std(dim=0)).mean() + torch.relu(1.0 - b.std(dim=0)).mean()
     return close + spread

@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 
 
 def write_log(rows):
-    """What a logger on a machine wrote: one JSON object a line."""
+    """The log of a machine: one JSON object per line."""
     for row in range(rows):
         values = [round(random.gauss(20, 4), 2) for _ in range(8)]
         if row == 131:

@@ -1,4 +1,4 @@
-"""Which modules of a model are layers to be watched, what they are called, and what is known of them beforehand."""
+"""Which modules of a model are watched as layers, their names, and which of them keep values finite or non-finite."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Trackable = Callable[[str, Module], bool]
 
 _SMOOTH = (nn.GELU, nn.SiLU, nn.Mish, nn.LeakyReLU, nn.Identity, nn.Flatten, nn.Unflatten)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-# Finite in, finite out, forward and backward (float16 is too narrow for some of them).
-_TAME = frozenset(
+# Finite in, finite out, forward and backward (some of them can overflow in float16).
+_KEEP_FINITE = frozenset(
     (
         *(*_SMOOTH, *_DROPOUTS, nn.ReLU, nn.ReLU6, nn.ELU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardtanh),
         *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
     )
 )
-# What goes in bad comes out bad, forward and backward: none of them loses an element, as a ReLU can.
-_FAITHFUL = frozenset(
+# Non-finite in, non-finite out, forward and backward: none of them can drop an element, as a ReLU does.
+_KEEP_NONFINITE = frozenset(
     (
         *(*_SMOOTH, *_DROPOUTS, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
         *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -33,21 +33,21 @@ _FAITHFUL = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One watched module: its readable name, and every path that leads to it where several parents share it."""
+    """One watched module: its readable name, and all its paths if several parents share it."""
 
     name: str
     paths: tuple[str, ...]
     kind: str
-    tame: bool
-    """It cannot turn finite numbers into anything else."""
-    faithful: bool
-    """It cannot turn a bad number into finite ones: a finite output proves a finite input."""
+    keeps_finite: bool
+    """Finite inputs give finite outputs."""
+    keeps_nonfinite: bool
+    """A non-finite input gives a non-finite output, so a finite output proves a finite input."""
 
 
 def layers_of(
     roots: Mapping[str, Module], trackable: Trackable | None, skip: Iterable[type | str]
 ) -> list[tuple[Module, Layer]]:
-    """The modules to watch, each once, in the order of their names; what is below a skipped one is skipped too."""
+    """The modules to watch, each once, in the order of their names; modules inside a skipped one are skipped too."""
     unwanted = tuple(skip)
     wanted = is_layer if trackable is None else trackable
     chosen: dict[int, tuple[Module, list[str]]] = {}
@@ -55,7 +55,7 @@ def layers_of(
         skipped: set[str] = set()
         for raw, module in root.named_modules(remove_duplicate=False):
             path = ".".join(filter(None, (prefix, readable_path(raw))))
-            if (raw and raw.rpartition(".")[0] in skipped) or any(_fits(u, path, module) for u in unwanted):
+            if (raw and raw.rpartition(".")[0] in skipped) or any(_matches(u, path, module) for u in unwanted):
                 skipped.add(raw)
             elif wanted(path, module):
                 chosen.setdefault(id(module), (module, []))[1].append(path or _kind(module))
@@ -63,11 +63,11 @@ def layers_of(
 
 
 def is_layer(path: str, module: Module) -> bool:
-    """What counts as one layer when nobody says otherwise: leaves, and containers that compute by themselves."""
+    """The default choice of layers: leaves, and containers that compute something themselves."""
     inside = dict(module.named_children())
     return (
         not inside
-        # It owns weights, so it does more than call its children.
+        # It has weights of its own, so it does more than call its children.
         or any(True for _ in module.parameters(recurse=False))
         # It never calls its own children.
         or isinstance(module, nn.MultiheadAttention)
@@ -78,13 +78,15 @@ def is_layer(path: str, module: Module) -> bool:
 
 
 def _layer(module: Module, paths: list[str]) -> Layer:
-    usual = "forward" not in module.__dict__  # else somebody replaced what this one module does
-    faithful = type(module) in _FAITHFUL or _reads_everything(module)
-    return Layer(paths[0], tuple(paths), _kind(module), usual and type(module) in _TAME, usual and faithful)
+    usual = "forward" not in module.__dict__  # otherwise the forward of this one object was replaced
+    keeps_nonfinite = type(module) in _KEEP_NONFINITE or _reads_everything(module)
+    return Layer(
+        paths[0], tuple(paths), _kind(module), usual and type(module) in _KEEP_FINITE, usual and keeps_nonfinite
+    )
 
 
 def _reads_everything(module: Module) -> bool:
-    """A convolution that skips no element, and whose every output depends on at least one."""
+    """Whether this is a convolution that skips no element and has no output computed from padding alone."""
     if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return False
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
@@ -93,12 +95,12 @@ def _reads_everything(module: Module) -> bool:
 
 
 def _kind(module: Module) -> str:
-    """The name of its class; of a compiled module, that of the class that was compiled."""
+    """The name of the module's class; for a compiled module, that of the original class."""
     inner = module._modules.get("_orig_mod")
     return _kind(inner) if inner is not None else type(module).__name__
 
 
-def _fits(unwanted: type | str, path: str, module: Module) -> bool:
+def _matches(unwanted: type | str, path: str, module: Module) -> bool:
     if isinstance(unwanted, str):
         return path == unwanted or fnmatchcase(path, unwanted)
     return isinstance(module, unwanted)

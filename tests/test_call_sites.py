@@ -1,4 +1,4 @@
-"""Where optimizers are made and stepped and where backward is called, as a report tells it."""
+"""Where optimizers are created and stepped and where backward is called, as shown in a report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def places(firstnan: Zygote, folder: Path, text: str) -> dict[str, Any]:
     }
 
 
-def test_of_two_optimizers_the_one_whose_turn_it_is(firstnan: Zygote, tmp_path: Path) -> None:
+def test_of_two_optimizers_the_current_one(firstnan: Zygote, tmp_path: Path) -> None:
     assert places(firstnan, tmp_path, TWO.replace("WHEN", "4")) == {
         "optimizer": "Adam",
         "made_at": "torch.optim.Adam([b], lr=0.01)",
@@ -56,7 +56,7 @@ def test_of_two_optimizers_the_one_whose_turn_it_is(firstnan: Zygote, tmp_path: 
     }
 
 
-def test_the_constructor_of_an_own_class_is_not_the_place(firstnan: Zygote, tmp_path: Path) -> None:
+def test_the_constructor_of_a_subclass_is_not_the_call_site(firstnan: Zygote, tmp_path: Path) -> None:
     text = TWO.replace("WHEN", "-1").replace("(a * 2).sum()", "(a / (step - 3 + 0 * a)).sum()")
     found = places(firstnan, tmp_path, text)
     assert found["made_at"] == "Own([w])"

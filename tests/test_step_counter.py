@@ -1,19 +1,19 @@
-"""Which step it is, and which parameters are looked at."""
+"""Counting steps, and picking the parameters to check."""
 
 from __future__ import annotations
 
 import torch
 
-from firstnan.gate import step_counter as turns
-from firstnan.gate.step_counter import Rounds, Steps
+from firstnan.gate import step_counter
+from firstnan.gate.step_counter import ParameterRotation, StepCounter
 
 
 class Optimizer:
-    """Stands where an optimizer would: steps are counted by identity."""
+    """A stand-in for an optimizer: steps are counted by identity."""
 
 
-def made(*optimizers: Optimizer) -> Steps:
-    steps = Steps()
+def made(*optimizers: Optimizer) -> StepCounter:
+    steps = StepCounter()
     for optimizer in optimizers:
         steps.done[optimizer] = 0
     return steps
@@ -29,7 +29,7 @@ def test_one_optimizer_counts_from_zero() -> None:
     assert seen == [0, 1, 2]
 
 
-def test_long_runs_of_one_are_counted_when_another_comes_or_a_step_is_undone() -> None:
+def test_long_runs_of_one_optimizer_are_counted_when_another_steps_or_a_step_is_undone() -> None:
     one, other = Optimizer(), Optimizer()
     steps = made(one, other)
     assert [steps.add(one) for _ in range(5)] == [0, 1, 2, 3, 4]
@@ -44,7 +44,7 @@ def test_long_runs_of_one_are_counted_when_another_comes_or_a_step_is_undone() -
     assert dict(steps.done) == {one: 18, other: 5}
 
 
-def test_two_that_take_turns_count_each_for_itself() -> None:
+def test_two_alternating_optimizers_count_their_own_steps() -> None:
     one, other = Optimizer(), Optimizer()
     steps = made(one, other)
     seen = []
@@ -55,7 +55,7 @@ def test_two_that_take_turns_count_each_for_itself() -> None:
     assert seen == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_program_that_lets_go_of_its_optimizers_is_as_far_as_they_were() -> None:
+def test_the_count_goes_on_if_the_program_deletes_its_optimizers() -> None:
     one, other = Optimizer(), Optimizer()
     steps = made(one, other)
     for _ in range(3):
@@ -72,22 +72,22 @@ def test_a_program_that_lets_go_of_its_optimizers_is_as_far_as_they_were() -> No
         assert steps.current == 3
 
 
-def test_a_small_model_is_looked_at_whole() -> None:
+def test_a_small_model_is_checked_whole() -> None:
     parameters = [torch.zeros(10), torch.zeros(20)]
-    assert Rounds(thorough=False).due(parameters) == (parameters, True)
+    assert ParameterRotation(thorough=False).due(parameters) == (parameters, True)
 
 
-def test_every_element_of_a_large_model_has_its_turn() -> None:
-    parameters = [torch.zeros(3 * turns.CHUNK + 5), torch.zeros(7), torch.zeros(turns.CHUNK)]
-    rounds = Rounds(thorough=False)
-    for _ in range(turns.ROUND):
-        parts, whole = rounds.due(parameters)
+def test_every_element_of_a_large_model_is_checked_in_rotation() -> None:
+    parameters = [torch.zeros(3 * step_counter.CHUNK + 5), torch.zeros(7), torch.zeros(step_counter.CHUNK)]
+    rotation = ParameterRotation(thorough=False)
+    for _ in range(step_counter.ROTATION):
+        parts, whole = rotation.due(parameters)
         assert not whole
         for part in parts:
             part += 1
     assert all(bool((p > 0).all()) for p in parameters)
 
 
-def test_a_thorough_look_takes_everything() -> None:
-    parameters = [torch.zeros(turns.SMALL_MODEL + 1)]
-    assert Rounds(thorough=True).due(parameters)[1]
+def test_a_thorough_check_covers_everything() -> None:
+    parameters = [torch.zeros(step_counter.SMALL_MODEL + 1)]
+    assert ParameterRotation(thorough=True).due(parameters)[1]

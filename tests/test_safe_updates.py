@@ -1,4 +1,4 @@
-"""Updates that may go wrong by themselves, and those that cannot."""
+"""Updates that may produce non-finite weights by themselves, and updates that cannot."""
 
 from __future__ import annotations
 

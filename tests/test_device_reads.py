@@ -1,4 +1,4 @@
-"""On a device every look at a value waits for it: one look a step where something is to be decided, else none.
+"""On a device every read waits: one read a step for policies that decide before the update, none otherwise.
 
 Tensors in main memory stand for those of a device: the gate is told that reading them is not free.
 """
@@ -19,7 +19,7 @@ import firstnan.gate.gate
 import firstnan.gate.quick_check
 import firstnan.tensors.finite
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate.device_reads import Reads
+from firstnan.gate.device_reads import DeviceReads
 from firstnan.records import Noticed
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
@@ -105,7 +105,7 @@ def test_no_read_where_nothing_waits(policy: Any, read_all: list[int], monkeypat
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "skip", "rollback"])
 @pytest.mark.parametrize("value", [-1.0, 0.0])
-def test_a_bad_value_is_found_all_the_same(policy: Any, value: float, read_all: list[int]) -> None:
+def test_a_bad_value_is_still_found(policy: Any, value: float, read_all: list[int]) -> None:
     model, optimizer = setup()
     given = with_bad_target(batches(8), 3, value=value)
     try:
@@ -136,18 +136,18 @@ def test_a_bad_value_is_found_all_the_same(policy: Any, value: float, read_all: 
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.0])
-def test_what_is_noticed_late_is_said_to_be(value: float, read_all: list[int], caplog: Any) -> None:
+def test_a_late_detection_is_reported_as_late(value: float, read_all: list[int], caplog: Any) -> None:
     """The weights are lost by then: they are not what was bad first."""
     model, optimizer = setup()
     with NaNDetector(model, optimizer, on_nonfinite="warn") as detector:
         train(detector, model, optimizer, with_bad_target(batches(5), 3, value=value))
     assert (detector.report.step, detector.report.origin) == (3, None)
     assert next(iter(detector.events)).step == 3
-    assert "noticed a step later" in caplog.text
+    assert "detected one step late" in caplog.text
     assert "checkpoint" not in caplog.text
 
 
-def test_what_waits_is_no_part_of_the_replay(read_all: list[int]) -> None:
+def test_pending_values_are_not_part_of_the_replay(read_all: list[int]) -> None:
     """The second loss of the bad step is never looked at, since its optimizer is held."""
     (one, first), (two, second) = setup(), setup()
     with pytest.raises(NonFiniteError) as caught, NaNDetector([one, two], [first, second]) as detector:
@@ -162,16 +162,16 @@ def test_what_waits_is_no_part_of_the_replay(read_all: list[int]) -> None:
     assert caught.value.report.step == 1
 
 
-def test_values_wait_until_they_are_taken_together(read_all: list[int]) -> None:
-    reads = Reads(decides=True)
+def test_pending_values_are_read_together(read_all: list[int]) -> None:
+    reads = DeviceReads(synchronous=True)
     reads.add(Noticed("loss"), [], torch.tensor(2.0))
     reads.add(Noticed("gradient"), [], torch.tensor(3.0, dtype=torch.float64))
     assert [(m.noticed.what, m.size) for m in reads.take()] == [("loss", 2.0), ("gradient", 3.0)]
     assert read_all == [2]
 
 
-def test_what_nobody_waits_for_comes_a_step_later() -> None:
-    reads = Reads(decides=False)
+def test_values_arrive_one_step_late_if_nothing_waits_for_them() -> None:
+    reads = DeviceReads(synchronous=False)
     kept, gone = torch.ones(3), torch.ones(3)
     reads.add(Noticed("gradient"), [kept, gone], torch.tensor(1.0))
     assert reads.take() == []
@@ -183,8 +183,8 @@ def test_what_nobody_waits_for_comes_a_step_later() -> None:
     assert first.tensors[0] is kept
 
 
-@pytest.mark.parametrize("decides", [True, False])
-def test_others_ride_along_in_the_same_read(decides: bool, read_all: list[int]) -> None:
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_extra_values_are_part_of_the_same_read(synchronous: bool, read_all: list[int]) -> None:
     class Rider:
         def __init__(self) -> None:
             self.judged: list[list[float]] = []
@@ -195,12 +195,12 @@ def test_others_ride_along_in_the_same_read(decides: bool, read_all: list[int]) 
         def judge(self, values: list[float]) -> None:
             self.judged.append(values)
 
-    reads = Reads(decides)
-    reads.passenger = rider = Rider()
+    reads = DeviceReads(synchronous)
+    reads.extra = rider = Rider()
     sizes = []
     for x in (1.0, 2.0):
         reads.add(Noticed("gradient"), [], torch.tensor(x))
         sizes += [m.size for m in reads.take()]
-    assert sizes == ([1.0, 2.0] if decides else [1.0])
-    assert rider.judged == [[7.0, 8.0]] * (2 if decides else 1)
-    assert read_all == ([3, 3] if decides else [])
+    assert sizes == ([1.0, 2.0] if synchronous else [1.0])
+    assert rider.judged == [[7.0, 8.0]] * (2 if synchronous else 1)
+    assert read_all == ([3, 3] if synchronous else [])

@@ -1,4 +1,4 @@
-"""Large gradients are measured while they are hot; what is written to them afterwards is seen all the same."""
+"""Large gradients are measured right after backward; later writes to them are still noticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.observe.gradient_hooks import HotGradients
+from firstnan.observe.gradient_hooks import GradientNorms
 from spoiled import WAYS, spoil
 
 
@@ -24,13 +24,13 @@ def large() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def measured(shape: tuple[int, ...] = (1024, 1024)) -> tuple[nn.Parameter, HotGradients]:
+def measured(shape: tuple[int, ...] = (1024, 1024)) -> tuple[nn.Parameter, GradientNorms]:
     """A parameter whose gradient, all ones, was measured when backward made it."""
     parameter = nn.Parameter(torch.zeros(shape))
-    hot = HotGradients()
-    hot.watch(torch.optim.SGD([parameter]))
+    norms = GradientNorms()
+    norms.watch(torch.optim.SGD([parameter]))
     parameter.sum().backward()
-    return parameter, hot
+    return parameter, norms
 
 
 def test_the_norm_is_that_of_all_gradients() -> None:
@@ -93,61 +93,61 @@ def test_hooks_of_the_program_stay() -> None:
 
 
 def test_what_is_known_is_not_read_again() -> None:
-    parameter, hot = measured()
-    cold, squares = hot.sorted([parameter])
-    assert cold == []
+    parameter, norms = measured()
+    unread, squares = norms.split([parameter])
+    assert unread == []
     assert squares == [2.0**20]
 
 
 def test_small_models_are_read_when_all_gradients_are_there() -> None:
-    parameter, hot = measured((512, 512))
+    parameter, norms = measured((512, 512))
     assert parameter._post_accumulate_grad_hooks is None
-    assert hot.sorted([parameter]) == ([parameter.grad], [])
+    assert norms.split([parameter]) == ([parameter.grad], [])
 
 
 def test_gradients_are_not_kept_alive() -> None:
-    parameter, hot = measured()
-    one = hot._measured[id(parameter)]
-    assert one.unwritten is not None
-    assert one.unwritten._tensor() is parameter.grad
+    parameter, norms = measured()
+    one = norms._measured[id(parameter)]
+    assert one.version is not None
+    assert one.version._tensor() is parameter.grad
     parameter.grad = None
-    assert one.unwritten._tensor() is None
+    assert one.version._tensor() is None
     parameter.grad = torch.ones(1024, 1024)
-    assert hot.sorted([parameter])[1] == []
+    assert norms.split([parameter])[1] == []
 
 
 @pytest.mark.parametrize("kind", ["sparse", "of a second derivative"])
 def test_unusual_gradients_are_read_later(kind: str) -> None:
     parameter = nn.Parameter(torch.ones(4096, 512))
-    hot = HotGradients()
-    hot.watch(torch.optim.SGD([parameter]))
+    norms = GradientNorms()
+    norms.watch(torch.optim.SGD([parameter]))
     if kind == "sparse":
         nn.functional.embedding(torch.tensor([1, 5]), parameter, sparse=True).sum().backward()
     else:
         parameter.square().sum().backward(create_graph=True)
-    cold, squares = hot.sorted([parameter])
-    assert len(cold) == 1
-    assert cold[0] is parameter.grad
+    unread, squares = norms.split([parameter])
+    assert len(unread) == 1
+    assert unread[0] is parameter.grad
     assert squares == []
     parameter.grad = None  # a gradient with a graph holds on to its own parameter
 
 
 def test_hooks_of_models_that_are_gone_are_forgotten() -> None:
-    hot = HotGradients()
+    norms = GradientNorms()
     for _ in range(5):
-        hot.watch(torch.optim.SGD([nn.Parameter(torch.zeros(1024, 1024))]))
-    assert len(hot._measured) == 1
+        norms.watch(torch.optim.SGD([nn.Parameter(torch.zeros(1024, 1024))]))
+    assert len(norms._measured) == 1
 
 
 @pytest.mark.parametrize("factor", [0.5, math.nan])
-def test_a_write_through_data_makes_the_measure_void(factor: float) -> None:
-    parameter, hot = measured()
+def test_a_write_through_data_invalidates_the_measurement(factor: float) -> None:
+    parameter, norms = measured()
     assert parameter.grad is not None
     parameter.grad.data.mul_(factor)
-    assert hot.sorted([parameter])[1] == []
+    assert norms.split([parameter])[1] == []
 
 
-def written_again(steps: int, clips: str, micro: int) -> HotGradients:
+def written_again(steps: int, clips: str, micro: int) -> GradientNorms:
     """Trains with `micro` backwards a step, and with clipping after them or not."""
     model, optimizer = large()
     with NaNDetector(model, optimizer) as detector:
@@ -161,7 +161,7 @@ def written_again(steps: int, clips: str, micro: int) -> HotGradients:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         assert detector._session is not None
-        found = detector._session.gate.hot
+        found = detector._session.gate.gradient_norms
         hooked = any(p._post_accumulate_grad_hooks for p in model.parameters())
         assert hooked == bool(found._measured)
     return found
@@ -170,20 +170,20 @@ def written_again(steps: int, clips: str, micro: int) -> HotGradients:
 @pytest.mark.parametrize(
     ("clips", "micro", "useless"), [("", 1, False), ("by hand", 1, True), ("by norm", 1, True), ("", 4, True)]
 )
-def test_measuring_ends_where_it_is_of_no_use(
+def test_measuring_stops_if_it_is_not_used(
     monkeypatch: pytest.MonkeyPatch, clips: str, micro: int, useless: bool
 ) -> None:
     monkeypatch.setattr("firstnan.observe.gradient_hooks._TRIAL", 8)
     assert written_again(12, clips, micro)._useless == useless
 
 
-def test_gradients_that_come_after_their_group_are_read_later() -> None:
+def test_gradients_that_arrive_after_their_group_are_read_later() -> None:
     first, second = nn.Parameter(torch.ones(600, 600)), nn.Parameter(torch.ones(1000, 1000))
-    hot = HotGradients()
-    hot.watch(torch.optim.SGD([second, first]))  # the group of the first ends with the second
+    norms = GradientNorms()
+    norms.watch(torch.optim.SGD([second, first]))  # the group of the first ends with the second
     (second.sum() * 2).backward()
     first.sum().backward()
-    cold, squares = hot.sorted([first, second])
-    assert len(cold) == 1
-    assert cold[0] is first.grad
+    unread, squares = norms.split([first, second])
+    assert len(unread) == 1
+    assert unread[0] is first.grad
     assert squares == [4e6]

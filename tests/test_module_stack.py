@@ -1,4 +1,4 @@
-"""Which layer is running, by the name that its owner gave it."""
+"""Which layer is running, by its path in the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Spy(nn.Module):
         self.seen, self.stack = seen, stack
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.stack.here()[:2])
+        self.seen.append(self.stack.current()[:2])
         return x
 
 
@@ -46,7 +46,7 @@ def test_paths_below_the_outermost_module(stack: ModuleStack, seen: list[tuple[s
     net = nn.Sequential(Spy(seen, stack), nn.Sequential(nn.Identity(), Spy(seen, stack)))
     net(X)
     assert seen == [("0", "Spy"), ("1.1", "Spy")]
-    assert stack.here() == ("", "", None)
+    assert stack.current() == ("", "", None)
 
 
 def test_the_outermost_module_itself(stack: ModuleStack, seen: list[tuple[str, str]]) -> None:
@@ -83,7 +83,7 @@ def test_a_layer_called_twice_and_one_that_calls_itself(stack: ModuleStack, seen
 
     nn.Sequential(Recursive())(X)
     assert [path for path, _ in seen] == ["0.leaf"] * 3
-    assert stack.here() == ("", "", None)
+    assert stack.current() == ("", "", None)
 
 
 def test_layers_that_nobody_registered(stack: ModuleStack, seen: list[tuple[str, str]]) -> None:
@@ -141,7 +141,7 @@ def test_an_exception_on_the_way(stack: ModuleStack, seen: list[tuple[str, str]]
     with pytest.raises(ValueError, match="no"):
         nn.Sequential(Bad())(X)
     assert seen == [("spy", "Spy")]
-    assert stack.here() == ("", "", None)
+    assert stack.current() == ("", "", None)
 
 
 def test_a_hook_of_the_program_that_raises(stack: ModuleStack) -> None:
@@ -153,7 +153,7 @@ def test_a_hook_of_the_program_that_raises(stack: ModuleStack) -> None:
     net[0].register_forward_pre_hook(refuse)
     with pytest.raises(KeyError):
         net(X)
-    assert stack.here() == ("", "", None)
+    assert stack.current() == ("", "", None)
 
 
 def test_attached_in_the_middle_of_a_call(seen: list[tuple[str, str]]) -> None:
@@ -172,7 +172,7 @@ def test_attached_in_the_middle_of_a_call(seen: list[tuple[str, str]]) -> None:
     try:
         nn.Sequential(Late())(X)
         assert seen == [("0", "Spy")]
-        assert stack.here() == ("", "", None)
+        assert stack.current() == ("", "", None)
     finally:
         stack.detach()
 
@@ -215,7 +215,7 @@ def test_a_part_that_is_called_by_itself_has_its_path_in_the_model(stack: Module
 
     class Place(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            places.append(stack.here())
+            places.append(stack.current())
             return x
 
     model = nn.ModuleList([nn.Sequential(Place(), nn.Sequential(Place())) for _ in range(3)])

@@ -1,4 +1,4 @@
-"""The guard on real trainings: silent while they are healthy, a step ahead of the first NaN when they are not."""
+"""The guard on real trainings: silent while they are healthy, and a warning before the first NaN when they are not."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def name_of(training: Training) -> str:
 
 @pytest.mark.parametrize("training", HEALTHY, ids=name_of)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_healthy_training_is_left_in_peace(training: Training, seed: int) -> None:
+def test_healthy_training_causes_no_warning(training: Training, seed: int) -> None:
     torch.manual_seed(seed)
     steps = list(training())
     assert len(steps) >= 60
@@ -428,14 +428,14 @@ def test_healthy_training_is_left_in_peace(training: Training, seed: int) -> Non
 
 @pytest.mark.parametrize("training", DIVERGING, ids=name_of)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_word_at_least_one_step_before_the_first_nonfinite_value(training: Training, seed: int) -> None:
+def test_a_warning_at_least_one_step_before_the_first_nonfinite_value(training: Training, seed: int) -> None:
     torch.manual_seed(seed)
     *steps, last = training()
     assert last is LOST
     assert alarms(Guard(), steps), steps[-6:]  # all of them are before the step that was lost
 
 
-def test_adam_with_a_rate_of_ten_is_warned_of_before_it_does_harm() -> None:
+def test_adam_with_a_learning_rate_of_ten_causes_a_warning_before_it_does_harm() -> None:
     """It stays finite: the norm explodes in the second step and comes down again."""
     torch.manual_seed(0)
     model = mlp(10, 32, 32, 1)
@@ -449,7 +449,7 @@ def explosion(seed: int, lr: float, width: int) -> list[Step]:
     return list(train(model.parameters(), sgd(model, lr), regression(model), steps=200))
 
 
-def test_the_textbook_explosion_stays_finite_and_is_told_once() -> None:
+def test_the_textbook_explosion_stays_finite_and_is_reported_once() -> None:
     steps = explosion(2, 1.0, 16)
     assert len(steps) == 200
     assert steps[-1][1] > 1e20
@@ -462,7 +462,7 @@ def test_the_textbook_explosion_stays_finite_and_is_told_once() -> None:
     assert guard.unrecovered == told[0]
 
 
-def test_an_explosion_that_the_loss_came_back_from_is_over() -> None:
+def test_an_explosion_ends_when_the_loss_recovers() -> None:
     steps = explosion(2, 0.5, 32)
     assert max(loss for _, loss in steps) > 1e20
     assert steps[-1][1] < 100
@@ -494,16 +494,16 @@ def test_heavy_tails_are_usual(tails: str, seed: int) -> None:
     assert alarms(Guard(), zip(norms.tolist(), losses.tolist(), strict=True)) == []
 
 
-def test_a_spike_is_told_with_its_numbers() -> None:
+def test_a_spike_is_reported_with_its_numbers() -> None:
     (alarm,) = alarms(Guard(), [*calm(), (1e4, 1.0), *calm()])
     assert (alarm.kind, alarm.step, alarm.norm, alarm.loss) == ("spike", 100, 1e4, 1.0)
     assert alarm.usual == pytest.approx(1.0, rel=0.2)
     assert alarm.usual is not None
     assert alarm.factor == pytest.approx(1e4 / alarm.usual)
-    assert alarm.text == f"Step 100: the gradient norm jumped to 1e+04; usually the norm was {alarm.usual:.3g}."
+    assert alarm.text == f"Step 100: the gradient norm jumped to 1e+04; it is usually {alarm.usual:.3g}."
 
 
-def test_a_level_that_stays_high_is_told_once_and_becomes_usual() -> None:
+def test_a_level_that_stays_high_is_reported_once_and_becomes_usual() -> None:
     guard = Guard()
     assert [alarm.step for alarm in alarms(guard, [*calm(), *calm(200, 500.0)])] == [100]
     # From here a spike is one above the new level.
@@ -511,12 +511,12 @@ def test_a_level_that_stays_high_is_told_once_and_becomes_usual() -> None:
     assert [alarm.kind for alarm in alarms(guard, [(5e5, 1.0)])] == ["spike"]
 
 
-def test_ten_times_more_is_worth_another_word() -> None:
+def test_a_tenfold_rise_causes_another_warning() -> None:
     steps: list[Step] = [*calm(), (1e3, 1.0), (5e3, 1.0), (2e4, 1.0), (3e4, 1.0)]
     assert [alarm.norm for alarm in alarms(Guard(), steps)] == [1e3, 2e4]
 
 
-def test_a_second_spike_is_told_although_the_first_is_in_the_window() -> None:
+def test_a_second_spike_is_reported_although_the_first_is_in_the_window() -> None:
     steps: list[Step] = [*calm(), (1e6, 1.0), *calm(10), (1e3, 1.0), *calm(10)]
     assert [alarm.norm for alarm in alarms(Guard(), steps)] == [1e6, 1e3]
 
@@ -547,13 +547,13 @@ def test_growth_needs_the_loss_until_the_norm_is_beyond_doubt() -> None:
 
 
 @pytest.mark.parametrize("norms", [(1.0, 1e3, 1e9, 1e30), (2.0, 1e5, math.inf), (1e16,), (1.0, 1.0, math.inf)])
-def test_a_run_that_explodes_at_once_is_warned_of(norms: tuple[float, ...]) -> None:
+def test_a_run_that_explodes_at_once_causes_a_warning(norms: tuple[float, ...]) -> None:
     found = alarms(Guard(), [(norm, min(norm, 1e30)) for norm in norms])
     assert found
     assert found[0].kind == "growth"
 
 
-def test_the_limit_is_told_once_an_excursion() -> None:
+def test_exceeding_the_limit_is_reported_once_until_the_norm_has_come_down() -> None:
     low, high = [(0.5, 1.0)] * 5, [(12.0, 1.0)] * 5
     found = alarms(Guard(limit=10.0), [*high, *low, *high, (200.0, 1.0)])
     assert [(alarm.kind, alarm.step) for alarm in found] == [("limit", 0), ("limit", 10), ("limit", 15)]
@@ -578,4 +578,4 @@ def test_negative_and_tiny_losses_are_measured_by_their_size() -> None:
     assert alarms(Guard(), [*tiny, *[(1.0, 5.0)] * 20]) == []
     (alarm,) = alarms(Guard(), [*tiny, *[(1.0, -5e6)] * 20])
     assert (alarm.kind, alarm.step, alarm.loss) == ("explosion", 102, -5e6)
-    assert alarm.text == "Step 102: the loss has exploded: -5e+06, for 3 steps now; usually it was 1e-07."
+    assert alarm.text == "Step 102: the loss has exploded to -5e+06 and stayed there for 3 steps; it is usually 1e-07."

@@ -1,4 +1,4 @@
-"""Places in source: lines, columns, expressions; and whose code a frame is."""
+"""Source positions: lines, columns, expressions; and which frames are the user's code."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Finding objects of a kind in the process."""
+"""Finding objects of a type in the process."""
 
 from __future__ import annotations
 
 import gc
 from typing import Any
 
-from firstnan.tensors.live_objects import alive
+from firstnan.tensors.live_objects import find_live_objects
 
 
 class Kind:
@@ -37,15 +37,15 @@ class Unhashable(metaclass=Strange):
         self.itself = self
 
 
-def test_derived_ones_are_found_and_others_are_not() -> None:
+def test_subclasses_are_found_and_other_types_are_not() -> None:
     one, two, three, other = Kind(), Derived(), Deeper(), Unhashable()
     one.held, two.held, three.held = [], [], []  # type: ignore[attr-defined]
-    assert {id(o) for o in alive(Kind)} == {id(one), id(two), id(three)}
-    assert {id(o) for o in alive(Derived, Unhashable)} == {id(two), id(three), id(other)}
+    assert {id(o) for o in find_live_objects(Kind)} == {id(one), id(two), id(three)}
+    assert {id(o) for o in find_live_objects(Derived, Unhashable)} == {id(two), id(three), id(other)}
 
 
-def test_what_is_gone_is_not_found() -> None:
+def test_deleted_objects_are_not_found() -> None:
     one = Kind()
     del one
     gc.collect()
-    assert alive(Kind) == []
+    assert find_live_objects(Kind) == []

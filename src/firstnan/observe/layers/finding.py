@@ -1,4 +1,4 @@
-"""What the layer watch tells, and to whom."""
+"""What the layer watch reports, and the interface it reports to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ What = Literal["input", "output"]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A tensor of a layer that is not finite."""
+class LayerFinding:
+    """A non-finite input or output of a layer."""
 
     layer: str
     paths: tuple[str, ...]
@@ -23,11 +23,11 @@ class Found:
     """Which call of the layer in this step, counted from 0."""
     phase: Phase
     what: What
-    """Backward: `output` is the gradient that the layer was given, `input` the one that it handed on."""
+    """In backward, `output` is the gradient that the layer received, `input` the one that it passed on."""
     place: str
-    """Where inside the container the tensor is; empty for a tensor by itself."""
+    """Where the tensor is inside its container; empty for a bare tensor."""
     tensor: Tensor | None
-    """None where the verdict came so late that the tensor is gone."""
+    """None if the tensor was freed before its values were known."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     thread: str
@@ -35,8 +35,8 @@ class Found:
 
 
 class Sink(Protocol):
-    """Who is told; several threads may call it at once."""
+    """Receives the findings; several threads may call it at once."""
 
-    def layer_event(self, found: Found) -> None: ...
+    def layer_event(self, found: LayerFinding) -> None: ...
 
     def magnitude(self, layer: str, phase: str, norm: float, low: float, high: float) -> None: ...

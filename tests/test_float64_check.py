@@ -1,4 +1,4 @@
-"""One operator once more in float64."""
+"""Repeating one operator in float64."""
 
 from __future__ import annotations
 
