@@ -1,4 +1,4 @@
-"""Each cause: one scene where it must be named first, and a near miss where it must not."""
+"""Each cause: failures where it must be named first, and near misses where it must not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from firstnan.diagnose.rules import explain
 from firstnan.diagnose.rules.base import RULES
+from firstnan.diagnose.rules.failure import Failure
 from firstnan.diagnose.rules.growth import growth
-from firstnan.diagnose.rules.scene import Scene
 from firstnan.records import History, Operand, OpEvent, Origin, Site, StepRecord, TensorStat, Trace
 
 NAN, INF = math.nan, math.inf
@@ -48,8 +48,8 @@ def reads(
     return Operand(name, stat(name, *values, **kw), producer, role, label)
 
 
-class Story:
-    """A trace that is told one operator after the other; the last one told is the origin."""
+class TraceBuilder:
+    """Builds a trace operator by operator; the last one is the origin."""
 
     def __init__(self) -> None:
         self.events: list[OpEvent] = []
@@ -87,23 +87,23 @@ def one(
     op: str, *inputs: Operand, out: TensorStat, phase: Any = None, history: History | None = None, **kw: Any
 ) -> Case:
     """A trace of a single operator."""
-    story = Story()
+    builder = TraceBuilder()
     at = {k: kw.pop(k) for k in ("step", "label") if k in kw}
     if phase == "optimizer":
         kw["phase"] = "optimizer"
-    story.op(op, *inputs, out=out, **kw)
-    return story.case(phase, history, **at)
+    builder.op(op, *inputs, out=out, **kw)
+    return builder.case(phase, history, **at)
 
 
 def derivative(forward: Operand, of: str, out: TensorStat, node: str, op: str, *inputs: Operand, **kw: Any) -> Case:
     """A finite forward operator, what used it (`then`), and the operator inside its derivative."""
-    story = Story()
+    builder = TraceBuilder()
     then = kw.pop("then", "mul")
-    at = story.op(of, forward, out=out)
-    story.op(then, reads("self", 1.0, producer=at), out=stat("result", 1.0))
+    at = builder.op(of, forward, out=out)
+    builder.op(then, reads("self", 1.0, producer=at), out=stat("result", 1.0))
     kw.setdefault("made", stat("result", NAN, 1.0))
-    story.op(op, *inputs, out=kw.pop("made"), phase="backward", node=node, forward=at, **kw)
-    return story.case()
+    builder.op(op, *inputs, out=kw.pop("made"), phase="backward", node=node, forward=at, **kw)
+    return builder.case()
 
 
 def only_gradients(*norms: float) -> History:
@@ -116,12 +116,12 @@ def steps(*losses: float, lr: float | None = 0.1) -> History:
 
 def own_update(eps: float | None, *given: tuple[str, float]) -> Case:
     """A division by a norm that is 0, in an optimizer of the user's own."""
-    story = Story()
-    norm = story.op("norm", reads("self", 0.0), out=stat("result", 0.0), phase="optimizer", scalars=given)
+    builder = TraceBuilder()
+    norm = builder.op("norm", reads("self", 0.0), out=stat("result", 0.0), phase="optimizer", scalars=given)
     divided = (reads("self", 2.0), reads("other", 0.0, producer=norm))
     seen = (("self", 2.0), ("other", 0.0), ("result", INF))
-    story.op("div", *divided, out=stat("result", INF), phase="optimizer", witness=seen)
-    return story.case(history=History((), "Lamb", (("lr", 0.1), *((("eps", eps),) if eps is not None else ()))))
+    builder.op("div", *divided, out=stat("result", INF), phase="optimizer", witness=seen)
+    return builder.case(history=History((), "Lamb", (("lr", 0.1), *((("eps", eps),) if eps is not None else ()))))
 
 
 def with_infinity(*seen: tuple[str, float]) -> Case:
@@ -157,29 +157,31 @@ def w(*values: float, **kw: Any) -> TensorStat:
 
 
 def uninitialized() -> Case:
-    story = Story()
-    story.op("empty", out=stat("result", NAN, NAN), uninitialized=True, born=0)
-    return story.case("parameter", label="bank.weight")
+    builder = TraceBuilder()
+    builder.op("empty", out=stat("result", NAN, NAN), uninitialized=True, born=0)
+    return builder.case("parameter", label="bank.weight")
 
 
 def logdet(sign: float) -> Case:
-    story = Story()
-    det = story.op("slogdet", r("A", 1.0, -1.0), out=(stat("sign", sign), stat("logabsdet", 0.5)))
-    const = story.op("scalar_tensor", out=stat("result", NAN, shape=()), on_purpose=True, scalars=(("s", NAN),))
-    story.op(
+    builder = TraceBuilder()
+    det = builder.op("slogdet", r("A", 1.0, -1.0), out=(stat("sign", sign), stat("logabsdet", 0.5)))
+    const = builder.op("scalar_tensor", out=stat("result", NAN, shape=()), on_purpose=True, scalars=(("s", NAN),))
+    builder.op(
         "where", r("condition", 1.0, dtype="bool"), r("self", NAN, producer=const), r("other", 0.5, producer=det),
         out=stat("result", NAN), born=0,
     )  # fmt: skip
-    return story.case()
+    return builder.case()
 
 
 def batch(read_by: str, module: str) -> Case:
     """A batch of two tensors; the model reads batch[0], and `read_by` reads the bad one, batch[1]."""
-    story = Story()
-    pred = story.op("addmm", r("mat1", 1.0, role="input", label="batch[0]"), out=stat("result", 1.0), module="fc")
+    builder = TraceBuilder()
+    pred = builder.op("addmm", r("mat1", 1.0, role="input", label="batch[0]"), out=stat("result", 1.0), module="fc")
     bad = r("target", NAN, 1.0, role="input", label="batch[1]")
-    story.op(read_by, r("self", 1.0, producer=pred), replace(bad, guilty=True), out=stat("result", NAN), module=module)
-    return story.case("input", label="batch[1]", produced=stat("batch[1]", NAN, 1.0), role="input")
+    builder.op(
+        read_by, r("self", 1.0, producer=pred), replace(bad, guilty=True), out=stat("result", NAN), module=module
+    )
+    return builder.case("input", label="batch[1]", produced=stat("batch[1]", NAN, 1.0), role="input")
 
 
 def backward_mm(history: History) -> Case:
@@ -189,12 +191,12 @@ def backward_mm(history: History) -> Case:
 
 def minus(maker: str) -> Case:
     """A row of -inf, minus what `maker` made of it."""
-    story = Story()
-    x = story.op("masked_fill", r("self", 1.0, 2.0), out=w(-INF, -INF), on_purpose=True, born=0)
-    top = story.op(maker, r("self", -INF, -INF, producer=x), out=w(-INF), born=0)
+    builder = TraceBuilder()
+    x = builder.op("masked_fill", r("self", 1.0, 2.0), out=w(-INF, -INF), on_purpose=True, born=0)
+    top = builder.op(maker, r("self", -INF, -INF, producer=x), out=w(-INF), born=0)
     row, other = r("self", -INF, -INF, producer=x), r("other", -INF, producer=top)
-    story.op("sub", row, other, out=w(NAN, NAN), nan_from_inf=2)
-    return story.case()
+    builder.op("sub", row, other, out=w(NAN, NAN), nan_from_inf=2)
+    return builder.case()
 
 
 SQRT = ("SqrtBackward0", "div")
@@ -583,16 +585,16 @@ def stripped(case: Case, keep: set[str]) -> Case:
 @pytest.mark.parametrize(("slug", "make"), positives())
 def test_no_rule_stumbles_over_missing_records(slug: str, make: Callable[[], Case], keep: set[str]) -> None:
     for case in (make(), stripped(make(), keep)):
-        scene = Scene(*case)
+        failure = Failure(*case)
         for rule in RULES:
-            rule.look(scene)  # explain() would hide an error; here it must show
+            rule.look(failure)  # explain() would hide an error; here it must show
         assert explain(*case)
     bare = replace(make()[0], event=None, forward_event=None, site=None)
     assert explain(bare, Trace(), History())
 
 
 def test_a_rule_that_fails_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(scene: Scene) -> None:
+    def broken(failure: Failure) -> None:
         raise ZeroDivisionError
 
     broken_rules = [replace(r, look=broken) if r.slug == "log_of_zero" else r for r in RULES]
@@ -635,8 +637,8 @@ def test_every_step_is_said_only_of_every_step() -> None:
 )
 def test_too_large_is_not_undefined(op: str, value: float, result: float, says: str) -> None:
     seen = (("self", value), ("result", result))
-    scene = Scene(*one(op, reads("self", value), out=stat("result", result), witness=seen, in_float64="nonfinite"))
-    (line,) = scene.float64_lines()
+    failure = Failure(*one(op, reads("self", value), out=stat("result", result), witness=seen, in_float64="nonfinite"))
+    (line,) = failure.float64_lines()
     assert line.endswith(says)
 
 

@@ -20,7 +20,7 @@ _TAKING = {"gather", "nll_loss", "nll_loss2d", "index", "index_select", "take", 
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OriginCandidate:
     """One place where the walk ended: an event, or something from outside that an event read."""
 
     event: OpEvent
@@ -82,32 +82,32 @@ class _Walk:
             at = self.consumer.get(at)
         return chain
 
-    def choose(self) -> tuple[Source | None, bool]:
+    def choose(self) -> tuple[OriginCandidate | None, bool]:
         """The causal source among all that were reached, and whether all of them are innocent."""
-        accidents: list[Source] = []
-        nan_makers: list[Source] = []
-        on_purpose: list[Source] = []
+        accidents: list[OriginCandidate] = []
+        nan_makers: list[OriginCandidate] = []
+        on_purpose: list[OriginCandidate] = []
         for index in sorted(self.consumer):
             event = self.trace.events[index]
             if event.on_purpose:
-                on_purpose.append(Source(event))
+                on_purpose.append(OriginCandidate(event))
             elif event.born or event.raised or event.uninitialized:
-                accidents.append(Source(event))
+                accidents.append(OriginCandidate(event))
             for operand in event.inputs:
                 if operand.guilty and operand.producer is None:
-                    (on_purpose if _meant(operand) else accidents).append(Source(event, operand))
+                    (on_purpose if _meant(operand) else accidents).append(OriginCandidate(event, operand))
             if event.nan_from_inf:
-                nan_makers.append(Source(event))
+                nan_makers.append(OriginCandidate(event))
         if accidents:
             return min(accidents, key=lambda s: s.order), False
         if nan_makers:
             return self._log_of_zero(nan_makers[0], on_purpose) or nan_makers[0], False
         if not on_purpose:
             # The trail ends in the middle (memory written by something that was not seen): as far back as it goes.
-            return (Source(self.trace.events[min(self.consumer)]) if self.consumer else None), False
+            return (OriginCandidate(self.trace.events[min(self.consumer)]) if self.consumer else None), False
         return self._unmasked(on_purpose)
 
-    def _log_of_zero(self, maker: Source, on_purpose: list[Source]) -> Source | None:
+    def _log_of_zero(self, maker: OriginCandidate, on_purpose: list[OriginCandidate]) -> OriginCandidate | None:
         """The logarithm of zeros and ones is a mask when it is added; when it is multiplied by them it is the bug."""
         if maker.event.op != "mul":
             return None
@@ -115,7 +115,7 @@ class _Walk:
         logs = [s for s in on_purpose if s.event.op == "log" and any(e.index == at for e in self.chain(s.event.index))]
         return logs[0] if logs else None
 
-    def _unmasked(self, on_purpose: list[Source]) -> tuple[Source | None, bool]:
+    def _unmasked(self, on_purpose: list[OriginCandidate]) -> tuple[OriginCandidate | None, bool]:
         """Only constants were found: a NaN constant, or an infinity that a label or a sum brought into the loss."""
         for source in on_purpose:
             made_nan = any(o.nan for o in source.event.outputs)
@@ -123,14 +123,14 @@ class _Walk:
                 chain = self.chain(source.event.index)
                 # A constant alone does nothing; the operator that took it into the data is what to show.
                 user = next((e for e in chain if e.op not in ("tensor", "scalar_tensor", "full", "to")), chain[0])
-                return Source(user), False
+                return OriginCandidate(user), False
         for source in on_purpose:
             for event in self.chain(source.event.index):
                 if event.op not in _MASK_KEEPING:
                     if source.event.op == "log" and event.op not in _TAKING:
                         return source, False
-                    return Source(event), True
-        return Source(on_purpose[0].event), True
+                    return OriginCandidate(event), True
+        return OriginCandidate(on_purpose[0].event), True
 
 
 def _meant(operand: Operand) -> bool:
@@ -144,7 +144,7 @@ def _meant(operand: Operand) -> bool:
     return one_sign and (stat.min is None or stat.min == stat.max or stat.binary)
 
 
-def _describe(trace: Trace, source: Source, chain: list[OpEvent], loss_is_finite: bool) -> Origin:
+def _describe(trace: Trace, source: OriginCandidate, chain: list[OpEvent], loss_is_finite: bool) -> Origin:
     event, operand = source.event, source.operand
     if operand is not None:
         return _outside(event, operand, chain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from firstnan.diagnose.rules.scene import words
+from firstnan.diagnose.rules.failure import words
 from firstnan.records import Remedy
 from firstnan.repair.base import Job, remedy
 from firstnan.repair.guards import guarded

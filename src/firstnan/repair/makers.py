@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from firstnan.diagnose.rules.scene import words
+from firstnan.diagnose.rules.failure import words
 from firstnan.repair.base import Job, Place
 from firstnan.repair.edits import Edit, after
 from firstnan.repair.source import Source

@@ -6,7 +6,7 @@ import ast
 import math
 from collections.abc import Iterator
 
-from firstnan.diagnose.rules.scene import words
+from firstnan.diagnose.rules.failure import words
 from firstnan.records import Remedy
 from firstnan.repair.base import Job, Place, remedy
 from firstnan.repair.edits import Edit, after, atom, put

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from firstnan.diagnose.rules.scene import words
+from firstnan.diagnose.rules.failure import words
 from firstnan.records import Remedy
 from firstnan.repair.base import Job, Place, remedy
 from firstnan.repair.edits import Edit, atom, put, remove

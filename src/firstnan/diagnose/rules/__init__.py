@@ -17,10 +17,10 @@ from firstnan.diagnose.rules import (
     softmax,
 )
 from firstnan.diagnose.rules.base import RULES
+from firstnan.diagnose.rules.failure import Failure
 from firstnan.diagnose.rules.growth import growth
-from firstnan.diagnose.rules.own import rule
-from firstnan.diagnose.rules.scene import Scene
 from firstnan.diagnose.rules.transient import transient
+from firstnan.diagnose.rules.user_rules import rule
 from firstnan.records import Cause, History, Origin, Trace
 
 __all__ = ["explain", "from_history", "rule", "transient"]
@@ -36,18 +36,18 @@ FAR_BEHIND = 0.5
 
 def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
     """The causes that fit, best first, each slug once; never empty, the last resort is `unexplained`."""
-    scene = Scene(origin, trace, history)
-    causes = _all(scene)
+    failure = Failure(origin, trace, history)
+    causes = _all(failure)
     forward = origin.forward_event
     if origin.phase == "backward" and forward is not None and forward.bad:
         # The forward value was non-finite too (and hidden from the loss, or meant): its own cause comes second.
         before = replace(origin, phase="forward", event=forward, forward_event=None, produced=None, inputs=())
-        causes += [replace(c, confidence=SECOND * c.confidence) for c in _all(Scene(before, trace, history))]
+        causes += [replace(c, confidence=SECOND * c.confidence) for c in _all(Failure(before, trace, history))]
     best: dict[str, Cause] = {}
     for cause in sorted(causes, key=lambda c: -c.confidence):
         if cause.confidence:
             best.setdefault(cause.slug, cause)
-    found = list(best.values()) or [_unexplained(scene)]
+    found = list(best.values()) or [_unexplained(failure)]
     failed = dict.fromkeys(c.why for c in causes if not c.confidence)
     first = replace(found[0], evidence=(*found[0].evidence, *failed))
     return [first, *(c for c in found[1:] if c.confidence >= FAR_BEHIND * first.confidence)]
@@ -62,24 +62,24 @@ def from_history(history: History) -> Cause | None:
     return Cause("divergence_lr", catalogue()["divergence_lr"].title, why, rise.lines(), SECOND)
 
 
-def _all(scene: Scene) -> list[Cause]:
-    return [cause for cause in (rule.apply(scene) for rule in RULES) if cause is not None]
+def _all(failure: Failure) -> list[Cause]:
+    return [cause for cause in (rule.apply(failure) for rule in RULES) if cause is not None]
 
 
-def _unexplained(scene: Scene) -> Cause:
+def _unexplained(failure: Failure) -> Cause:
     """What can be said when no rule fits: where it is and what was read."""
     try:
-        evidence = scene.input_lines() + scene.witness_lines()
-        counts = f"{scene.nan} NaN and {scene.inf} infinite element(s)"
-        code = scene.code
+        evidence = failure.input_lines() + failure.witness_lines()
+        counts = f"{failure.nan} NaN and {failure.inf} infinite element(s)"
+        code = failure.code
     except Exception:  # as in a rule: an odd record must not cost the user the report
-        evidence, counts, code = (), "a non-finite value", _origin_name(scene)
+        evidence, counts, code = (), "a non-finite value", _origin_name(failure)
     why = f"`{code}` produced {counts}, and no known cause fits. The numbers it read are listed below."
-    if scene.raised:
+    if failure.raised:
         why = f"`{code}` raised an error instead of returning a value, and no known cause fits."
-        evidence = (f"torch said: {scene.raised}", *evidence)
+        evidence = (f"torch said: {failure.raised}", *evidence)
     return Cause("unexplained", catalogue()["unexplained"].title, why, evidence, 0.1)
 
 
-def _origin_name(scene: Scene) -> str:
-    return scene.origin.op or scene.origin.aten or "the operator"
+def _origin_name(failure: Failure) -> str:
+    return failure.origin.op or failure.origin.aten or "the operator"

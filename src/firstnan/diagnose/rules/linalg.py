@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from firstnan.diagnose.rules.base import ANY, Finding, rule
-from firstnan.diagnose.rules.scene import Scene, words
+from firstnan.diagnose.rules.failure import Failure, words
 
 SOLVERS = words(
     "inv inv_ex inverse solve solve_ex solve_triangular triangular_solve lu_solve cholesky_solve "
@@ -23,55 +23,55 @@ SINGULAR_NODES = words("inv inverse solve slogdet det logdet cholesky solvetrian
 
 
 @rule("not_positive_definite", phases=ANY)
-def not_positive_definite(scene: Scene) -> Finding | None:
-    said = scene.raised
-    factored = scene.op.startswith("cholesky") and "solve" not in scene.op and "inverse" not in scene.op
+def not_positive_definite(failure: Failure) -> Finding | None:
+    said = failure.raised
+    factored = failure.op.startswith("cholesky") and "solve" not in failure.op and "inverse" not in failure.op
     said_so = "positive-definite" in said or "positive definite" in said
-    if scene.phase == "backward" or not (said_so or factored):
+    if failure.phase == "backward" or not (said_so or factored):
         return None
     why = (
-        f"`{scene.code}` needs a positive definite matrix, and this one has an eigenvalue that is 0 or "
+        f"`{failure.code}` needs a positive definite matrix, and this one has an eigenvalue that is 0 or "
         "negative. Rounding alone does that to a covariance of too few or nearly equal rows."
     )
-    return Finding(why, 0.96, ((f"torch said: {said}",) if said else ()) + scene.input_lines())
+    return Finding(why, 0.96, ((f"torch said: {said}",) if said else ()) + failure.input_lines())
 
 
 @rule("not_positive_definite")
-def determinant_not_positive(scene: Scene) -> Finding | None:
-    near = {scene.op} | {e.op for e in scene.feeding(3)}
-    if scene.op not in ("where", "slogdet") or not near & {"slogdet", "linalg_slogdet"}:
+def determinant_not_positive(failure: Failure) -> Finding | None:
+    near = {failure.op} | {e.op for e in failure.feeding(3)}
+    if failure.op not in ("where", "slogdet") or not near & {"slogdet", "linalg_slogdet"}:
         return None
-    if not (scene.nan or scene.inf):
+    if not (failure.nan or failure.inf):
         return None
     why = (
-        f"`{scene.code}` takes the log-determinant of a matrix whose determinant is not positive. If it is "
+        f"`{failure.code}` takes the log-determinant of a matrix whose determinant is not positive. If it is "
         "meant to be a covariance, it is not positive definite."
     )
-    return Finding(why, 0.6, scene.input_lines())
+    return Finding(why, 0.6, failure.input_lines())
 
 
 @rule("singular_matrix", phases=ANY)
-def singular_matrix(scene: Scene) -> Finding | None:
-    said = scene.raised
-    if scene.phase == "backward":
-        fits = bool(scene.family & SINGULAR_NODES) and scene.op in SOLVERS and not scene.fed_by_nonfinite
+def singular_matrix(failure: Failure) -> Finding | None:
+    said = failure.raised
+    if failure.phase == "backward":
+        fits = bool(failure.family & SINGULAR_NODES) and failure.op in SOLVERS and not failure.fed_by_nonfinite
     else:
         fits = "singular" in said or (
-            scene.op in SOLVERS and bool(scene.nan or scene.inf) and not scene.fed_by_nonfinite
+            failure.op in SOLVERS and bool(failure.nan or failure.inf) and not failure.fed_by_nonfinite
         )
     if not fits:
         return None
     why = (
-        f"`{scene.code}` has to invert a matrix that has no inverse. A row or column is zero or a combination "
+        f"`{failure.code}` has to invert a matrix that has no inverse. A row or column is zero or a combination "
         "of others, so the solver divides by 0."
     )
-    return Finding(why, 0.94, ((f"torch said: {said}",) if said else ()) + scene.input_lines())
+    return Finding(why, 0.94, ((f"torch said: {said}",) if said else ()) + failure.input_lines())
 
 
 @rule("decomposition_failed", phases=ANY)
-def decomposition_failed(scene: Scene) -> Finding | None:
-    algebra = "linalg" in scene.origin.aten or scene.op in SOLVERS | FACTORISATIONS
-    if not scene.raised or not (algebra or SAYS_SO.search(scene.raised)):
+def decomposition_failed(failure: Failure) -> Finding | None:
+    algebra = "linalg" in failure.origin.aten or failure.op in SOLVERS | FACTORISATIONS
+    if not failure.raised or not (algebra or SAYS_SO.search(failure.raised)):
         return None
-    why = f"`{scene.code}` raised an error instead of returning a value. torch said: {scene.raised}"
-    return Finding(why, 0.3, scene.input_lines())
+    why = f"`{failure.code}` raised an error instead of returning a value. torch said: {failure.raised}"
+    return Finding(why, 0.3, failure.input_lines())

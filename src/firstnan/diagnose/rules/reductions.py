@@ -6,7 +6,7 @@ import math
 
 from firstnan.diagnose.rules.base import Finding, rule
 from firstnan.diagnose.rules.division import DIVISIONS
-from firstnan.diagnose.rules.scene import Scene, has_zero, number, words
+from firstnan.diagnose.rules.failure import Failure, has_zero, number, words
 from firstnan.records import TensorStat
 
 MEANS = words(
@@ -17,16 +17,16 @@ NLL = ("nll_loss", "nll_loss2d", "nll_loss_nd", "cross_entropy", "cross_entropy_
 SPREADS = ("var", "std", "var_mean", "std_mean")
 
 
-def _reduced(scene: Scene, stat: TensorStat) -> int | None:
+def _reduced(failure: Failure, stat: TensorStat) -> int | None:
     """How many elements each result was computed from; None if that cannot be told."""
-    dim = scene.scalar("dim")
+    dim = failure.scalar("dim")
     if isinstance(dim, int):
         dim = [dim]
     if dim:
         if not all(isinstance(d, int) and -len(stat.shape) <= d < len(stat.shape) for d in dim):
             return None
         return math.prod(int(stat.shape[d]) for d in dim)
-    made = scene.made
+    made = failure.made
     return stat.numel // made.numel if made and made.numel and stat.numel % made.numel == 0 else stat.numel
 
 
@@ -34,102 +34,100 @@ def _mask(stat: TensorStat | None) -> bool:
     return stat is not None and (stat.binary or stat.dtype == "bool")
 
 
-def _correction(scene: Scene) -> float:
-    given = scene.scalar("correction", "unbiased")
+def _correction(failure: Failure) -> float:
+    given = failure.scalar("correction", "unbiased")
     return 1.0 if given is None else float(given)
 
 
 @rule("empty_reduction")
-def empty_reduction(scene: Scene) -> Finding | None:
-    empty = [t for t in scene.tensors if t.numel == 0 or (scene.op in SPREADS and _reduced(scene, t) == 0)]
-    if scene.op not in MEANS | {*SPREADS, *NLL} or not (scene.nan or scene.inf) or not empty:
+def empty_reduction(failure: Failure) -> Finding | None:
+    empty = [t for t in failure.tensors if t.numel == 0 or (failure.op in SPREADS and _reduced(failure, t) == 0)]
+    if failure.op not in MEANS | {*SPREADS, *NLL} or not (failure.nan or failure.inf) or not empty:
         return None
     why = (
-        f"`{scene.code}` reduces a tensor of shape {list(empty[0].shape)}, which has no element to average. A "
+        f"`{failure.code}` reduces a tensor of shape {list(empty[0].shape)}, which has no element to average. A "
         "mean over nothing is 0/0: the selection before it came out empty in this batch."
     )
-    return Finding(why, 0.97, scene.input_lines())
+    return Finding(why, 0.97, failure.input_lines())
 
 
 @rule("empty_reduction", title="Every target of the batch is ignored")
-def all_ignored(scene: Scene) -> Finding | None:
+def all_ignored(failure: Failure) -> Finding | None:
     # nll_loss divides by its second output, the summed weight of the targets that count.
-    if scene.op not in NLL or not scene.nan or scene.fed_by_nonfinite:
+    if failure.op not in NLL or not failure.nan or failure.fed_by_nonfinite:
         return None
-    outputs = scene.event.outputs if scene.event else ()
+    outputs = failure.event.outputs if failure.event else ()
     if len(outputs) > 1 and outputs[1].max not in (0, None):
         return None
-    target = scene.stat("target")
-    ignore = scene.scalar("ignore_index")
+    target = failure.stat("target")
+    ignore = failure.scalar("ignore_index")
     ignored = target is not None and target.min == target.max == ignore
     detail = f"all {target.numel} targets equal ignore_index = {ignore}" if target and ignored else "no target counts"
     why = (
-        f"`{scene.code}` averages over the targets that count, and in this batch there are none: {detail}. "
+        f"`{failure.code}` averages over the targets that count, and in this batch there are none: {detail}. "
         "The total weight it divides by is 0, so the loss is NaN."
     )
-    return Finding(why, 0.95, scene.input_lines("target", "weight"))
+    return Finding(why, 0.95, failure.input_lines("target", "weight"))
 
 
 @rule("empty_reduction")
-def empty_count(scene: Scene) -> Finding | None:
-    if scene.op not in DIVISIONS or not scene.nan or not scene.zero_at(DIVISIONS[scene.op][1]):
+def empty_count(failure: Failure) -> Finding | None:
+    if failure.op not in DIVISIONS or not failure.nan or not failure.zero_at(DIVISIONS[failure.op][1]):
         return None
-    bottom = DIVISIONS[scene.op][1]
-    stat = scene.stat(bottom)
-    makers = [scene.trace.events[i.producer] for i in scene.operands(bottom) if i.producer is not None]
+    bottom = DIVISIONS[failure.op][1]
+    stat = failure.stat(bottom)
+    makers = [failure.trace.events[i.producer] for i in failure.operands(bottom) if i.producer is not None]
     counted = any(m.op in ("sum", "count_nonzero") and any(_mask(i.stat) for i in m.inputs) for m in makers)
     whole = (stat is not None and stat.dtype.startswith("int") and has_zero(stat)) or isinstance(
-        scene.scalar(bottom), int
+        failure.scalar(bottom), int
     )
     if not counted and not whole:
         return None
-    why = (
-        f"`{scene.code}` divides by a count that is 0 in this batch. There was nothing to average, so the mean is 0/0."
-    )
-    return Finding(why, 0.6, scene.input_lines(bottom))
+    why = f"`{failure.code}` divides by a count that is 0 in this batch. There was nothing to average, so the mean is 0/0."
+    return Finding(why, 0.6, failure.input_lines(bottom))
 
 
 @rule("single_sample_variance")
-def single_sample_variance(scene: Scene) -> Finding | None:
-    if scene.op not in SPREADS or not scene.nan or scene.fed_by_nonfinite:
+def single_sample_variance(failure: Failure) -> Finding | None:
+    if failure.op not in SPREADS or not failure.nan or failure.fed_by_nonfinite:
         return None
-    stat = scene.stat("self") or next(iter(scene.tensors), None)
-    count = _reduced(scene, stat) if stat else None
-    correction = _correction(scene)
+    stat = failure.stat("self") or next(iter(failure.tensors), None)
+    count = _reduced(failure, stat) if stat else None
+    correction = _correction(failure)
     if count == 0 or (count is not None and count > correction):
         return None
     why = (
-        f"`{scene.code}` computes an unbiased {scene.op} over {count if count is not None else 'too few'} "
+        f"`{failure.code}` computes an unbiased {failure.op} over {count if count is not None else 'too few'} "
         f"element(s). It divides by the count minus {number(correction)}, which is 0, so the result is NaN."
     )
-    return Finding(why, 0.97 if count is not None else 0.7, scene.input_lines())
+    return Finding(why, 0.97 if count is not None else 0.7, failure.input_lines())
 
 
 @rule("single_sample_variance", title="Covariance of a single observation")
-def single_sample_covariance(scene: Scene) -> Finding | None:
+def single_sample_covariance(failure: Failure) -> Finding | None:
     # torch.cov ends in div(product, count - correction) with an integer tensor that is 0 for one observation.
-    if scene.op != "div" or not scene.nan or "cov" not in scene.code or not scene.zero_at("other"):
+    if failure.op != "div" or not failure.nan or "cov" not in failure.code or not failure.zero_at("other"):
         return None
     why = (
-        f"`{scene.code}` computes an unbiased covariance of one observation. It divides by the count minus 1, "
+        f"`{failure.code}` computes an unbiased covariance of one observation. It divides by the count minus 1, "
         "which is 0, so the result is NaN."
     )
-    return Finding(why, 0.96, scene.input_lines("self", "other"))
+    return Finding(why, 0.96, failure.input_lines("self", "other"))
 
 
 @rule("ctc_infeasible", elsewhere=1.0)
-def ctc_infeasible(scene: Scene) -> Finding | None:
-    named = scene.op.startswith("ctc_loss") or "ctcloss" in scene.family
-    if not named or not (scene.inf or scene.nan):
+def ctc_infeasible(failure: Failure) -> Finding | None:
+    named = failure.op.startswith("ctc_loss") or "ctcloss" in failure.family
+    if not named or not (failure.inf or failure.nan):
         return None
-    if any(t.bad for n in ("log_probs",) for t in scene.stats(n)):
+    if any(t.bad for n in ("log_probs",) for t in failure.stats(n)):
         return None
-    lengths = [(n, scene.scalar(n)) for n in ("input_lengths", "target_lengths")]
-    known = tuple(f"{n}: {v}" for n, v in lengths if v is not None) + scene.input_lines(
+    lengths = [(n, failure.scalar(n)) for n in ("input_lengths", "target_lengths")]
+    known = tuple(f"{n}: {v}" for n, v in lengths if v is not None) + failure.input_lines(
         "input_lengths", "target_lengths"
     )
     why = (
-        f"`{scene.code}` has {scene.inf + scene.nan} sequence(s) whose target cannot be aligned: it needs at "
+        f"`{failure.code}` has {failure.inf + failure.nan} sequence(s) whose target cannot be aligned: it needs at "
         "least one input frame a label, and one more between equal labels. The probability of an impossible "
         "alignment is 0, its loss inf."
     )

@@ -74,7 +74,7 @@ def is_number(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Failure:
     """Reads an origin and its surroundings; every question has an answer also where a record is missing."""
 
     origin: Origin

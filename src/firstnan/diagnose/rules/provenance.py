@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from firstnan.diagnose.rules.scene import largest, number, words
+from firstnan.diagnose.rules.failure import largest, number, words
 from firstnan.records import Operand, OpEvent, Trace
 
 CARRIERS = words(
