@@ -1,4 +1,4 @@
-"""The catalogue as text for a terminal and as Markdown; both say the same."""
+"""The catalogue as text for a terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def listing() -> str:
     for title, entries in families().items():
         width = max(len(entry.slug) for entry in entries)
         parts.append("\n".join([title, *(f"  {entry.slug:<{width}}  {entry.title}" for entry in entries)]))
-    return "\n\n".join([*parts, "firstnan causes SLUG explains one."])
+    return "\n\n".join([*parts, "Run `firstnan causes SLUG` for details of one cause."])
 
 
 def page(entry: Entry) -> str:
@@ -53,8 +53,8 @@ def _block(lines: tuple[str, ...] | list[str]) -> str:
 
 
 def index() -> str:
-    """The first page: every cause with a link to its own."""
-    parts = ["# Causes", "What `firstnan` can name as the reason of a NaN or Inf; `firstnan causes` shows the same."]
+    """The first page: every cause with a link to its page."""
+    parts = ["# Causes", "The causes of a NaN or Inf that `firstnan` can name; `firstnan causes` shows the same."]
     for title, entries in families().items():
         rows = [f"| [`{entry.slug}`]({entry.slug}.md) | {entry.title} |" for entry in entries]
         parts.append("\n".join([f"## {title}", "| slug | |", "| --- | --- |", *rows]))
@@ -62,6 +62,6 @@ def index() -> str:
 
 
 def documents() -> dict[str, str]:
-    """File name -> content of everything in docs/causes."""
+    """The content of every file in docs/causes, by file name."""
     pages = {Path(e.link).name: markdown(e) for entries in families().values() for e in entries}
     return {"README.md": index(), **pages}
