@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from firstnan.diagnose.rules import explain
+from firstnan.diagnose.rules import explain, from_history
 from firstnan.diagnose.rules.base import RULES
 from firstnan.diagnose.rules.failure import Failure
 from firstnan.diagnose.rules.growth import growth
-from firstnan.records import History, Operand, OpEvent, Origin, Site, StepRecord, TensorStat, Trace
+from firstnan.records import History, LayerTrack, Operand, OpEvent, Origin, Site, StepRecord, TensorStat, Trace
 
 NAN, INF = math.nan, math.inf
 Case = tuple[Origin, Trace, History]
@@ -114,8 +114,8 @@ def steps(*losses: float, lr: float | None = 0.1) -> History:
     return History(tuple(StepRecord(i, loss=v, grad_norm=v, lr=lr) for i, v in enumerate(losses)), "SGD", (("lr", lr),))
 
 
-def own_update(eps: float | None, *given: tuple[str, float]) -> Case:
-    """A division by a norm that is 0, in an optimizer of the user's own."""
+def users_update(eps: float | None, *given: tuple[str, float]) -> Case:
+    """A division by a norm that is 0, in an optimizer that the user wrote."""
     builder = TraceBuilder()
     norm = builder.op("norm", reads("self", 0.0), out=stat("result", 0.0), phase="optimizer", scalars=given)
     divided = (reads("self", 2.0), reads("other", 0.0, producer=norm))
@@ -125,7 +125,7 @@ def own_update(eps: float | None, *given: tuple[str, float]) -> Case:
 
 
 def with_infinity(*seen: tuple[str, float]) -> Case:
-    """A quotient that reads zeros and infinities, with what stands at the bad element."""
+    """A quotient that reads zeros and infinities, with the values at the bad element."""
     read = (reads("self", 0.0, INF), reads("other", 0.0, INF))
     return one("div", *read, out=stat("result", NAN, 0.0), witness=(*seen, ("result", NAN)), born=1)
 
@@ -491,9 +491,9 @@ NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
     ("unexplained", "decomposition_failed", lambda: refusal("mul", "linalg.eigh: no convergence")),
     ("decomposition_failed", "overflow", lambda: refusal("add", TOO_LARGE)),
     ("decomposition_failed", "unexplained", lambda: refusal("add", "The size of tensor a (3) must match")),
-    ("optimizer_eps", "div_by_zero", lambda: own_update(1e-6)),
-    ("div_by_zero", "optimizer_eps", lambda: own_update(None)),
-    ("div_by_zero", "optimizer_eps", lambda: own_update(1e-6, ("other", 1e-6))),
+    ("optimizer_eps", "div_by_zero", lambda: users_update(1e-6)),
+    ("div_by_zero", "optimizer_eps", lambda: users_update(None)),
+    ("div_by_zero", "optimizer_eps", lambda: users_update(1e-6, ("other", 1e-6))),
     (
         "optimizer_eps",
         "optimizer_overflow",
@@ -555,7 +555,7 @@ def test_causes_are_complete_ordered_and_unique(slug: str, make: Callable[[], Ca
         assert "  " not in cause.why
 
 
-def test_the_words_carry_the_numbers_of_this_run() -> None:
+def test_sentences_hold_the_numbers_of_this_run() -> None:
     cause = explain(*POSITIVE["exp_overflow"][0]())[0]
     assert "120" in cause.why
     assert "88.7" in cause.why
@@ -583,7 +583,7 @@ def stripped(case: Case, keep: set[str]) -> Case:
 
 @pytest.mark.parametrize("keep", [set(), {"stats"}, {"witness"}])
 @pytest.mark.parametrize(("slug", "make"), positives())
-def test_no_rule_stumbles_over_missing_records(slug: str, make: Callable[[], Case], keep: set[str]) -> None:
+def test_no_rule_raises_on_missing_records(slug: str, make: Callable[[], Case], keep: set[str]) -> None:
     for case in (make(), stripped(make(), keep)):
         failure = Failure(*case)
         for rule in RULES:
@@ -621,8 +621,54 @@ def test_every_step_is_said_only_of_every_step() -> None:
     steadily, mostly = growth(steps(1.0, 10.0, 100.0, 1e3, 1e4)), growth(steps(1.0, 10.0, 9.0, 1e3, 1e4, 9e5))
     assert steadily is not None
     assert mostly is not None
-    assert steadily.worse() == "every step made it worse"
-    assert mostly.worse() == "4 of 5 steps made it worse"
+    assert steadily.sentences().endswith("It rose in every step.")
+    assert mostly.sentences().endswith("It rose in 4 of 5 steps.")
+
+
+def test_a_plateau_far_above_the_rest_is_growth() -> None:
+    """Two steps in a row that are far away are not one outlier, even if only one of them rose."""
+    rise = growth(steps(1.0, 1.1, 0.9, 1.0, 1.0, 1e9, 1e9))
+    assert rise is not None
+    assert (rise.first_step, rise.last_step, rise.rises, rise.moves) == (2, 6, 2, 4)
+    assert growth(steps(*[1.0] * 5, 1e9, 1.0)) is None
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        RISING,
+        steps(*[1.0] * 5, 1e9, 1e9),
+        steps(*[1.0] * 5, 1e9, 1.0),
+        steps(*[1.0] * 20, 1e9),
+        only_gradients(5.0, 1e3, 1e5, 1e7, 1e9),
+        History(
+            (StepRecord(0, loss=1.0), StepRecord(1, loss=1.0)), layers=(LayerTrack("fc", "forward", max_abs=(1, 1e9)),)
+        ),
+    ],
+)
+def test_an_overflow_after_growth_never_denies_the_growth(history: History) -> None:
+    causes = explain(*one("mul", reads("self", 1e30), out=w(INF), history=history))
+    assert "overflow" in [c.slug for c in causes]
+    assert not any("did not grow" in c.why for c in causes)
+
+
+def test_an_overflow_without_growth_says_what_did_not_grow() -> None:
+    cause = explain(*one("mul", reads("self", 1e30), out=w(INF), history=FLAT))[0]
+    assert cause.why.endswith("The loss and gradient norm did not grow over the recorded steps.")
+    unknown = explain(*one("mul", reads("self", 1e30), out=w(INF)))[0]
+    assert "grow" not in unknown.why
+
+
+def test_history_alone_names_only_clear_growth() -> None:
+    cause = from_history(RISING)
+    assert cause is not None
+    assert cause.slug == "divergence_lr"
+    assert cause.why == (
+        "The loss rose from 1 in step 0 to 1e+18 in step 4, a factor of 1e+18. It rose in every step. "
+        "The operator that failed was not traced."
+    )
+    assert from_history(FLAT) is None
+    assert from_history(steps(1.0, 10.0, 100.0, 1e3, 1e4)) is None
 
 
 @pytest.mark.parametrize(
@@ -642,15 +688,15 @@ def test_too_large_is_not_undefined(op: str, value: float, result: float, says: 
     assert line.endswith(says)
 
 
-def test_a_division_in_an_own_update_is_told_as_it_is() -> None:
-    (cause,) = explain(*own_update(1e-6))
-    assert cause.why.startswith("`div(x)` divides 2 by a number that is exactly 0")
+def test_a_division_in_a_users_update_is_explained_as_a_division() -> None:
+    (cause,) = explain(*users_update(1e-6))
+    assert cause.why.startswith("`div(x)` divides 2 by exactly 0: 1 element became infinite.")
     assert "eps" not in cause.why
-    assert explain(*own_update(None))[0].why.startswith("Lamb divides in `div(x)` by a number that is exactly 0.")
+    assert explain(*users_update(None))[0].why.startswith("Lamb divides by exactly 0 in `div(x)`.")
 
 
 def test_a_number_that_torch_refuses_is_named() -> None:
-    says = "'s update was given lr = 1e+39, which float32 cannot hold: it ends at 3.403e+38."
+    says = "'s update was given lr = 1e+39, but the largest float32 is 3.40282e+38."
     assert explain(*refusal("add", TOO_LARGE, lr=1e39))[0].why == "SGD" + says
     assert "given alpha = -1e+39" in explain(*refusal("add", TOO_LARGE, lr=0.1))[0].why
     assert explain(*refusal("add", TOO_LARGE, "forward", lr=1e39))[0].why.startswith("`add(x)` was given alpha")
@@ -659,11 +705,11 @@ def test_a_number_that_torch_refuses_is_named() -> None:
     assert "raised an error instead of returning a value" in other.why
 
 
-def test_what_has_nothing_to_go_on_is_no_alternative() -> None:
+def test_a_cause_without_support_is_no_alternative() -> None:
     assert [c.slug for c in explain(*with_infinity(("self", 0.0), ("other", 0.0)))] == ["zero_over_zero"]
     (cause,) = explain(*buffered("weight"))
     assert cause.title == "Non-finite value in a buffer"
-    assert cause.why.startswith("The buffer weight holds 1 NaN value(s) out of 1 before step 3")
+    assert cause.why.startswith("The buffer weight contains NaN in 1 of 1 element, before step 3 computes anything.")
 
 
 def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:

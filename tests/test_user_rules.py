@@ -116,5 +116,7 @@ def test_an_error_leaves_even_an_unexplained_failure_told() -> None:
 
 @pytest.mark.parametrize("slug", ["", "Log of zero", "log-of-zero", "1st"])
 def test_a_slug_looks_like_a_slug(slug: str) -> None:
-    with pytest.raises(ValueError, match="a slug is written like log_of_zero"):
+    with pytest.raises(
+        ValueError, match="slug must be lowercase words joined by underscores, such as log_of_zero, got"
+    ):
         package.rule(slug, title="x")

@@ -21,6 +21,7 @@ from firstnan.diagnose.rules.failure import Failure
 from firstnan.diagnose.rules.growth import growth
 from firstnan.diagnose.rules.transient import transient
 from firstnan.diagnose.rules.user_rules import rule
+from firstnan.diagnose.rules.wording import nonfinite
 from firstnan.records import Cause, History, Origin, Trace
 
 __all__ = ["explain", "from_history", "rule", "transient"]
@@ -30,8 +31,8 @@ FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, re
 
 SECOND = 0.6
 CLEAR_GROWTH = 1e6
-FAR_BEHIND = 0.5
-"""A cause less than half as likely as the best is not worth a tired reader's time."""
+WORTH_SHOWING = 0.5
+"""A cause less than half as likely as the best is not shown."""
 
 
 def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
@@ -40,7 +41,7 @@ def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
     causes = _all(failure)
     forward = origin.forward_event
     if origin.phase == "backward" and forward is not None and forward.bad:
-        # The forward value was non-finite too (and hidden from the loss, or meant): its own cause comes second.
+        # The forward value was non-finite too (hidden from the loss, or intended): its own cause comes second.
         before = replace(origin, phase="forward", event=forward, forward_event=None, produced=None, inputs=())
         causes += [replace(c, confidence=SECOND * c.confidence) for c in _all(Failure(before, trace, history))]
     best: dict[str, Cause] = {}
@@ -50,15 +51,15 @@ def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
     found = list(best.values()) or [_unexplained(failure)]
     failed = dict.fromkeys(c.why for c in causes if not c.confidence)
     first = replace(found[0], evidence=(*found[0].evidence, *failed))
-    return [first, *(c for c in found[1:] if c.confidence >= FAR_BEHIND * first.confidence)]
+    return [first, *(c for c in found[1:] if c.confidence >= WORTH_SHOWING * first.confidence)]
 
 
 def from_history(history: History) -> Cause | None:
-    """What the steps before tell where no operator was seen: that the run was lost already, or nothing."""
+    """The cause that the steps before show where no operator was traced: divergence, if the growth is clear."""
     rise = growth(history)
     if rise is None or rise.factor < CLEAR_GROWTH:
         return None
-    why = f"In the steps before, {rise.sentence()}: {rise.worse()}, until the numbers ran out of range."
+    why = f"{rise.sentences()} The operator that failed was not traced."
     return Cause("divergence_lr", catalogue()["divergence_lr"].title, why, rise.lines(), SECOND)
 
 
@@ -69,17 +70,10 @@ def _all(failure: Failure) -> list[Cause]:
 def _unexplained(failure: Failure) -> Cause:
     """What can be said when no rule fits: where it is and what was read."""
     try:
-        evidence = failure.input_lines() + failure.witness_lines()
-        counts = f"{failure.nan} NaN and {failure.inf} infinite element(s)"
-        code = failure.code
+        evidence = failure.raised_lines() + failure.input_lines() + failure.witness_lines()
+        code, made = failure.code, nonfinite(failure.made)
     except Exception:  # as in a rule: an odd record must not cost the user the report
-        evidence, counts, code = (), "a non-finite value", _origin_name(failure)
-    why = f"`{code}` produced {counts}, and no known cause fits. The numbers it read are listed below."
-    if failure.raised:
-        why = f"`{code}` raised an error instead of returning a value, and no known cause fits."
-        evidence = (f"torch said: {failure.raised}", *evidence)
+        evidence, code, made = (), failure.origin.op or failure.origin.aten or "the operator", "a non-finite value"
+    did = "raised an error instead of returning a value" if failure.raised else f"produced {made}"
+    why = f"`{code}` {did}. No known cause fits what it read."
     return Cause("unexplained", catalogue()["unexplained"].title, why, evidence, 0.1)
-
-
-def _origin_name(failure: Failure) -> str:
-    return failure.origin.op or failure.origin.aten or "the operator"

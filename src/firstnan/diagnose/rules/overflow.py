@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import math
 
-from firstnan.diagnose.rules import provenance
 from firstnan.diagnose.rules.base import ANY, Finding, rule
-from firstnan.diagnose.rules.division import DIVISIONS
-from firstnan.diagnose.rules.failure import Failure, describe, dtype_max, largest, number, words
+from firstnan.diagnose.rules.failure import Failure, dtype_max, largest
+from firstnan.diagnose.rules.growth import not_growing
+from firstnan.diagnose.rules.provenance import why_large
+from firstnan.diagnose.rules.wording import counted, describe, four_digits
 from firstnan.records import OpEvent, TensorStat, Trace
-
-EXPONENTIALS = ("exp", "expm1", "exp2", "sinh", "cosh", "softplus", "logaddexp")
-ARITHMETIC = words(
-    "mm addmm bmm baddbmm mv addmv dot vdot linear matmul einsum convolution mul add sub rsub sum mean "
-    "cumsum prod cumprod square pow addcmul addcdiv div reciprocal norm var std var_mean mse_loss l1_loss "
-    "huber_loss smooth_l1_loss lerp to cdist euclidean_dist layer_norm batch_norm group_norm "
-    "scaled_dot_product_attention kl_div nansum index_add scatter_add scatter_reduce index_put ldexp "
-    "trace cross outer addr addbmm copy"
+from firstnan.records.operator_families import (
+    COPIES,
+    DIVISIONS,
+    EXPONENTIALS,
+    OVERFLOWING,
+    SHIFTED,
+    STATE_UPDATES,
+    VIEWS,
 )
-DIFFERENCES = words("log_softmax softmax logsumexp cross_entropy_loss binary_cross_entropy_with_logits")
+
 ORDINARY_WEIGHT = 50.0
-"""Default initialisers stay near 1; a weight beyond this in the first steps was put there."""
+"""Default initialisers stay near 1; a larger weight in the first steps was put there."""
 ORDINARY_GAIN = 5.0
-"""How much larger a layer makes what it reads, to a rough estimate; the usual initialisers stay below 2."""
+"""How much larger a layer makes its input, roughly; the usual initialisers stay below 2."""
 ABSURD_WEIGHT = 1e6
-WAY = 5
-"""How many operators back the head-room is told."""
+EXP_LIMIT = 88.7
+"""exp of more is too large for float32 and bfloat16."""
+STEPS_BACK = 5
+"""How many operators back the magnitudes are shown."""
 NEAR = 1e-3
 
 
 def overflowed(failure: Failure) -> bool:
     """Finite numbers went in and something beyond the range came out, with no zero denominator to blame."""
-    if not (failure.nan or failure.inf) or failure.fed_by_nonfinite:
+    if not failure.bad or failure.fed_by_nonfinite:
         return False
     if failure.event is not None and any(v in (math.inf, -math.inf) for _, v in failure.event.scalars):
         return False
@@ -43,15 +46,11 @@ def overflowed(failure: Failure) -> bool:
         exponent = failure.at("exponent")
         zero_base = failure.zero_at("self") and exponent is not None and exponent < 0
         return failure.inf > 0 and not zero_base
-    if failure.op in DIFFERENCES:  # a softmax subtracts its maximum: twice the range at most
-        return failure.reach is not None and failure.reach > failure.limit / 4
-    return failure.op in ARITHMETIC and (failure.inf > 0 or _could_overflow(failure))
-
-
-def _could_overflow(failure: Failure) -> bool:
-    """NaN out of finite numbers is overflow only where the operator adds up: inf - inf inside one matmul."""
-    reach = failure.reach
-    return reach is not None and reach > math.sqrt(failure.limit) / 1e3
+    reach = failure.reach or 0.0
+    if failure.op in SHIFTED:
+        return reach > failure.limit / 4
+    # NaN from finite numbers is overflow only where the operator adds up: inf - inf inside one matmul.
+    return failure.op in OVERFLOWING and (failure.inf > 0 or reach > math.sqrt(failure.limit) / 1e3)
 
 
 def _operator(failure: Failure) -> str:
@@ -59,15 +58,16 @@ def _operator(failure: Failure) -> str:
 
 
 def _sizes(failure: Failure) -> str:
-    return f"It read magnitudes up to {number(failure.reach)}; {failure.dtype} ends at {number(failure.limit)}."
+    limit = f"the largest {failure.dtype or 'float32'} is {failure.limit:g}."
+    return f"Here {limit}" if failure.reach is None else f"The inputs reach {four_digits(failure.reach)}, and {limit}"
 
 
-def headroom(failure: Failure) -> tuple[str, ...]:
+def _magnitudes_before(failure: Failure) -> tuple[str, ...]:
     """How the magnitudes came near the end of the type, operator by operator, as one line of evidence."""
     if failure.event is None or not failure.dtype:
         return ()
     steps, event = [], failure.event
-    for _ in range(WAY):
+    for _ in range(STEPS_BACK):
         before = [(largest(e.outputs[0]), e) for e in failure.trace.producers(event) if len(e.outputs) == 1]
         known = [(size, e) for size, e in before if size is not None]
         if not known:
@@ -75,44 +75,40 @@ def headroom(failure: Failure) -> tuple[str, ...]:
         size, event = max(known, key=lambda pair: pair[0])
         share = size / dtype_max(event.outputs[0].dtype)
         if share > NEAR:
-            steps.append(f"{event.op} {number(size)} ({100 * share:.2g} %)")
+            steps.append(f"{event.op} {four_digits(size)} ({100 * share:.2g}%)")
     if not steps:
         return ()
-    return (
-        f"on the way here, of the range of {failure.dtype} ({number(failure.limit)}): {', '.join(reversed(steps))}",
-    )
+    range_of = f"the range of {failure.dtype} ({failure.limit:g})"
+    return (f"magnitudes before it, as a share of {range_of}: {', '.join(reversed(steps))}",)
 
 
 @rule("exp_overflow")
 def exp_overflow(failure: Failure) -> Finding | None:
     if failure.op not in EXPONENTIALS or not failure.inf or failure.fed_by_nonfinite:
         return None
-    largest_in = max((s.max for s in failure.stats("self") if s.max is not None), default=failure.at("self"))
+    top = failure.highest("self")
     edge = math.log2(failure.limit) if failure.op == "exp2" else math.log(failure.limit)
     why = (
-        f"`{failure.code}` takes {failure.op} of {number(largest_in)}. In {failure.dtype or 'this type'} anything "
-        f"above {number(edge)} overflows, so {failure.inf} element(s) became infinite."
-        f"{provenance.large(failure.trace, failure.event, 'self')}"
+        f"`{failure.code}` computes {failure.op} of {four_digits(top)}, but in {failure.dtype or 'this type'} "
+        f"{failure.op} overflows above {four_digits(edge)}. {counted(failure.inf)} became infinite."
+        f"{why_large(failure.trace, failure.event, 'self')}"
     )
-    wide_enough = failure.narrow and largest_in is not None and largest_in < 88.7
-    return Finding(why, 0.6 if wide_enough else 0.92, failure.input_lines("self"))
+    fits_float32 = failure.narrow and top is not None and top < EXP_LIMIT
+    return Finding(why, 0.6 if fits_float32 else 0.92, failure.input_lines("self"))
 
 
 @rule("low_precision_overflow", phases=ANY)
 def low_precision_overflow(failure: Failure) -> Finding | None:
     if not failure.narrow or not overflowed(failure):
         return None
-    if failure.op in EXPONENTIALS:
-        top = max((s.max for s in failure.stats("self") if s.max is not None), default=0.0)
-        if top >= 88.7:
-            return None
+    if failure.op in EXPONENTIALS and (failure.highest("self") or 0.0) >= EXP_LIMIT:
+        return None
     why = (
-        f"{_operator(failure)} computes in {failure.dtype}, whose largest number is {number(failure.limit)}, and "
-        f"the result is larger: {failure.inf + failure.nan} element(s) overflowed. The numbers it read reach "
-        f"{number(failure.reach)}; float32 or bfloat16 would hold the result."
+        f"{_operator(failure)} computes in {failure.dtype}, and {counted(failure.bad)} overflowed. {_sizes(failure)} "
+        "In float32 or bfloat16 the result would be finite."
     )
     confidence = 0.5 if failure.phase == "optimizer" else 0.9
-    return Finding(why, confidence, failure.input_lines() + headroom(failure) + _mask_line(failure))
+    return Finding(why, confidence, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
 
 
 def _mask_line(failure: Failure) -> tuple[str, ...]:
@@ -120,7 +116,7 @@ def _mask_line(failure: Failure) -> tuple[str, ...]:
     lowest = min((t.min for t in failure.tensors if t.min is not None), default=0.0)
     if failure.op in ("add", "sub") and lowest <= -0.9 * failure.limit:
         return (
-            f"one operand holds {number(lowest)}, the least number of {failure.dtype}: a mask that overflows when added",
+            f"one input holds {four_digits(lowest)}, the lowest {failure.dtype}: a mask that overflows when added to",
         )
     return ()
 
@@ -134,14 +130,13 @@ def divergence_lr(failure: Failure) -> Finding | None:
     if failure.op in EXPONENTIALS and (growth.factor < 1e3 or growth.steps < 4):
         return None
     lr = failure.lr()
-    rate = f" The learning rate is {number(lr)}." if lr is not None else ""
+    rate = f" The learning rate is {four_digits(lr)}." if lr is not None else ""
     why = (
-        f"Before {_operator(failure)} overflowed in step {failure.origin.step}, {growth.sentence()}: "
-        f"{growth.worse()}.{rate} The operator is only where the numbers ran out of range."
+        f"{growth.sentences()}{rate} {_operator(failure)} is only where the numbers left the range of {failure.dtype}."
     )
-    # Gradients that grow while loss and weights stay put are the depth of the graph, not the step size.
+    # Gradients that grow while loss and weights do not: the depth of the graph, not the learning rate.
     only_gradients = failure.phase == "backward" and failure.growth_of_loss is None
-    state = failure.phase == "optimizer" and failure.op in STATE_OPS
+    state = failure.phase == "optimizer" and failure.op in STATE_UPDATES
     confidence = 0.6 if failure.narrow or state or only_gradients else 0.93
     return Finding(why, confidence, (*growth.lines(), *failure.input_lines()))
 
@@ -154,36 +149,31 @@ def first_updates(failure: Failure) -> Finding | None:
         return None
     name, stat, size = found
     why = (
-        f"In step {failure.origin.step} the parameter {name} holds magnitudes up to {number(size)}, and the updates so "
-        f"far took it there: the learning rate is {number(failure.lr())}. Products with it leave the range of "
+        f"The updates before step {failure.origin.step} took the parameter {name} to magnitudes up to "
+        f"{four_digits(size)}. The learning rate is {four_digits(failure.lr())}. Products with {name} overflow "
         f"{failure.dtype} at {_operator(failure)}."
     )
     return Finding(why, 0.6 if failure.narrow else 0.9, (describe(stat, name),))
 
 
-STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
-"""What an optimizer uses to update its own state."""
-
-
 @rule("bad_init", phases=ANY - {"optimizer"})
 def bad_init(failure: Failure) -> Finding | None:
-    if not overflowed(failure) or failure.origin.step > 1 or failure.growth is not None or failure.event is None:
+    if not overflowed(failure) or failure.origin.step > 1 or failure.growth is not None:
         return None
-    largest_weight = _largest_weight(failure)
-    if largest_weight is None:
+    found = _largest_weight(failure)
+    if found is None:
         return None
-    name, stat, size = largest_weight
+    name, stat, size = found
     if (size < ORDINARY_WEIGHT and _gain(stat) < ORDINARY_GAIN) or size <= _moved(failure):
         return None
     why = (
-        f"In step {failure.origin.step}, before any training could have grown it, the parameter {name} holds "
-        f"magnitudes up to {number(size)}. Products with it leave the range of {failure.dtype} at "
-        f"{_operator(failure)}."
+        f"The parameter {name} holds magnitudes up to {four_digits(size)} in step {failure.origin.step}, before "
+        f"training could have grown it. Products with {name} overflow {failure.dtype} at {_operator(failure)}."
     )
-    confident = 0.88 if size >= ABSURD_WEIGHT else 0.7
+    confidence = 0.88 if size >= ABSURD_WEIGHT else 0.7
     if failure.narrow or failure.op in EXPONENTIALS or failure.phase == "backward":
-        confident *= 0.7
-    return Finding(why, confident, (describe(stat, name),))
+        confidence *= 0.7
+    return Finding(why, confidence, (describe(stat, name),))
 
 
 def _largest_weight(failure: Failure) -> tuple[str, TensorStat, float] | None:
@@ -194,35 +184,26 @@ def _largest_weight(failure: Failure) -> tuple[str, TensorStat, float] | None:
 
 
 def _gain(stat: TensorStat) -> float:
-    """What a weight of normal spread multiplies the size of its input with: deviation times the root of the fan-in."""
+    """The factor by which a normally distributed weight scales its input: deviation times the root of the fan-in."""
     return (largest(stat) or 0.0) / 3.5 * math.sqrt(stat.shape[1]) if len(stat.shape) == 2 else 0.0
 
 
 def _moved(failure: Failure) -> float:
     """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1."""
-    before = [s for s in failure.history.steps if s.step < failure.origin.step]
-    slopes = [s.grad_norm for s in before if s.grad_norm is not None and math.isfinite(s.grad_norm)]
+    before = [s.grad_norm for s in failure.history.steps if s.step < failure.origin.step]
+    slopes = [slope for slope in before if slope is not None and math.isfinite(slope)]
     return 2 * (failure.lr() or 0.0) * sum(max(1.0, slope) for slope in slopes)
 
 
 def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]]:
-    """The parameters that fed an event, by name; a view's own output speaks for a parameter without statistics."""
+    """The parameters that fed an event, by name; a view's output stands in for a parameter without statistics."""
     found = []
     for event in (start, *trace.feeding(start, 200)):
         for operand in event.inputs:
             if operand.role != "parameter":
                 continue
             stat = operand.stat
-            if stat is None and event.op in (
-                "t",
-                "transpose",
-                "view",
-                "permute",
-                "expand",
-                "detach",
-                "to",
-                "unsqueeze",
-            ):
+            if stat is None and event.op in VIEWS | COPIES:
                 stat = event.outputs[0] if event.outputs else None
             if stat is not None:
                 found.append((operand.label or operand.name, stat))
@@ -234,12 +215,14 @@ def exploding_gradient(failure: Failure) -> Finding | None:
     if failure.event is None or failure.event.in_python_backward or not overflowed(failure):
         return None
     why = (
-        f"The forward pass stayed finite, but the gradient of {_operator(failure)} left the range of "
-        f"{failure.dtype} in backward. {_sizes(failure)}"
+        f"The forward pass is finite, but the gradient of {_operator(failure)} overflows {failure.dtype} in backward. "
+        f"{_sizes(failure)}"
     )
     steps = [s for s in failure.history.steps if s.grad_norm is not None and math.isfinite(s.grad_norm)]
-    known = (f"last finite gradient norm: {number(steps[-1].grad_norm)} in step {steps[-1].step}",) if steps else ()
-    return Finding(why, 0.8, failure.input_lines() + headroom(failure) + known)
+    known = (
+        (f"last finite gradient norm: {four_digits(steps[-1].grad_norm)} in step {steps[-1].step}",) if steps else ()
+    )
+    return Finding(why, 0.8, failure.input_lines() + _magnitudes_before(failure) + known)
 
 
 @rule("overflow")
@@ -247,10 +230,10 @@ def overflow(failure: Failure) -> Finding | None:
     if not overflowed(failure) or failure.op in EXPONENTIALS:
         return None
     why = (
-        f"{_operator(failure)} made {failure.inf + failure.nan} element(s) too large for {failure.dtype} out of "
-        f"finite numbers. {_sizes(failure)} No growth over the steps before explains it."
+        f"{_operator(failure)} produced {counted(failure.bad)} too large for {failure.dtype} from finite inputs. "
+        f"{_sizes(failure)}{not_growing(failure.history)}"
     )
-    return Finding(why, 0.6, failure.input_lines() + headroom(failure) + _mask_line(failure))
+    return Finding(why, 0.6, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
 
 
 @rule("overflow", phases=ANY)
@@ -259,16 +242,14 @@ def overflow_elsewhere(failure: Failure) -> Finding | None:
         return None
     if failure.event.on_purpose or failure.event.uninitialized or overflowed(failure):
         return None
-    why = (
-        f"{_operator(failure)} produced {failure.inf} infinite element(s) although everything it read was finite. "
-        f"{_sizes(failure)}"
-    )
+    infinite = counted(failure.inf, "infinite element")
+    why = f"{_operator(failure)} produced {infinite} from finite inputs. {_sizes(failure)}"
     return Finding(why, 0.25, failure.input_lines())
 
 
-@rule("overflow", title="A number that does not fit its type", phases=ANY)
+@rule("overflow", title="Number too large for its type", phases=ANY)
 def refused_number(failure: Failure) -> Finding | None:
-    """torch raises where a number of Python's is larger than what the type of the tensor holds."""
+    """torch raises an error for a Python number that is larger than the tensor's type can hold."""
     if "without overflow" not in failure.raised:
         return None
     dtype = failure.tensors[0].dtype if failure.tensors else "float32"
@@ -276,11 +257,9 @@ def refused_number(failure: Failure) -> Finding | None:
     numbers = (*settings, *(failure.event.scalars if failure.event else ()))
     given = [(name, float(v)) for name, v in numbers if isinstance(v, int | float)]
     name, value = next(((n, v) for n, v in given if abs(v) > dtype_max(dtype)), ("", 0.0))
-    what = f"{name} = {number(value)}" if name else "a number"
-    owner = (
-        f"{failure.history.optimizer or 'The optimizer'}'s update"
-        if failure.phase == "optimizer"
-        else f"`{failure.code}`"
-    )
-    why = f"{owner} was given {what}, which {dtype} cannot hold: it ends at {number(dtype_max(dtype))}."
-    return Finding(why, 0.9, (f"torch said: {failure.raised}",))
+    what = f"{name} = {four_digits(value)}" if name else "a number"
+    owner = f"`{failure.code}`"
+    if failure.phase == "optimizer":
+        owner = f"{failure.history.optimizer or 'The optimizer'}'s update"
+    why = f"{owner} was given {what}, but the largest {dtype} is {dtype_max(dtype):g}."
+    return Finding(why, 0.9, failure.raised_lines())

@@ -1,24 +1,18 @@
-"""Means and variances of too few elements, and a CTC alignment that does not exist."""
+"""Means and variances of too few elements, and CTC alignments that do not exist."""
 
 from __future__ import annotations
 
 import math
 
 from firstnan.diagnose.rules.base import Finding, rule
-from firstnan.diagnose.rules.division import DIVISIONS
-from firstnan.diagnose.rules.failure import Failure, has_zero, number, words
+from firstnan.diagnose.rules.failure import Failure, has_zero
+from firstnan.diagnose.rules.wording import counted, four_digits
 from firstnan.records import TensorStat
-
-MEANS = words(
-    "mean nanmean median nanmedian mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
-    "binary_cross_entropy_with_logits kl_div logsumexp soft_margin_loss nll_loss nll_loss2d cross_entropy"
-)
-NLL = ("nll_loss", "nll_loss2d", "nll_loss_nd", "cross_entropy", "cross_entropy_loss")
-SPREADS = ("var", "std", "var_mean", "std_mean")
+from firstnan.records.operator_families import DIVISIONS, MEANS, NEGATIVE_LIKELIHOODS, SPREADS
 
 
 def _reduced(failure: Failure, stat: TensorStat) -> int | None:
-    """How many elements each result was computed from; None if that cannot be told."""
+    """How many elements each result was computed from; None if that is not known."""
     dim = failure.scalar("dim")
     if isinstance(dim, int):
         dim = [dim]
@@ -30,60 +24,54 @@ def _reduced(failure: Failure, stat: TensorStat) -> int | None:
     return stat.numel // made.numel if made and made.numel and stat.numel % made.numel == 0 else stat.numel
 
 
-def _mask(stat: TensorStat | None) -> bool:
+def _is_mask(stat: TensorStat | None) -> bool:
     return stat is not None and (stat.binary or stat.dtype == "bool")
-
-
-def _correction(failure: Failure) -> float:
-    given = failure.scalar("correction", "unbiased")
-    return 1.0 if given is None else float(given)
 
 
 @rule("empty_reduction")
 def empty_reduction(failure: Failure) -> Finding | None:
     empty = [t for t in failure.tensors if t.numel == 0 or (failure.op in SPREADS and _reduced(failure, t) == 0)]
-    if failure.op not in MEANS | {*SPREADS, *NLL} or not (failure.nan or failure.inf) or not empty:
+    if failure.op not in MEANS | SPREADS or not failure.bad or not empty:
         return None
     why = (
-        f"`{failure.code}` reduces a tensor of shape {list(empty[0].shape)}, which has no element to average. A "
-        "mean over nothing is 0/0: the selection before it came out empty in this batch."
+        f"`{failure.code}` reduces a tensor of shape {list(empty[0].shape)}, which has no elements in this batch. The "
+        "mean of zero elements is 0/0."
     )
     return Finding(why, 0.97, failure.input_lines())
 
 
-@rule("empty_reduction", title="Every target of the batch is ignored")
+@rule("empty_reduction", title="Every target in the batch is ignored")
 def all_ignored(failure: Failure) -> Finding | None:
     # nll_loss divides by its second output, the summed weight of the targets that count.
-    if failure.op not in NLL or not failure.nan or failure.fed_by_nonfinite:
+    if failure.op not in NEGATIVE_LIKELIHOODS or not failure.nan or failure.fed_by_nonfinite:
         return None
     outputs = failure.event.outputs if failure.event else ()
     if len(outputs) > 1 and outputs[1].max not in (0, None):
         return None
-    target = failure.stat("target")
-    ignore = failure.scalar("ignore_index")
-    ignored = target is not None and target.min == target.max == ignore
-    detail = f"all {target.numel} targets equal ignore_index = {ignore}" if target and ignored else "no target counts"
+    target, ignore = failure.stat("target"), failure.scalar("ignore_index")
+    detail = "this batch has none"
+    if target is not None and target.min == target.max == ignore:
+        detail = f"all targets of this batch equal ignore_index = {ignore}"
     why = (
-        f"`{failure.code}` averages over the targets that count, and in this batch there are none: {detail}. "
-        "The total weight it divides by is 0, so the loss is NaN."
+        f"`{failure.code}` averages over the targets that count, and {detail}. It divides by their total weight, which "
+        "is 0, so the loss is NaN."
     )
     return Finding(why, 0.95, failure.input_lines("target", "weight"))
 
 
 @rule("empty_reduction")
 def empty_count(failure: Failure) -> Finding | None:
-    if failure.op not in DIVISIONS or not failure.nan or not failure.zero_at(DIVISIONS[failure.op][1]):
+    bottom = DIVISIONS.get(failure.op, ("", ""))[1]
+    if not bottom or not failure.nan or not failure.zero_at(bottom):
         return None
-    bottom = DIVISIONS[failure.op][1]
     stat = failure.stat(bottom)
-    makers = [failure.trace.events[i.producer] for i in failure.operands(bottom) if i.producer is not None]
-    counted = any(m.op in ("sum", "count_nonzero") and any(_mask(i.stat) for i in m.inputs) for m in makers)
-    whole = (stat is not None and stat.dtype.startswith("int") and has_zero(stat)) or isinstance(
-        failure.scalar(bottom), int
+    counted_mask = any(
+        m.op in ("sum", "count_nonzero") and any(_is_mask(i.stat) for i in m.inputs) for m in failure.makers(bottom)
     )
-    if not counted and not whole:
+    integer = stat is not None and stat.dtype.startswith("int") and has_zero(stat)
+    if not (counted_mask or integer or isinstance(failure.scalar(bottom), int)):
         return None
-    why = f"`{failure.code}` divides by a count that is 0 in this batch. There was nothing to average, so the mean is 0/0."
+    why = f"`{failure.code}` divides by a count that is 0 in this batch. There is nothing to average: the mean is 0/0."
     return Finding(why, 0.6, failure.input_lines(bottom))
 
 
@@ -93,12 +81,14 @@ def single_sample_variance(failure: Failure) -> Finding | None:
         return None
     stat = failure.stat("self") or next(iter(failure.tensors), None)
     count = _reduced(failure, stat) if stat else None
-    correction = _correction(failure)
+    given = failure.scalar("correction", "unbiased")
+    correction = 1.0 if given is None else float(given)
     if count == 0 or (count is not None and count > correction):
         return None
+    of = "too few elements" if count is None else counted(count)
     why = (
-        f"`{failure.code}` computes an unbiased {failure.op} over {count if count is not None else 'too few'} "
-        f"element(s). It divides by the count minus {number(correction)}, which is 0, so the result is NaN."
+        f"`{failure.code}` computes an unbiased {failure.op} of {of}. It divides by the count minus "
+        f"{four_digits(correction)}, which is 0, so the result is NaN."
     )
     return Finding(why, 0.97 if count is not None else 0.7, failure.input_lines())
 
@@ -109,26 +99,23 @@ def single_sample_covariance(failure: Failure) -> Finding | None:
     if failure.op != "div" or not failure.nan or "cov" not in failure.code or not failure.zero_at("other"):
         return None
     why = (
-        f"`{failure.code}` computes an unbiased covariance of one observation. It divides by the count minus 1, "
-        "which is 0, so the result is NaN."
+        f"`{failure.code}` computes an unbiased covariance of one observation. It divides by the count minus 1, which "
+        "is 0, so the result is NaN."
     )
     return Finding(why, 0.96, failure.input_lines("self", "other"))
 
 
 @rule("ctc_infeasible", elsewhere=1.0)
 def ctc_infeasible(failure: Failure) -> Finding | None:
-    named = failure.op.startswith("ctc_loss") or "ctcloss" in failure.family
-    if not named or not (failure.inf or failure.nan):
+    if not (failure.op.startswith("ctc_loss") or failure.derivative_of({"ctc_loss"})) or not failure.bad:
         return None
-    if any(t.bad for n in ("log_probs",) for t in failure.stats(n)):
+    if any(t.bad for t in failure.stats("log_probs")):
         return None
-    lengths = [(n, failure.scalar(n)) for n in ("input_lengths", "target_lengths")]
-    known = tuple(f"{n}: {v}" for n, v in lengths if v is not None) + failure.input_lines(
-        "input_lengths", "target_lengths"
-    )
+    names = ("input_lengths", "target_lengths")
+    lengths = tuple(f"{n}: {failure.scalar(n)}" for n in names if failure.scalar(n) is not None)
     why = (
-        f"`{failure.code}` has {failure.inf + failure.nan} sequence(s) whose target cannot be aligned: it needs at "
-        "least one input frame a label, and one more between equal labels. The probability of an impossible "
-        "alignment is 0, its loss inf."
+        f"`{failure.code}` has {counted(failure.bad, 'sequence')} whose target cannot be aligned with its input. CTC "
+        "needs one input frame per label and one more between equal neighbours; an impossible alignment has "
+        "probability 0, so its loss is inf."
     )
-    return Finding(why, 0.95, known)
+    return Finding(why, 0.95, lengths + failure.input_lines(*names))
