@@ -21,23 +21,24 @@ def listing() -> str:
 
 def page(entry: Entry) -> str:
     """One cause for a terminal."""
-    parts = [f"{entry.title}  [{entry.slug}]", textwrap.fill(entry.explanation, WIDTH)]
+    parts = [f"{entry.title}  [{entry.slug}]", _wrapped(entry.explanation)]
     if entry.code:
         parts.append("\n".join(["In code:", *(f"  {line}" for line in entry.code)]))
-    parts.append("\n".join(["What helps:", *(_point(remedy) for remedy in entry.remedies)]))
+    parts.append("\n".join(["What helps:", *(_wrapped(remedy, "- ", "  ") for remedy in entry.remedies)]))
     if entry.example is not None:
         run = f"  firstnan run {entry.example}"
         parts.append(f"A program that fails like this:\n{run}\n  firstnan causes {entry.slug} --example prints it.")
     return "\n\n".join(parts)
 
 
-def _point(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+def _wrapped(text: str, first: str = "", rest: str = "") -> str:
+    wrapper = textwrap.TextWrapper(WIDTH, first, rest, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
 
 
 def markdown(entry: Entry) -> str:
     """One cause as a page of the documentation."""
-    parts = [f"# {entry.title}", f"`{entry.slug}`", textwrap.fill(entry.explanation, WIDTH)]
+    parts = [f"# {entry.title}", f"`{entry.slug}`", _wrapped(entry.explanation)]
     if entry.code:
         parts.append("## In code\n" + _block(entry.code))
     parts.append("## What helps\n" + "\n".join(f"- {remedy}" for remedy in entry.remedies))

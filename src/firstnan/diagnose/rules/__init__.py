@@ -26,7 +26,7 @@ from firstnan.records import Cause, History, Origin, Trace
 
 __all__ = ["explain", "from_history", "rule", "transient"]
 
-FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
+RULE_MODULES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
 """Imported for the rules that they register."""
 
 SECOND = 0.6
