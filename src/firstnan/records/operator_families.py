@@ -66,14 +66,9 @@ LIMITERS = SELECTORS | EXTREMES | FLOORS | CEILINGS | words("gather index_select
 # --- arithmetic ---------------------------------------------------------------------------------------------------
 
 DIVISIONS = {
-    "div": ("self", "other"),
-    "true_divide": ("self", "other"),
-    "floor_divide": ("self", "other"),
-    "remainder": ("self", "other"),
-    "fmod": ("self", "other"),
+    **dict.fromkeys(("div", "true_divide", "floor_divide", "remainder", "fmod"), ("self", "other")),
     "addcdiv": ("tensor1", "tensor2"),
-    "reciprocal": ("", "self"),
-    "rsqrt": ("", "self"),
+    **dict.fromkeys(("reciprocal", "rsqrt"), ("", "self")),
 }
 """The arguments that are numerator and denominator; `1 / x` is reciprocal(x), then mul."""
 ADDITIONS = words("add rsub sub")
@@ -118,24 +113,17 @@ MASK_KEEPING = (VIEWS | COPIES | JOINS | FILLS | CONSTRUCTORS | ADDITIONS | EXTR
 # --- functions of one number --------------------------------------------------------------------------------------
 
 LOGS = {
-    "log": ("self", 0.0),
-    "log2": ("self", 0.0),
-    "log10": ("self", 0.0),
+    **dict.fromkeys(("log", "log2", "log10", "entr"), ("self", 0.0)),
     "log1p": ("self", -1.0),
     "xlogy": ("other", 0.0),
     "xlog1py": ("other", -1.0),
-    "entr": ("self", 0.0),
     "kl_div": ("target", 0.0),
 }
 """The argument of the logarithm, and where it is -inf; below that it is NaN."""
 INVERSE_FUNCTIONS = {
-    "acos": (-1.0, 1.0),
-    "asin": (-1.0, 1.0),
-    "atanh": (-1.0, 1.0),
-    "erfinv": (-1.0, 1.0),
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (-1.0, 1.0)),
+    **dict.fromkeys(("logit", "ndtri"), (0.0, 1.0)),
     "acosh": (1.0, math.inf),
-    "logit": (0.0, 1.0),
-    "ndtri": (0.0, 1.0),
 }
 """The interval on which each is defined."""
 ARCS = words("acos acosh asin atanh")

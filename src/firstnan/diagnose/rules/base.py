@@ -68,7 +68,7 @@ RULES: list[Rule] = []
 def rule(
     slug: str, *, title: str = "", phases: frozenset[Phase] = VALUES, elsewhere: float = 0.0
 ) -> Callable[[Look], Look]:
-    """Registers the function below it as a rule; a slug may have several rules, each with a title of its own."""
+    """Registers the function below it as a rule; a slug may have several rules, each with its own title."""
 
     def register(look: Look) -> Look:
         RULES.append(Rule(slug, title or catalogue()[slug].title, look, phases, elsewhere))

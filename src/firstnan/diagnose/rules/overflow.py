@@ -103,9 +103,11 @@ def low_precision_overflow(failure: Failure) -> Finding | None:
         return None
     if failure.op in EXPONENTIALS and (failure.highest("self") or 0.0) >= EXP_LIMIT:
         return None
+    known = failure.event.in_float64 if failure.event is not None else None
+    wider = "" if known == "nonfinite" else " In float32 or bfloat16 the result would be finite."
     why = (
-        f"{_operator(failure)} computes in {failure.dtype}, and {counted(failure.bad)} overflowed. {_sizes(failure)} "
-        "In float32 or bfloat16 the result would be finite."
+        f"{_operator(failure)} computes in {failure.dtype}, and {counted(failure.bad)} overflowed. "
+        f"{_sizes(failure)}{wider}"
     )
     confidence = 0.5 if failure.phase == "optimizer" else 0.9
     return Finding(why, confidence, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
@@ -196,7 +198,7 @@ def _moved(failure: Failure) -> float:
 
 
 def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]]:
-    """The parameters that fed an event, by name; a view's output stands in for a parameter without statistics."""
+    """The parameters that fed an event, by name; a view's output replaces missing statistics."""
     found = []
     for event in (start, *trace.feeding(start, 200)):
         for operand in event.inputs:

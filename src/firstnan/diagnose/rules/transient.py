@@ -6,7 +6,7 @@ from firstnan.diagnose.causes import catalogue
 from firstnan.records import Cause
 
 _MACHINE = "faulty hardware, a race, uninitialised memory, or a non-deterministic kernel"
-_PROGRAM = "a counter, a cache, a generator of its own, the clock, or files"
+_PROGRAM = "a counter, a cache, its own random generator, the clock, or files"
 
 
 def transient(replay: str, difference: str = "", *, programs_own: bool | None = None) -> Cause:
