@@ -51,6 +51,7 @@ SENTENCES: list[tuple[str, Make]] = [
         "The 0 is a sum of powers of differences, and every difference is 0.",
         lambda t: ((t(1.0) - t(1.0)) ** 2).sum().sqrt(),
     ),
+    ("The 0 is a mean of powers of numbers that are all 0.", lambda t: (t(0.0, 0.0) ** 3).mean() ** (1 / 3)),
     ("The 0 is a sum of exponentials that underflowed.", lambda t: t(-200.0, -300.0).exp().sum().log()),
     ("The 0 is a sum of terms that cancel or are all 0.", lambda t: 1 / t(1.0, -1.0).sum()),
     ("The 0 is the difference of two equal numbers.", lambda t: (lambda p: 1 / (p[0] - p[1]))(t(1.0, 1.0).sigmoid())),
