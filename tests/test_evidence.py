@@ -1,4 +1,4 @@
-"""The numbers that a cause shows: growth a step, the healthy band, head-room, float64."""
+"""The numbers that a cause shows: growth per step, magnitudes before an overflow, the result in float64."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ def steps(*losses: float) -> History:
     return History(tuple(StepRecord(i, loss) for i, loss in enumerate(losses)))
 
 
-def test_growth_tells_its_pace_and_the_step_that_left_the_band() -> None:
+def test_growth_shows_its_pace_and_the_step_that_left_the_ordinary_range() -> None:
     rise = growth(steps(2.0, 1.5, 1.0, 1.6, 4.0, 40.0, 400.0))
     assert rise is not None
     assert rise.per_step == 400 ** (1 / 4)
     assert (rise.usual, rise.left_step) == (2.0, 5)
     assert rise.lines() == (
-        "the loss rose from 1 (step 2) to 400 (step 6), 400 times, 4.47 times a step",
-        "step 5 left the healthy band for good (up to 6)",
+        "on average the loss grew by a factor of 4.47 per step",
+        "from step 5 on the loss stayed above 6, 3 times its maximum up to step 2",
     )
 
 
-def test_a_step_that_came_back_did_not_leave_the_band() -> None:
+def test_a_step_that_came_back_did_not_leave_the_ordinary_range() -> None:
     rise = growth(steps(1.0, 2.0, 30.0, 2.5, 300.0, 3e4, 3e6))
     assert rise is not None
     assert rise.left_step == 4
@@ -45,15 +45,14 @@ loss.backward()
 """
 
 
-def test_head_room_on_the_way_and_the_verdict_of_float64() -> None:
+def test_magnitudes_before_an_overflow_and_the_result_in_float64() -> None:
     first = causes(HALF)[0]
     assert first.slug == "low_precision_overflow"
-    assert "on the way here, of the range of float16 (65504): mul 7200 (11 %)" in first.evidence
-    narrow = "the same operator on the same numbers in float64 stays finite: float16 is too narrow here"
-    assert narrow in first.evidence
+    assert "magnitudes before it, as a share of the range of float16 (65504): mul 7200 (11%)" in first.evidence
+    assert "the same operation in float64 is finite: only float16 is too narrow" in first.evidence
 
 
 def test_what_is_undefined_in_any_precision_is_said_so() -> None:
     first = causes("w = torch.zeros(2, requires_grad=True)\n# step\nloss = w.log().sum()\nloss.backward()\n")[0]
-    assert "the same operator in float64 is non-finite too: undefined in any precision" in first.evidence
+    assert "the same operation in float64 is non-finite too: it is undefined in any precision" in first.evidence
     assert torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Each cause: one scene where it must be named first, and a near miss where it must not."""
+"""Each cause: failures where it must be named first, and near misses where it must not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from firstnan.diagnose.rules import explain
+from firstnan.diagnose.rules import explain, from_history
 from firstnan.diagnose.rules.base import RULES
+from firstnan.diagnose.rules.failure import Failure
 from firstnan.diagnose.rules.growth import growth
-from firstnan.diagnose.rules.scene import Scene
-from firstnan.records import History, Operand, OpEvent, Origin, Site, StepRecord, TensorStat, Trace
+from firstnan.records import History, LayerTrack, Operand, OpEvent, Origin, Site, StepRecord, TensorStat, Trace
 
 NAN, INF = math.nan, math.inf
 Case = tuple[Origin, Trace, History]
@@ -48,8 +48,8 @@ def reads(
     return Operand(name, stat(name, *values, **kw), producer, role, label)
 
 
-class Story:
-    """A trace that is told one operator after the other; the last one told is the origin."""
+class TraceBuilder:
+    """Builds a trace operator by operator; the last one is the origin."""
 
     def __init__(self) -> None:
         self.events: list[OpEvent] = []
@@ -87,23 +87,23 @@ def one(
     op: str, *inputs: Operand, out: TensorStat, phase: Any = None, history: History | None = None, **kw: Any
 ) -> Case:
     """A trace of a single operator."""
-    story = Story()
+    builder = TraceBuilder()
     at = {k: kw.pop(k) for k in ("step", "label") if k in kw}
     if phase == "optimizer":
         kw["phase"] = "optimizer"
-    story.op(op, *inputs, out=out, **kw)
-    return story.case(phase, history, **at)
+    builder.op(op, *inputs, out=out, **kw)
+    return builder.case(phase, history, **at)
 
 
 def derivative(forward: Operand, of: str, out: TensorStat, node: str, op: str, *inputs: Operand, **kw: Any) -> Case:
     """A finite forward operator, what used it (`then`), and the operator inside its derivative."""
-    story = Story()
+    builder = TraceBuilder()
     then = kw.pop("then", "mul")
-    at = story.op(of, forward, out=out)
-    story.op(then, reads("self", 1.0, producer=at), out=stat("result", 1.0))
+    at = builder.op(of, forward, out=out)
+    builder.op(then, reads("self", 1.0, producer=at), out=stat("result", 1.0))
     kw.setdefault("made", stat("result", NAN, 1.0))
-    story.op(op, *inputs, out=kw.pop("made"), phase="backward", node=node, forward=at, **kw)
-    return story.case()
+    builder.op(op, *inputs, out=kw.pop("made"), phase="backward", node=node, forward=at, **kw)
+    return builder.case()
 
 
 def only_gradients(*norms: float) -> History:
@@ -114,18 +114,18 @@ def steps(*losses: float, lr: float | None = 0.1) -> History:
     return History(tuple(StepRecord(i, loss=v, grad_norm=v, lr=lr) for i, v in enumerate(losses)), "SGD", (("lr", lr),))
 
 
-def own_update(eps: float | None, *given: tuple[str, float]) -> Case:
-    """A division by a norm that is 0, in an optimizer of the user's own."""
-    story = Story()
-    norm = story.op("norm", reads("self", 0.0), out=stat("result", 0.0), phase="optimizer", scalars=given)
+def users_update(eps: float | None, *given: tuple[str, float]) -> Case:
+    """A division by a norm that is 0, in an optimizer that the user wrote."""
+    builder = TraceBuilder()
+    norm = builder.op("norm", reads("self", 0.0), out=stat("result", 0.0), phase="optimizer", scalars=given)
     divided = (reads("self", 2.0), reads("other", 0.0, producer=norm))
     seen = (("self", 2.0), ("other", 0.0), ("result", INF))
-    story.op("div", *divided, out=stat("result", INF), phase="optimizer", witness=seen)
-    return story.case(history=History((), "Lamb", (("lr", 0.1), *((("eps", eps),) if eps is not None else ()))))
+    builder.op("div", *divided, out=stat("result", INF), phase="optimizer", witness=seen)
+    return builder.case(history=History((), "Lamb", (("lr", 0.1), *((("eps", eps),) if eps is not None else ()))))
 
 
 def with_infinity(*seen: tuple[str, float]) -> Case:
-    """A quotient that reads zeros and infinities, with what stands at the bad element."""
+    """A quotient that reads zeros and infinities, with the values at the bad element."""
     read = (reads("self", 0.0, INF), reads("other", 0.0, INF))
     return one("div", *read, out=stat("result", NAN, 0.0), witness=(*seen, ("result", NAN)), born=1)
 
@@ -157,29 +157,31 @@ def w(*values: float, **kw: Any) -> TensorStat:
 
 
 def uninitialized() -> Case:
-    story = Story()
-    story.op("empty", out=stat("result", NAN, NAN), uninitialized=True, born=0)
-    return story.case("parameter", label="bank.weight")
+    builder = TraceBuilder()
+    builder.op("empty", out=stat("result", NAN, NAN), uninitialized=True, born=0)
+    return builder.case("parameter", label="bank.weight")
 
 
 def logdet(sign: float) -> Case:
-    story = Story()
-    det = story.op("slogdet", r("A", 1.0, -1.0), out=(stat("sign", sign), stat("logabsdet", 0.5)))
-    const = story.op("scalar_tensor", out=stat("result", NAN, shape=()), on_purpose=True, scalars=(("s", NAN),))
-    story.op(
+    builder = TraceBuilder()
+    det = builder.op("slogdet", r("A", 1.0, -1.0), out=(stat("sign", sign), stat("logabsdet", 0.5)))
+    const = builder.op("scalar_tensor", out=stat("result", NAN, shape=()), on_purpose=True, scalars=(("s", NAN),))
+    builder.op(
         "where", r("condition", 1.0, dtype="bool"), r("self", NAN, producer=const), r("other", 0.5, producer=det),
         out=stat("result", NAN), born=0,
     )  # fmt: skip
-    return story.case()
+    return builder.case()
 
 
 def batch(read_by: str, module: str) -> Case:
     """A batch of two tensors; the model reads batch[0], and `read_by` reads the bad one, batch[1]."""
-    story = Story()
-    pred = story.op("addmm", r("mat1", 1.0, role="input", label="batch[0]"), out=stat("result", 1.0), module="fc")
+    builder = TraceBuilder()
+    pred = builder.op("addmm", r("mat1", 1.0, role="input", label="batch[0]"), out=stat("result", 1.0), module="fc")
     bad = r("target", NAN, 1.0, role="input", label="batch[1]")
-    story.op(read_by, r("self", 1.0, producer=pred), replace(bad, guilty=True), out=stat("result", NAN), module=module)
-    return story.case("input", label="batch[1]", produced=stat("batch[1]", NAN, 1.0), role="input")
+    builder.op(
+        read_by, r("self", 1.0, producer=pred), replace(bad, guilty=True), out=stat("result", NAN), module=module
+    )
+    return builder.case("input", label="batch[1]", produced=stat("batch[1]", NAN, 1.0), role="input")
 
 
 def backward_mm(history: History) -> Case:
@@ -189,12 +191,12 @@ def backward_mm(history: History) -> Case:
 
 def minus(maker: str) -> Case:
     """A row of -inf, minus what `maker` made of it."""
-    story = Story()
-    x = story.op("masked_fill", r("self", 1.0, 2.0), out=w(-INF, -INF), on_purpose=True, born=0)
-    top = story.op(maker, r("self", -INF, -INF, producer=x), out=w(-INF), born=0)
+    builder = TraceBuilder()
+    x = builder.op("masked_fill", r("self", 1.0, 2.0), out=w(-INF, -INF), on_purpose=True, born=0)
+    top = builder.op(maker, r("self", -INF, -INF, producer=x), out=w(-INF), born=0)
     row, other = r("self", -INF, -INF, producer=x), r("other", -INF, producer=top)
-    story.op("sub", row, other, out=w(NAN, NAN), nan_from_inf=2)
-    return story.case()
+    builder.op("sub", row, other, out=w(NAN, NAN), nan_from_inf=2)
+    return builder.case()
 
 
 SQRT = ("SqrtBackward0", "div")
@@ -489,9 +491,9 @@ NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
     ("unexplained", "decomposition_failed", lambda: refusal("mul", "linalg.eigh: no convergence")),
     ("decomposition_failed", "overflow", lambda: refusal("add", TOO_LARGE)),
     ("decomposition_failed", "unexplained", lambda: refusal("add", "The size of tensor a (3) must match")),
-    ("optimizer_eps", "div_by_zero", lambda: own_update(1e-6)),
-    ("div_by_zero", "optimizer_eps", lambda: own_update(None)),
-    ("div_by_zero", "optimizer_eps", lambda: own_update(1e-6, ("other", 1e-6))),
+    ("optimizer_eps", "div_by_zero", lambda: users_update(1e-6)),
+    ("div_by_zero", "optimizer_eps", lambda: users_update(None)),
+    ("div_by_zero", "optimizer_eps", lambda: users_update(1e-6, ("other", 1e-6))),
     (
         "optimizer_eps",
         "optimizer_overflow",
@@ -553,7 +555,7 @@ def test_causes_are_complete_ordered_and_unique(slug: str, make: Callable[[], Ca
         assert "  " not in cause.why
 
 
-def test_the_words_carry_the_numbers_of_this_run() -> None:
+def test_sentences_hold_the_numbers_of_this_run() -> None:
     cause = explain(*POSITIVE["exp_overflow"][0]())[0]
     assert "120" in cause.why
     assert "88.7" in cause.why
@@ -581,18 +583,18 @@ def stripped(case: Case, keep: set[str]) -> Case:
 
 @pytest.mark.parametrize("keep", [set(), {"stats"}, {"witness"}])
 @pytest.mark.parametrize(("slug", "make"), positives())
-def test_no_rule_stumbles_over_missing_records(slug: str, make: Callable[[], Case], keep: set[str]) -> None:
+def test_no_rule_raises_on_missing_records(slug: str, make: Callable[[], Case], keep: set[str]) -> None:
     for case in (make(), stripped(make(), keep)):
-        scene = Scene(*case)
+        failure = Failure(*case)
         for rule in RULES:
-            rule.look(scene)  # explain() would hide an error; here it must show
+            rule.look(failure)  # explain() would hide an error; here it must show
         assert explain(*case)
     bare = replace(make()[0], event=None, forward_event=None, site=None)
     assert explain(bare, Trace(), History())
 
 
 def test_a_rule_that_fails_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(scene: Scene) -> None:
+    def broken(failure: Failure) -> None:
         raise ZeroDivisionError
 
     broken_rules = [replace(r, look=broken) if r.slug == "log_of_zero" else r for r in RULES]
@@ -619,8 +621,54 @@ def test_every_step_is_said_only_of_every_step() -> None:
     steadily, mostly = growth(steps(1.0, 10.0, 100.0, 1e3, 1e4)), growth(steps(1.0, 10.0, 9.0, 1e3, 1e4, 9e5))
     assert steadily is not None
     assert mostly is not None
-    assert steadily.worse() == "every step made it worse"
-    assert mostly.worse() == "4 of 5 steps made it worse"
+    assert steadily.sentences().endswith("It rose in every step.")
+    assert mostly.sentences().endswith("It rose in 4 of 5 steps.")
+
+
+def test_a_plateau_far_above_the_rest_is_growth() -> None:
+    """Two steps in a row that are far away are not one outlier, even if only one of them rose."""
+    rise = growth(steps(1.0, 1.1, 0.9, 1.0, 1.0, 1e9, 1e9))
+    assert rise is not None
+    assert (rise.first_step, rise.last_step, rise.rises, rise.moves) == (2, 6, 2, 4)
+    assert growth(steps(*[1.0] * 5, 1e9, 1.0)) is None
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        RISING,
+        steps(*[1.0] * 5, 1e9, 1e9),
+        steps(*[1.0] * 5, 1e9, 1.0),
+        steps(*[1.0] * 20, 1e9),
+        only_gradients(5.0, 1e3, 1e5, 1e7, 1e9),
+        History(
+            (StepRecord(0, loss=1.0), StepRecord(1, loss=1.0)), layers=(LayerTrack("fc", "forward", max_abs=(1, 1e9)),)
+        ),
+    ],
+)
+def test_an_overflow_after_growth_never_denies_the_growth(history: History) -> None:
+    causes = explain(*one("mul", reads("self", 1e30), out=w(INF), history=history))
+    assert "overflow" in [c.slug for c in causes]
+    assert not any("did not grow" in c.why for c in causes)
+
+
+def test_an_overflow_without_growth_says_what_did_not_grow() -> None:
+    cause = explain(*one("mul", reads("self", 1e30), out=w(INF), history=FLAT))[0]
+    assert cause.why.endswith("The loss and gradient norm did not grow over the recorded steps.")
+    unknown = explain(*one("mul", reads("self", 1e30), out=w(INF)))[0]
+    assert "grow" not in unknown.why
+
+
+def test_history_alone_names_only_clear_growth() -> None:
+    cause = from_history(RISING)
+    assert cause is not None
+    assert cause.slug == "divergence_lr"
+    assert cause.why == (
+        "The loss rose from 1 in step 0 to 1e+18 in step 4, a factor of 1e+18. It rose in every step. "
+        "The operator that failed was not traced."
+    )
+    assert from_history(FLAT) is None
+    assert from_history(steps(1.0, 10.0, 100.0, 1e3, 1e4)) is None
 
 
 @pytest.mark.parametrize(
@@ -635,20 +683,20 @@ def test_every_step_is_said_only_of_every_step() -> None:
 )
 def test_too_large_is_not_undefined(op: str, value: float, result: float, says: str) -> None:
     seen = (("self", value), ("result", result))
-    scene = Scene(*one(op, reads("self", value), out=stat("result", result), witness=seen, in_float64="nonfinite"))
-    (line,) = scene.float64_lines()
+    failure = Failure(*one(op, reads("self", value), out=stat("result", result), witness=seen, in_float64="nonfinite"))
+    (line,) = failure.float64_lines()
     assert line.endswith(says)
 
 
-def test_a_division_in_an_own_update_is_told_as_it_is() -> None:
-    (cause,) = explain(*own_update(1e-6))
-    assert cause.why.startswith("`div(x)` divides 2 by a number that is exactly 0")
+def test_a_division_in_a_users_update_is_explained_as_a_division() -> None:
+    (cause,) = explain(*users_update(1e-6))
+    assert cause.why.startswith("`div(x)` divides 2 by exactly 0: 1 element became infinite.")
     assert "eps" not in cause.why
-    assert explain(*own_update(None))[0].why.startswith("Lamb divides in `div(x)` by a number that is exactly 0.")
+    assert explain(*users_update(None))[0].why.startswith("Lamb divides by exactly 0 in `div(x)`.")
 
 
 def test_a_number_that_torch_refuses_is_named() -> None:
-    says = "'s update was given lr = 1e+39, which float32 cannot hold: it ends at 3.403e+38."
+    says = "'s update was given lr = 1e+39, but the largest float32 is 3.40282e+38."
     assert explain(*refusal("add", TOO_LARGE, lr=1e39))[0].why == "SGD" + says
     assert "given alpha = -1e+39" in explain(*refusal("add", TOO_LARGE, lr=0.1))[0].why
     assert explain(*refusal("add", TOO_LARGE, "forward", lr=1e39))[0].why.startswith("`add(x)` was given alpha")
@@ -657,11 +705,11 @@ def test_a_number_that_torch_refuses_is_named() -> None:
     assert "raised an error instead of returning a value" in other.why
 
 
-def test_what_has_nothing_to_go_on_is_no_alternative() -> None:
+def test_a_cause_without_support_is_no_alternative() -> None:
     assert [c.slug for c in explain(*with_infinity(("self", 0.0), ("other", 0.0)))] == ["zero_over_zero"]
     (cause,) = explain(*buffered("weight"))
     assert cause.title == "Non-finite value in a buffer"
-    assert cause.why.startswith("The buffer weight holds 1 NaN value(s) out of 1 before step 3")
+    assert cause.why.startswith("The buffer weight contains NaN in 1 of 1 element, before step 3 computes anything.")
 
 
 def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:

@@ -1,4 +1,4 @@
-"""Trace -> where the causal value was born and how it travelled; pure, knows nothing of torch."""
+"""From a trace to the origin of the causal value and its path; pure, knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, TensorStat, Trace
-
-# Operators that pass an infinity on element by element or row by row: a mask is still a mask behind them.
-_MASK_KEEPING = {
-    "masked_fill", "where", "add", "sub", "rsub", "mul", "div", "neg", "clone", "copy", "to", "triu", "tril", "cat",
-    "stack", "log_softmax", "tensor", "full", "fill", "index_put", "expand", "repeat", "logsumexp", "roll", "minimum",
-    "maximum", "max", "min", "clamp", "select_scatter", "slice_scatter", "scatter", "index_fill", "index_copy",
-    "constant_pad_nd", "full_like", "new_full", "log",
-}  # fmt: skip
-
-# Operators that pick elements by a label: what they find behind a mask was asked for.
-_TAKING = {"gather", "nll_loss", "nll_loss2d", "index", "index_select", "take", "masked_select"}
+from firstnan.records.operator_families import CONSTRUCTORS, LABEL_PICKS, MASK_KEEPING
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One place where the walk ended: an event, or something from outside that an event read."""
+class OriginCandidate:
+    """One place where the walk back ended: an event, or something from outside that an event read."""
 
     event: OpEvent
     operand: Operand | None = None
@@ -37,7 +27,7 @@ class Verdict:
     origin: Origin | None
     path: tuple[PathStep, ...] = ()
     innocent: bool = False
-    """Every infinity on the way was put there on purpose and none became a NaN."""
+    """Every infinity on the way was intentional and none became a NaN."""
 
 
 def blame(trace: Trace, noticed: Iterable[int], *, loss_is_finite: bool = False) -> Verdict:
@@ -45,17 +35,17 @@ def blame(trace: Trace, noticed: Iterable[int], *, loss_is_finite: bool = False)
     walk = _Walk(trace)
     for index in noticed:
         walk.visit(index)
-    source, innocent = walk.choose()
-    if source is None:
+    candidate, innocent = walk.choose()
+    if candidate is None:
         return Verdict(None, innocent=innocent)
-    chain = walk.chain(source.event.index)
-    origin = _describe(trace, source, chain, loss_is_finite)
-    carriers = chain if source.operand is not None else chain[1:]
+    chain = walk.chain(candidate.event.index)
+    origin = _describe(trace, candidate, chain, loss_is_finite)
+    carriers = chain if candidate.operand is not None else chain[1:]
     return Verdict(origin, tuple(_path_step(e) for e in carriers), innocent)
 
 
 class _Walk:
-    """Everything reachable from what was noticed through operands whose bad elements were handed on."""
+    """Everything that reaches what was noticed through operands whose bad elements were handed on."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -68,8 +58,7 @@ class _Walk:
             if index in self.consumer:
                 continue
             self.consumer[index] = consumer
-            operands = self.trace.events[index].inputs
-            for o in operands:
+            for o in self.trace.events[index].inputs:
                 if o.guilty:
                     stack += [(p, index) for p in (o.producer, *o.also) if p is not None]
 
@@ -82,59 +71,55 @@ class _Walk:
             at = self.consumer.get(at)
         return chain
 
-    def choose(self) -> tuple[Source | None, bool]:
-        """The causal source among all that were reached, and whether all of them are innocent."""
-        accidents: list[Source] = []
-        nan_makers: list[Source] = []
-        on_purpose: list[Source] = []
+    def choose(self) -> tuple[OriginCandidate | None, bool]:
+        """The causal candidate among all that were reached, and whether all of them are innocent."""
+        accidents: list[OriginCandidate] = []
+        nan_makers: list[OriginCandidate] = []
+        on_purpose: list[OriginCandidate] = []
         for index in sorted(self.consumer):
             event = self.trace.events[index]
             if event.on_purpose:
-                on_purpose.append(Source(event))
+                on_purpose.append(OriginCandidate(event))
             elif event.born or event.raised or event.uninitialized:
-                accidents.append(Source(event))
+                accidents.append(OriginCandidate(event))
             for operand in event.inputs:
                 if operand.guilty and operand.producer is None:
-                    (on_purpose if _meant(operand) else accidents).append(Source(event, operand))
+                    (on_purpose if _intended(operand) else accidents).append(OriginCandidate(event, operand))
             if event.nan_from_inf:
-                nan_makers.append(Source(event))
+                nan_makers.append(OriginCandidate(event))
         if accidents:
-            return min(accidents, key=lambda s: s.order), False
+            return min(accidents, key=lambda c: c.order), False
         if nan_makers:
-            return self._log_of_zero(nan_makers[0], on_purpose) or nan_makers[0], False
+            return self._log_of_zero(nan_makers[0].event, on_purpose) or nan_makers[0], False
         if not on_purpose:
             # The trail ends in the middle (memory written by something that was not seen): as far back as it goes.
-            return (Source(self.trace.events[min(self.consumer)]) if self.consumer else None), False
+            return (OriginCandidate(self.trace.events[min(self.consumer)]) if self.consumer else None), False
         return self._unmasked(on_purpose)
 
-    def _log_of_zero(self, maker: Source, on_purpose: list[Source]) -> Source | None:
-        """The logarithm of zeros and ones is a mask when it is added; when it is multiplied by them it is the bug."""
-        if maker.event.op != "mul":
-            return None
-        at = maker.event.index
-        logs = [s for s in on_purpose if s.event.op == "log" and any(e.index == at for e in self.chain(s.event.index))]
-        return logs[0] if logs else None
+    def _log_of_zero(self, maker: OpEvent, on_purpose: list[OriginCandidate]) -> OriginCandidate | None:
+        """The logarithm of zeros and ones is a mask where it is added; where it is multiplied it is the bug."""
+        logs = [c for c in on_purpose if c.event.op == "log" and maker in self.chain(c.event.index)]
+        return logs[0] if logs and maker.op == "mul" else None
 
-    def _unmasked(self, on_purpose: list[Source]) -> tuple[Source | None, bool]:
+    def _unmasked(self, on_purpose: list[OriginCandidate]) -> tuple[OriginCandidate, bool]:
         """Only constants were found: a NaN constant, or an infinity that a label or a sum brought into the loss."""
-        for source in on_purpose:
-            made_nan = any(o.nan for o in source.event.outputs)
-            if made_nan:
-                chain = self.chain(source.event.index)
-                # A constant alone does nothing; the operator that took it into the data is what to show.
-                user = next((e for e in chain if e.op not in ("tensor", "scalar_tensor", "full", "to")), chain[0])
-                return Source(user), False
-        for source in on_purpose:
-            for event in self.chain(source.event.index):
-                if event.op not in _MASK_KEEPING:
-                    if source.event.op == "log" and event.op not in _TAKING:
-                        return source, False
-                    return Source(event), True
-        return Source(on_purpose[0].event), True
+        for candidate in on_purpose:
+            if any(o.nan for o in candidate.event.outputs):
+                chain = self.chain(candidate.event.index)
+                # A constant alone does nothing; show the operator that brought it into the data.
+                user = next((e for e in chain if e.op not in CONSTRUCTORS | {"to"}), chain[0])
+                return OriginCandidate(user), False
+        for candidate in on_purpose:
+            for event in self.chain(candidate.event.index):
+                if event.op not in MASK_KEEPING:
+                    if candidate.event.op == "log" and event.op not in LABEL_PICKS:
+                        return candidate, False
+                    return OriginCandidate(event), True
+        return OriginCandidate(on_purpose[0].event), True
 
 
-def _meant(operand: Operand) -> bool:
-    """An infinity from outside that is there on purpose: a mask, a table, never a weight and never a NaN."""
+def _intended(operand: Operand) -> bool:
+    """Whether an infinity from outside is there on purpose: a mask or a table, never a weight and never a NaN."""
     stat = operand.stat
     if stat is None or stat.nan or operand.role == "parameter":
         return False
@@ -144,20 +129,19 @@ def _meant(operand: Operand) -> bool:
     return one_sign and (stat.min is None or stat.min == stat.max or stat.binary)
 
 
-def _describe(trace: Trace, source: Source, chain: list[OpEvent], loss_is_finite: bool) -> Origin:
-    event, operand = source.event, source.operand
-    if operand is not None:
-        return _outside(event, operand, chain)
+def _describe(trace: Trace, candidate: OriginCandidate, chain: list[OpEvent], loss_is_finite: bool) -> Origin:
+    event = candidate.event
+    if candidate.operand is not None:
+        return _from_outside(event, candidate.operand, chain)
     if event.raised and event.op == "linalg_check_errors":
-        event = next((p for p in trace.producers(event)), event)
-    phase = _phase(event, chain)
-    resurrected = _resurrected(event, chain) if loss_is_finite else None
-    if resurrected is not None:
-        return _from_backward(trace, resurrected, event)
+        event = next(iter(trace.producers(event)), event)
+    returned = _returned_in_backward(event, chain) if loss_is_finite else None
+    if returned is not None:
+        return _from_backward(returned, event)
     if event.phase == "backward":
-        return _from_backward(trace, event, None)
+        return _from_backward(event, _forward_of(trace, event))
     return Origin(
-        phase=phase,
+        phase=_phase(event, chain),
         op=event.op,
         aten=event.aten,
         event=event,
@@ -173,7 +157,7 @@ def _describe(trace: Trace, source: Source, chain: list[OpEvent], loss_is_finite
 
 
 def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
-    """Bad data and bad weights keep their name wherever the operator ran that made them."""
+    """Bad data and bad weights are called so wherever the operator ran that made them."""
     if event.phase == "optimizer":
         return "optimizer"
     if event.region == "data":
@@ -186,7 +170,7 @@ def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
             return "optimizer" if event.region == "update" else "parameter"
         if "buffer" in roles and event.region == "between":
             return "parameter"
-        # What a step computes is forward, also where it writes the result over its batch.
+        # What a step computes is forward, even if it writes the result over its batch.
         if "input" in roles and event.region != "step":
             return "input"
     if event.aten.startswith("aten.lift_fresh") and not event.on_purpose:
@@ -195,9 +179,9 @@ def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
     return "input" if event.region == "setup" and not (event.module_type or event.grad) else "forward"
 
 
-def _outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Origin:
-    """The value was bad before the trace began; the place is where it enters."""
-    # A tensor out of a file that is copied into the weights is a bad weight.
+def _from_outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Origin:
+    """The value was bad before the trace began; the site is where it enters."""
+    # A tensor from a file that is copied into the weights is a bad weight.
     written = next((e for e in chain if e.role == "parameter" and not e.grad), None) if operand.role is None else None
     weight = operand.role == "parameter" or written is not None
     return Origin(
@@ -216,26 +200,24 @@ def _outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Origin:
     )
 
 
-def _resurrected(event: OpEvent, chain: list[OpEvent]) -> OpEvent | None:
-    """A forward value that never reached the loss comes back in backward (0 * inf): the backward operator."""
+def _returned_in_backward(event: OpEvent, chain: list[OpEvent]) -> OpEvent | None:
+    """The backward operator in which a forward value that never reached the loss comes back (0 * inf)."""
     if event.phase != "forward" or event.region != "step":
         return None
     after = next((e for e in chain if e.phase == "backward"), None)
     return after if after is not None and (after.nan_from_inf or after.bad) else None
 
 
-def _from_backward(trace: Trace, event: OpEvent, forward: OpEvent | None) -> Origin:
-    forward = forward or _forward_of(trace, event)
-    own = event.in_python_backward and event.site is not None
-    place = event if own or forward is None else forward
-    named = event if own or forward is None else forward
+def _from_backward(event: OpEvent, forward: OpEvent | None) -> Origin:
+    """The site is the forward operator's, unless the backward is the user's own."""
+    shown = event if forward is None or (event.in_python_backward and event.site is not None) else forward
     return Origin(
         phase="backward",
-        op=named.op,
-        aten=named.aten,
+        op=shown.op,
+        aten=shown.aten,
         event=event,
         forward_event=forward,
-        site=place.site,
+        site=shown.site,
         module=(forward or event).module,
         module_type=(forward or event).module_type,
         inputs=tuple(i.stat for i in event.inputs if i.stat is not None),
@@ -245,19 +227,20 @@ def _from_backward(trace: Trace, event: OpEvent, forward: OpEvent | None) -> Ori
 
 
 def _forward_of(trace: Trace, event: OpEvent) -> OpEvent | None:
-    """The forward operator behind a backward one, also through a derivative of a derivative."""
-    seen = 0
+    """The forward operator of a backward one, also through a derivative of a derivative."""
     at = event
-    while at.forward is not None and seen < 8:
-        at, seen = trace.events[at.forward], seen + 1
+    for _ in range(8):
+        if at.forward is None:
+            break
+        at = trace.events[at.forward]
         if at.phase != "backward":
             return at
     return at if at is not event else None
 
 
 def _produced(event: OpEvent) -> TensorStat | None:
-    bad = [o for o in event.outputs if o.bad]
-    return replace(bad[0], name="result") if bad else None
+    bad = next((o for o in event.outputs if o.bad), None)
+    return replace(bad, name="result") if bad else None
 
 
 def _path_step(event: OpEvent) -> PathStep:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from types import ModuleType
 
-from firstnan.diagnose.rules.scene import Scene
+from firstnan.diagnose.rules.failure import Failure
 from firstnan.records import Cause, History, Origin, Remedy, Trace
 from firstnan.repair import (
     data,
@@ -50,7 +50,7 @@ MOST_OF_ONE = 6
 
 def propose(origin: Origin, trace: Trace, history: History, causes: Sequence[Cause]) -> tuple[Remedy, ...]:
     """Candidates for the causes that were found, each change once, the likeliest cause's first."""
-    scene, desk = Scene(origin, trace, history), Desk()
+    scene, desk = Failure(origin, trace, history), Desk()
     found: dict[str, Remedy] = {}
     for cause in causes:
         for candidate in islice(_candidates(Job(scene, cause, desk)), MOST_OF_ONE):

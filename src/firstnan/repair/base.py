@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from firstnan.diagnose.rules.scene import Scene
+from firstnan.diagnose.rules.failure import Failure
 from firstnan.records import Cause, OpEvent, Remedy, Site
 from firstnan.repair.edits import Edit, diff
 from firstnan.repair.source import Expr, Source
@@ -47,7 +47,7 @@ class Place:
 class Job:
     """One failure and one of its causes; `place` is the user's expression where the value was born, if on disk."""
 
-    scene: Scene
+    scene: Failure
     cause: Cause
     desk: Desk = field(default_factory=Desk)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from firstnan.diagnose.rules.scene import words
 from firstnan.records import Remedy
+from firstnan.records.operator_families import words
 from firstnan.repair.base import Job, remedy
 from firstnan.repair.guards import guarded
 

@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator
 
 from firstnan.records import Remedy
+from firstnan.records.operator_families import NORMALISERS
 from firstnan.repair.base import Job, Place, remedy
 from firstnan.repair.edits import argument, put
 from firstnan.repair.guards import KEEPS, Pen, small
 from firstnan.repair.reductions import constructed
 from firstnan.repair.source import Source, number
 
-NORMALISERS = ("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "normalize", "cosine_similarity")
+WITH_EPS = NORMALISERS | {"normalize", "cosine_similarity"}
 UNBOUNDED = ("loc", "logits", "df", "validate_args", "total_count")
 SLUGS = (
     "log_of_zero",
@@ -44,7 +45,7 @@ def eps_of_a_normaliser(job: Job) -> Iterator[Remedy]:
     place = job.place
     if place is None or not isinstance(place.node, ast.Call):
         return
-    call: ast.Call | None = place.node if place.expr.op in NORMALISERS else None
+    call: ast.Call | None = place.node if place.expr.op in WITH_EPS else None
     if (
         call is None
         and job.event is not None

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from firstnan.records import Remedy
+from firstnan.records.operator_families import SPECTRAL
 from firstnan.repair.base import Job, remedy
 from firstnan.repair.edits import Edit, atom, before, put
 from firstnan.repair.guards import spot
@@ -29,7 +30,6 @@ FACTORED = (
 )
 LONG = 16
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
-SPECTRAL = ("svd", "svdvals", "eigh", "eigvalsh", "symeig", "eig", "matrix_rank")
 
 
 @remedy("log_of_negative", "log_of_zero")
@@ -82,7 +82,7 @@ def _named(source: Source, matrix: ast.expr) -> tuple[str, str, list[Edit]]:
 
 @remedy("degenerate_decomposition", "decomposition_failed")
 def tell_equal_values_apart(job: Job) -> Iterator[Remedy]:
-    found = spot(job, *SPECTRAL, "qr")
+    found = spot(job, *SPECTRAL, "matrix_rank", "qr")
     if found is None:
         return
     source, matrix = found.place.source, found.expr.args[0]

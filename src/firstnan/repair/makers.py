@@ -6,24 +6,19 @@ import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from firstnan.diagnose.rules.scene import words
+from firstnan.records.operator_families import COMPARISONS, COPIES, SPLITS, VIEWS, words
 from firstnan.repair.base import Job, Place
 from firstnan.repair.edits import Edit, after
 from firstnan.repair.source import Source
 
 FAR = 12
-CARRIERS = words(
-    "unsqueeze squeeze view expand clone slice select to _to_copy t transpose permute chunk split split_with_sizes "
-    "getitem unbind detach reshape"
-)
+CARRIERS = VIEWS | COPIES
 """Operators whose result has the numbers that they read."""
 BOUNDED = CARRIERS | words("mul add sub neg rsub div")
 """Operators whose result is not large when what they read is not."""
-SEVERAL = words("chunk split unbind split_with_sizes")
-"""Operators that return a tuple, on which no guard can be called."""
 ABOUT = words("shape size dim ndim device dtype numel requires_grad is_cuda element_size type names layout grad_fn")
 """What is asked of a tensor without a look at its numbers."""
-TESTS = words("gt lt ge le eq ne greater less isnan isinf isfinite any all nonzero bool count_nonzero")
+TESTS = COMPARISONS | words("bool count_nonzero")
 """Methods whose answer a guard before them may change."""
 
 
@@ -40,7 +35,7 @@ def made_at(job: Job, operand: str, carriers: frozenset[str]) -> Place | None:
         place = job.place_of(event.site)
         if place is None or event.phase != "forward":
             return None
-        if _line(place) != here and isinstance(place.node, ast.Call | ast.BinOp) and event.op not in SEVERAL:
+        if _line(place) != here and isinstance(place.node, ast.Call | ast.BinOp) and event.op not in SPLITS:
             return place if _used_elsewhere(place, job.place) else None
         if event.op not in carriers:
             return None

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from firstnan.records import OpEvent, Remedy
+from firstnan.records.operator_families import SOFTMAXES
 from firstnan.repair.base import Job, Place, remedy
 from firstnan.repair.edits import Edit, atom, before, put
 from firstnan.repair.guards import Pen, small, spot
@@ -14,7 +15,6 @@ from firstnan.repair.source import Source
 
 FAR = 24
 MOST = 8
-SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "softmin", "logcumsumexp")
 PADDING = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 INFINITE = frozenset({"math.inf", "torch.inf", "numpy.inf", "math.nan", "torch.nan", "numpy.nan"})
 
@@ -118,7 +118,7 @@ def floor_under_the_scores(job: Job) -> Iterator[Remedy]:
     place = job.place
     if place is None:
         return
-    found, low = spot(job, *SOFTMAXES), small(job.dtype, "-1e9", "-1e4")
+    found, low = spot(job, *SOFTMAXES, "softmin", "logsumexp", "logcumsumexp"), small(job.dtype, "-1e9", "-1e4")
     layer = place.expr.called.startswith("self.") and job.event is not None and "oftmax" in job.event.module_type
     nodes = found.expr.args[:1] if found is not None else place.expr.args[:1] if layer else ()
     both = spot(job, "logaddexp", "logaddexp2")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from firstnan.diagnose.rules.failure import largest
 from firstnan.diagnose.rules.overflow import weights_feeding
-from firstnan.diagnose.rules.scene import largest
 from firstnan.records import OpEvent, Remedy
 from firstnan.repair.base import Job, Place, remedy
 from firstnan.repair.edits import Edit, argument, atom, put

@@ -6,15 +6,14 @@ import ast
 import math
 from collections.abc import Iterator
 
-from firstnan.diagnose.rules.scene import words
 from firstnan.records import Remedy
+from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.base import Job, Place, remedy
 from firstnan.repair.edits import Edit, after, atom, put
 from firstnan.repair.numbers import Spelled, literal, written
 from firstnan.repair.setup import Setup, clip
 from firstnan.repair.source import Source, number
 
-CAST_BY_AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "convolution", "conv", "einsum")
 BOUNDS = {"float16": 1e3, "float32": 1e15, "bfloat16": 1e15, "float64": 1e100}
 """What a result may reach: its square still fits, and no healthy number is touched."""
 LIMIT_OF_GRADIENT = 1e3
@@ -66,7 +65,7 @@ METHODS = words(
 
 def _is_pointwise(job: Job, place: Place) -> bool:
     event = job.event
-    return event is not None and event.op not in CAST_BY_AUTOCAST and place.expr.op in METHODS
+    return event is not None and event.op not in MATRIX_PRODUCTS and place.expr.op in METHODS
 
 
 def _autocast_device(job: Job) -> str | None:

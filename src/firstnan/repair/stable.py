@@ -6,18 +6,12 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from firstnan.diagnose.rules.scene import words
 from firstnan.records import Remedy
+from firstnan.records.operator_families import CARRIERS
 from firstnan.repair.base import Job, Place, remedy
 from firstnan.repair.edits import Edit, atom, put, remove
 from firstnan.repair.guards import spot
 from firstnan.repair.source import Expr, Source, number
-
-PICKS = words(
-    "gather squeeze unsqueeze index_select take_along_dim view reshape flatten clone transpose t contiguous "
-    "masked_select permute"
-)
-"""Operators that only choose or rearrange elements: the logarithm may as well be taken before them."""
 
 
 @dataclass
@@ -43,7 +37,7 @@ class LogForm:
         if isinstance(node, ast.Subscript):
             return self._around(node, node.value, depth)
         expr = source.expr(node)
-        if expr.op in PICKS and expr.args:
+        if expr.op in CARRIERS and expr.args:  # the logarithm may as well be taken before them
             return self._around(node, expr.args[0], depth)
         if expr.op in ("clamp", "clamp_min", "clip") and expr.args:
             return self.of(expr.args[0], depth + 1)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from firstnan.observe.sites import resolve
+from firstnan.records.operator_families import RANDOM
 from firstnan.tensors.finite import readable
 from firstnan.tracing.examine import numbers_in
 from firstnan.tracing.operators import OpInfo
 from firstnan.tracing.recording import Raw
 
-_RANDOM = ("rand", "normal", "uniform", "bernoulli", "exponential", "multinomial", "dropout", "poisson", "geometric")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,7 +76,7 @@ def _judged(one: Raw, other: Raw, raws: list[Raw]) -> Difference:
     values = f"{_at(one)} gave {_range(one)}, then {_range(other)}"
     if one.func.name == "tensor":
         return Difference("program", f"{values}, from numbers of the program's own")
-    if any(name in one.func.name for name in _RANDOM):
+    if one.func.name in RANDOM:
         return Difference("program", f"{values}: it draws from a generator that the program keeps itself")
     if any(read.writer is not None and raws[read.writer].uninitialized for read in other.reads):
         return Difference("machine", f"{values}: it read memory that was never written")

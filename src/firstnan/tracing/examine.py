@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from firstnan.records import InFloat64, TensorStat
+from firstnan.records.operator_families import ADDED_PRODUCTS
 from firstnan.tensors.finite import readable, stat, unravel
 from firstnan.tracing.operators import OpInfo
 
 _MAX_ROWS = 64
-# A finite product on top of a first argument, which may be a mask.
-_ADDS_PRODUCT = {"addmm", "baddbmm", "addbmm", "addmv", "addr"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,8 @@ def _flow(
         return _foreach(inputs, results, scalars)
     if op.pointwise or op.name in ("copy", "to", "clone"):
         return _pointwise(values, result, scalars)
-    if op.name in _ADDS_PRODUCT and values[0] is not None and all(v is None or _all_finite(v) for v in values[1:]):
+    # A finite product added to the first argument, which may be a mask.
+    if op.name in ADDED_PRODUCTS and values[0] is not None and all(v is None or _all_finite(v) for v in values[1:]):
         return _pointwise([values[0], *(None for _ in values[1:])], result)
     flow = _whole(stats, outputs)
     if op.name == "batch_norm" and flow.guilty[0]:

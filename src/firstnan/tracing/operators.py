@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from firstnan.records.operator_families import UNWRITTEN
+
 _NAMES = {
     "nll_loss_forward": "nll_loss",
     "nll_loss2d_forward": "nll_loss2d",
@@ -40,7 +42,6 @@ _NAMES = {
     "index_put_impl": "index_put",
     "fused_rms_norm": "rms_norm",
 }
-_EMPTY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "resize"}
 _MOST_ARGUMENTS = 32
 # Arguments that are no tensors and hold none.
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
@@ -122,7 +123,7 @@ def _describe(func: Any) -> OpInfo:
         overwritten=overwritten,
         view=view and name != "tensor",
         pointwise=torch.Tag.pointwise in tags,
-        empty=name in _EMPTY,
+        empty=name in UNWRITTEN,
         tame=name in _TAME,
         inert=name in ("detach", "alias", "is_pinned")
         or name.startswith("sym_")

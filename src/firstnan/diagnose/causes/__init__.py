@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one cause, whichever run it appears in."""
+    """What is known about one cause, whichever run it appears in."""
 
     slug: str
     family: str
@@ -28,12 +28,12 @@ class Entry:
 
     @property
     def link(self) -> str:
-        """Its page, seen from the root of the project."""
+        """Its page, relative to the root of the project."""
         return f"docs/causes/{self.slug}.md"
 
     @property
     def example(self) -> Path | None:
-        """A small training program that fails in this way."""
+        """A small training program that fails in this way, if there is one."""
         path = HERE / "examples" / f"{self.slug}.py"
         return path if path.is_file() else None
 

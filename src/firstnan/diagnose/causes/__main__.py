@@ -1,4 +1,4 @@
-"""`python -m firstnan.diagnose.causes docs/causes` writes the pages of the documentation."""
+"""`python -m firstnan.diagnose.causes docs/causes` writes the documentation pages."""
 
 from __future__ import annotations
 

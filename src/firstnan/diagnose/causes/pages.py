@@ -1,4 +1,4 @@
-"""The catalogue as text for a terminal and as Markdown; both say the same."""
+"""The catalogue as text for a terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ def listing() -> str:
     for title, entries in families().items():
         width = max(len(entry.slug) for entry in entries)
         parts.append("\n".join([title, *(f"  {entry.slug:<{width}}  {entry.title}" for entry in entries)]))
-    return "\n\n".join([*parts, "firstnan causes SLUG explains one."])
+    return "\n\n".join([*parts, "Run `firstnan causes SLUG` for details of one cause."])
 
 
 def page(entry: Entry) -> str:
     """One cause for a terminal."""
-    parts = [f"{entry.title}  [{entry.slug}]", textwrap.fill(entry.explanation, WIDTH)]
+    parts = [f"{entry.title}  [{entry.slug}]", _wrapped(entry.explanation)]
     if entry.code:
         parts.append("\n".join(["In code:", *(f"  {line}" for line in entry.code)]))
-    parts.append("\n".join(["What helps:", *(_point(remedy) for remedy in entry.remedies)]))
+    parts.append("\n".join(["What helps:", *(_wrapped(remedy, "- ", "  ") for remedy in entry.remedies)]))
     if entry.example is not None:
         run = f"  firstnan run {entry.example}"
         parts.append(f"A program that fails like this:\n{run}\n  firstnan causes {entry.slug} --example prints it.")
     return "\n\n".join(parts)
 
 
-def _point(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+def _wrapped(text: str, first: str = "", rest: str = "") -> str:
+    wrapper = textwrap.TextWrapper(WIDTH, first, rest, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
 
 
 def markdown(entry: Entry) -> str:
     """One cause as a page of the documentation."""
-    parts = [f"# {entry.title}", f"`{entry.slug}`", textwrap.fill(entry.explanation, WIDTH)]
+    parts = [f"# {entry.title}", f"`{entry.slug}`", _wrapped(entry.explanation)]
     if entry.code:
         parts.append("## In code\n" + _block(entry.code))
     parts.append("## What helps\n" + "\n".join(f"- {remedy}" for remedy in entry.remedies))
@@ -53,8 +54,8 @@ def _block(lines: tuple[str, ...] | list[str]) -> str:
 
 
 def index() -> str:
-    """The first page: every cause with a link to its own."""
-    parts = ["# Causes", "What `firstnan` can name as the reason of a NaN or Inf; `firstnan causes` shows the same."]
+    """The first page: every cause with a link to its page."""
+    parts = ["# Causes", "The causes of a NaN or Inf that `firstnan` can name; `firstnan causes` shows the same."]
     for title, entries in families().items():
         rows = [f"| [`{entry.slug}`]({entry.slug}.md) | {entry.title} |" for entry in entries]
         parts.append("\n".join([f"## {title}", "| slug | |", "| --- | --- |", *rows]))
@@ -62,6 +63,6 @@ def index() -> str:
 
 
 def documents() -> dict[str, str]:
-    """File name -> content of everything in docs/causes."""
+    """The content of every file in docs/causes, by file name."""
     pages = {Path(e.link).name: markdown(e) for entries in families().values() for e in entries}
     return {"README.md": index(), **pages}

@@ -17,71 +17,65 @@ from firstnan.diagnose.rules import (
     softmax,
 )
 from firstnan.diagnose.rules.base import RULES
+from firstnan.diagnose.rules.failure import Failure
 from firstnan.diagnose.rules.growth import growth
-from firstnan.diagnose.rules.own import rule
-from firstnan.diagnose.rules.scene import Scene
 from firstnan.diagnose.rules.transient import transient
+from firstnan.diagnose.rules.user_rules import rule
+from firstnan.diagnose.rules.wording import nonfinite
 from firstnan.records import Cause, History, Origin, Trace
 
 __all__ = ["explain", "from_history", "rule", "transient"]
 
-FAMILIES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
+RULE_MODULES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
 """Imported for the rules that they register."""
 
 SECOND = 0.6
 CLEAR_GROWTH = 1e6
-FAR_BEHIND = 0.5
-"""A cause less than half as likely as the best is not worth a tired reader's time."""
+WORTH_SHOWING = 0.5
+"""A cause less than half as likely as the best is not shown."""
 
 
 def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
     """The causes that fit, best first, each slug once; never empty, the last resort is `unexplained`."""
-    scene = Scene(origin, trace, history)
-    causes = _all(scene)
+    failure = Failure(origin, trace, history)
+    causes = _all(failure)
     forward = origin.forward_event
     if origin.phase == "backward" and forward is not None and forward.bad:
-        # The forward value was non-finite too (and hidden from the loss, or meant): its own cause comes second.
+        # The forward value was non-finite too (hidden from the loss, or intended): its own cause comes second.
         before = replace(origin, phase="forward", event=forward, forward_event=None, produced=None, inputs=())
-        causes += [replace(c, confidence=SECOND * c.confidence) for c in _all(Scene(before, trace, history))]
+        causes += [replace(c, confidence=SECOND * c.confidence) for c in _all(Failure(before, trace, history))]
     best: dict[str, Cause] = {}
     for cause in sorted(causes, key=lambda c: -c.confidence):
         if cause.confidence:
             best.setdefault(cause.slug, cause)
-    found = list(best.values()) or [_unexplained(scene)]
+    found = list(best.values()) or [_unexplained(failure)]
     failed = dict.fromkeys(c.why for c in causes if not c.confidence)
     first = replace(found[0], evidence=(*found[0].evidence, *failed))
-    return [first, *(c for c in found[1:] if c.confidence >= FAR_BEHIND * first.confidence)]
+    return [first, *(c for c in found[1:] if c.confidence >= WORTH_SHOWING * first.confidence)]
 
 
 def from_history(history: History) -> Cause | None:
-    """What the steps before tell where no operator was seen: that the run was lost already, or nothing."""
+    """The cause that the steps before show where no operator was traced: divergence, if the growth is clear."""
     rise = growth(history)
     if rise is None or rise.factor < CLEAR_GROWTH:
         return None
-    why = f"In the steps before, {rise.sentence()}: {rise.worse()}, until the numbers ran out of range."
+    why = f"{rise.sentences()} The operator that failed was not traced."
     entry = catalogue()["divergence_lr"]
     return Cause(entry.slug, entry.title, why, rise.lines(), SECOND, entry.link)
 
 
-def _all(scene: Scene) -> list[Cause]:
-    return [cause for cause in (rule.apply(scene) for rule in RULES) if cause is not None]
+def _all(failure: Failure) -> list[Cause]:
+    return [cause for cause in (rule.apply(failure) for rule in RULES) if cause is not None]
 
 
-def _unexplained(scene: Scene) -> Cause:
+def _unexplained(failure: Failure) -> Cause:
     """What can be said when no rule fits: where it is and what was read."""
     try:
-        evidence = scene.input_lines() + scene.witness_lines()
-        counts = f"{scene.nan} NaN and {scene.inf} infinite element(s)"
-        code = scene.code
+        evidence = failure.raised_lines() + failure.input_lines() + failure.witness_lines()
+        code, made = failure.code, nonfinite(failure.made)
     except Exception:  # as in a rule: an odd record must not cost the user the report
-        evidence, counts, code = (), "a non-finite value", _origin_name(scene)
-    why = f"`{code}` produced {counts}, and no known cause fits. The numbers it read are listed below."
-    if scene.raised:
-        why = f"`{code}` raised an error instead of returning a value, and no known cause fits."
-        evidence = (f"torch said: {scene.raised}", *evidence)
+        evidence, code, made = (), failure.origin.op or failure.origin.aten or "the operator", "a non-finite value"
+    did = "raised an error instead of returning a value" if failure.raised else f"produced {made}"
+    why = f"`{code}` {did}. No known cause fits what it read."
     entry = catalogue()["unexplained"]
     return Cause(entry.slug, entry.title, why, evidence, 0.1, entry.link)
-
-
-def _origin_name(scene: Scene) -> str:
-    return scene.origin.op or scene.origin.aten or "the operator"

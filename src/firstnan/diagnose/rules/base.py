@@ -1,4 +1,4 @@
-"""The list of rules, and what a rule hands back."""
+"""The list of rules, and what a rule returns."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from firstnan.diagnose.causes import catalogue, link_to
-from firstnan.diagnose.rules.scene import Scene
+from firstnan.diagnose.rules.failure import Failure
 from firstnan.records import Cause, Phase
 
 ANY: frozenset[Phase] = frozenset({"forward", "backward", "optimizer", "input", "parameter"})
 VALUES: frozenset[Phase] = frozenset({"forward", "input", "parameter"})
-"""Where an operator is called for its value, by the program itself (a Dataset and an in-place write count)."""
+"""Where the program itself calls an operator for its value (in a Dataset or for an in-place write too)."""
+ELSEWHERE = 0.3
+"""The weight of many of these rules in other phases, where torch or the optimizer calls the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """That a rule fits: two sentences about this run, the numbers, and how sure it is."""
+    """A rule that fits: what happened in this run, the numbers, and how sure the rule is."""
 
     why: str
     confidence: float
     evidence: tuple[str, ...] = ()
-    title: str = ""
-    """Replaces the rule's own title where a more exact one is known."""
 
 
-Look = Callable[[Scene], Finding | None]
+Look = Callable[[Failure], Finding | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +36,30 @@ class Rule:
     phases: frozenset[Phase]
     elsewhere: float
     """Confidence outside `phases` is multiplied by this; 0 means the rule is not asked there."""
-    own: str = ""
-    """The name of the user's function, where it is a rule of their own."""
+    user_function: str = ""
+    """The name of the user's function, if it is a user's rule."""
 
-    def apply(self, scene: Scene) -> Cause | None:
-        """The cause if the rule fits, None if it does not or if it fails over an odd record."""
-        weight = 1.0 if scene.phase in self.phases else self.elsewhere
-        if weight and scene.event is not None and scene.event.in_python_backward:
+    def apply(self, failure: Failure) -> Cause | None:
+        """The cause if the rule fits; None if it does not, or if it raises on an odd record."""
+        weight = 1.0 if failure.phase in self.phases else self.elsewhere
+        if weight and failure.event is not None and failure.event.in_python_backward:
             weight = max(weight, 0.6)  # a backward written by hand calls operators for their value, as forward does
         if not weight:
             return None
         try:
-            finding = self.look(scene)
-        except Exception as error:  # a rule that stumbles over an odd record must never cost the user the whole report
-            return self._failed(error) if self.own else None
+            finding = self.look(failure)
+        except Exception as error:  # a rule that raises on an odd record must never cost the user the whole report
+            return self._failed(error) if self.user_function else None
         if finding is None:
             return None
-        evidence = tuple(dict.fromkeys((*finding.evidence, *scene.witness_lines(), *scene.float64_lines())))
+        evidence = tuple(dict.fromkeys((*finding.evidence, *failure.witness_lines(), *failure.float64_lines())))
         confidence = min(1.0, max(0.0, finding.confidence * weight))
-        return Cause(self.slug, finding.title or self.title, finding.why, evidence, confidence, link_to(self.slug))
+        return Cause(self.slug, self.title, finding.why, evidence, confidence, link_to(self.slug))
 
     def _failed(self, error: Exception) -> Cause:
-        """Says so to whoever wrote the rule; nobody is confident of it, so it is no cause."""
-        return Cause(self.slug, self.title, f"your rule {self.own} raised {type(error).__name__}: {error}", (), 0.0)
+        """Tells the author of the rule; its confidence is 0, so it is not reported as a cause."""
+        why = f"your rule {self.user_function} raised {type(error).__name__}: {error}"
+        return Cause(self.slug, self.title, why, (), 0.0)
 
 
 RULES: list[Rule] = []
@@ -67,7 +68,7 @@ RULES: list[Rule] = []
 def rule(
     slug: str, *, title: str = "", phases: frozenset[Phase] = VALUES, elsewhere: float = 0.0
 ) -> Callable[[Look], Look]:
-    """Registers the function below it as a rule; one slug may have several, and a more exact title than usual."""
+    """Registers the function below it as a rule; a slug may have several rules, each with its own title."""
 
     def register(look: Look) -> Look:
         RULES.append(Rule(slug, title or catalogue()[slug].title, look, phases, elsewhere))

@@ -7,28 +7,27 @@ import re
 from dataclasses import dataclass
 
 from firstnan.diagnose.rules.base import ANY, Finding, rule
-from firstnan.diagnose.rules.scene import Scene, describe, words
-from firstnan.records import OpEvent, Phase, TensorStat
+from firstnan.diagnose.rules.failure import Failure
+from firstnan.diagnose.rules.wording import counted, describe, nonfinite
+from firstnan.records import OpEvent, Phase
+from firstnan.records.operator_families import CONSTRUCTORS, LOSSES, words
 
 INPUT: frozenset[Phase] = frozenset({"input"})
 PARAMETER: frozenset[Phase] = frozenset({"parameter"})
-LOSSES = words(
-    "mse_loss l1_loss smooth_l1_loss huber_loss nll_loss nll_loss2d binary_cross_entropy "
-    "binary_cross_entropy_with_logits kl_div sub rsub cross_entropy soft_margin_loss mul eq ne isnan "
-    "ctc_loss poisson_nll_loss xlogy"
-)
+READ_TARGETS = LOSSES | words("ctc_loss eq isnan mul ne rsub sub xlogy")
 LABEL_WORDS = re.compile(r"(^|[^a-z])(labels?|targets?|y|ys|gt|truth|answers?)([^a-z]|$)", re.IGNORECASE)
-CONSTRUCTORS = words("tensor scalar_tensor full full_like new_full new_tensor as_tensor")
 NAN_LITERAL = re.compile(r"(^|[^a-z_])nan([^a-z_]|$)", re.IGNORECASE)
 
 
-def _what(stat: TensorStat | None) -> str:
-    """The non-finite contents of a tensor in words."""
-    if stat is None:
-        return "non-finite values"
-    parts = [f"{n} {word}" for n, word in ((stat.nan, "NaN"), (stat.inf, "infinite")) if n]
-    where = f", the first at {list(stat.first_index)}" if stat.first_index else ""
-    return f"{' and '.join(parts) or 'non-finite'} value(s) out of {stat.numel}{where}"
+def _content(failure: Failure) -> str:
+    return nonfinite(failure.origin.produced or failure.made)
+
+
+def _found(failure: Failure, name: str, why: str, confidence: float, of_an_operator: float) -> Finding:
+    """The second confidence counts where an operator of this run made the value: its own cause says more."""
+    stat = failure.origin.produced or failure.made
+    evidence = (describe(stat, name),) if stat else ()
+    return Finding(why, confidence if failure.event is None else of_an_operator, evidence)
 
 
 def _in_model(event: OpEvent) -> bool:
@@ -36,22 +35,22 @@ def _in_model(event: OpEvent) -> bool:
 
 
 @dataclass(frozen=True)
-class Journey:
-    """What became of bad data on its way to the model."""
+class DataUse:
+    """What the step does with bad data."""
 
     carriers: tuple[OpEvent, ...]
     """The events that made it and handed it on."""
     enters_model: bool | None
-    """Whether a layer reads it before it meets what the model has computed; None where neither is seen."""
+    """Whether a layer reads it before it meets the model's output; None if neither is seen."""
 
     @property
     def label(self) -> str:
-        """What it is called as part of a batch."""
+        """Its name as a part of the batch."""
         return next((e.label for e in self.carriers if e.label), "")
 
 
-def _journey(scene: Scene) -> Journey:
-    events, label, origin = scene.trace.events, scene.origin.label, scene.origin.event
+def _data_use(failure: Failure) -> DataUse:
+    events, label, origin = failure.trace.events, failure.origin.label, failure.origin.event
     known = origin is not None and origin.index < len(events) and events[origin.index] == origin
     carriers = {origin.index: origin} if origin is not None and known else {}
     derived: set[int] = set()
@@ -64,118 +63,109 @@ def _journey(scene: Scene) -> Journey:
             for i in event.inputs
         )
         if reads and _in_model(event):
-            return Journey(tuple(carriers.values()), True)
+            return DataUse(tuple(carriers.values()), True)
         if _in_model(event) or any(i.producer in derived for i in event.inputs):
             derived.add(event.index)
             met = met or reads
         elif reads:
             carriers[event.index] = event
-    return Journey(tuple(carriers.values()), False if met else None)
+    return DataUse(tuple(carriers.values()), False if met else None)
 
 
-def _is_label(scene: Scene) -> bool:
-    """The tensor is a target: it meets what the model has computed, not the model; or its name says so."""
-    label = scene.origin.label
-    enters = _journey(scene).enters_model
+def _is_label(failure: Failure) -> bool:
+    """Whether the tensor is a target: it meets the model's output and not the model, or its name says so."""
+    label = failure.origin.label
+    enters = _data_use(failure).enters_model
     if enters is not None:
         return not enters
     if LABEL_WORDS.search(label):
         return True
-    readers = [e for e in scene.trace.events if e.phase == "forward" and any(i.label == label for i in e.inputs)]
-    return label.endswith("[1]") and bool(readers) and all(e.op in LOSSES for e in readers)
+    readers = [e for e in failure.trace.events if e.phase == "forward" and any(i.label == label for i in e.inputs)]
+    return label.endswith("[1]") and bool(readers) and all(e.op in READ_TARGETS for e in readers)
 
 
 @rule("nan_label", phases=INPUT)
-def nan_label(scene: Scene) -> Finding | None:
-    if scene.origin.role == "buffer" or not _is_label(scene):
+def nan_label(failure: Failure) -> Finding | None:
+    if failure.origin.role == "buffer" or not _is_label(failure):
         return None
-    stat = scene.origin.produced or scene.made
-    name = scene.origin.label or _journey(scene).label or "targets"
+    name = failure.origin.label or _data_use(failure).label or "targets"
     why = (
-        f"The targets of this batch ({name}) hold {_what(stat)}, before any computation. The loss compares "
-        "with them, so it and every gradient become non-finite."
+        f"The targets of this batch ({name}) contain {_content(failure)}, before anything is computed. The loss "
+        "compares with them, so the loss and the gradients become non-finite."
     )
-    return Finding(why, 0.85 if scene.event is None else 0.5, (describe(stat, name),) if stat else ())
+    return _found(failure, name, why, 0.85, 0.5)
 
 
 @rule("nan_input", phases=INPUT)
-def nan_input(scene: Scene) -> Finding | None:
-    if scene.origin.role == "buffer":
+def nan_input(failure: Failure) -> Finding | None:
+    if failure.origin.role == "buffer":
         return None
-    stat = scene.origin.produced or scene.made
-    name = scene.origin.label or _journey(scene).label or "input"
+    name = failure.origin.label or _data_use(failure).label or "input"
     why = (
-        f"The input data of this batch ({name}) holds {_what(stat)}, before the model touches it. The model "
-        "only passes it on; the data, or the code that reads it, has to be cleaned."
+        f"The input data of this batch ({name}) contains {_content(failure)}, before the model reads it. The model "
+        "only passes it on: clean the data, or fix the code that reads it."
     )
-    return Finding(why, 0.6 if scene.event is None else 0.4, (describe(stat, name),) if stat else ())
+    return _found(failure, name, why, 0.6, 0.4)
 
 
 @rule("nan_input", title="Non-finite value in a buffer", phases=INPUT)
-def nan_buffer(scene: Scene) -> Finding | None:
-    if scene.origin.role != "buffer":
+def nan_buffer(failure: Failure) -> Finding | None:
+    if failure.origin.role != "buffer":
         return None
-    stat, name = scene.origin.produced or scene.made, scene.origin.label or "a buffer"
+    name = failure.origin.label or "of the model"
     why = (
-        f"The buffer {name} holds {_what(stat)} before step {scene.origin.step} computes anything. No operator of the "
-        "step made it: it came with the model, or the code that fills it has to be looked at."
+        f"The buffer {name} contains {_content(failure)}, before step {failure.origin.step} computes anything. It came "
+        "with the model, or from code that writes the buffer outside the step."
     )
-    return Finding(why, 0.6 if scene.event is None else 0.4, (describe(stat, name),) if stat else ())
+    return _found(failure, name, why, 0.6, 0.4)
 
 
 @rule("uninitialized_memory", phases=ANY)
-def uninitialized_memory(scene: Scene) -> Finding | None:
-    empty = scene.op.startswith(("empty", "new_empty")) or scene.origin.op.startswith(("empty", "new_empty"))
-    if not (empty and scene.phase == "parameter") and not _from_empty(scene):
+def uninitialized_memory(failure: Failure) -> Finding | None:
+    event = failure.event
+    if event is None or not any(e.uninitialized for e in (event, *failure.trace.producers(event))):
         return None
-    stat = scene.origin.produced or scene.made
-    name = scene.origin.label or f"`{scene.code}`"
+    name = failure.origin.label or f"`{failure.code}`"
     why = (
-        f"The memory of {name} comes from `torch.empty` and nothing ever wrote to it: it holds {_what(stat)}. "
-        "What stands in it differs from run to run."
+        f"The memory of {name} comes from `torch.empty` and was never written: it contains {_content(failure)}. Its "
+        "content differs from run to run."
     )
-    return Finding(why, 0.96, (describe(stat, name),) if stat else ())
-
-
-def _from_empty(scene: Scene) -> bool:
-    """The operator made, or read, memory that nobody has written."""
-    return scene.event is not None and any(e.uninitialized for e in (scene.event, *scene.trace.producers(scene.event)))
+    return _found(failure, name, why, 0.96, 0.96)
 
 
 @rule("nan_parameter", phases=PARAMETER)
-def nan_parameter(scene: Scene) -> Finding | None:
-    stat = scene.origin.produced or scene.made
-    name = scene.origin.label or "a parameter"
+def nan_parameter(failure: Failure) -> Finding | None:
+    name = failure.origin.label or "of the model"
     why = (
-        f"The parameter {name} holds {_what(stat)} before step {scene.origin.step} computes anything. No "
-        "operator of the step made it: it came with the weights, for example from a checkpoint."
+        f"The parameter {name} contains {_content(failure)}, before step {failure.origin.step} computes anything. It "
+        "came with the weights, for example from a checkpoint."
     )
-    return Finding(why, 0.6 if scene.event is None else 0.35, (describe(stat, name),) if stat else ())
+    return _found(failure, name, why, 0.6, 0.35)
 
 
 @rule("nan_constant", phases=ANY)
-def nan_constant(scene: Scene) -> Finding | None:
-    event = scene.origin.event
-    if event is None or scene.phase == "optimizer" or not event.bad or not _literal(scene, event):
+def nan_constant(failure: Failure) -> Finding | None:
+    event = failure.origin.event
+    if event is None or failure.phase == "optimizer" or not event.bad or not _literal(failure, event):
         return None
     why = (
-        f"`{scene.code}` computes with, or selects, a NaN that stands in the code as a constant. It reaches "
-        f"{sum(o.nan for o in event.outputs)} element(s) of the result."
+        f"`{failure.code}` computes with, or selects, a NaN that is a constant in the code. It reaches "
+        f"{counted(sum(o.nan for o in event.outputs))} of the result."
     )
-    return Finding(why, 0.3 if scene.phase == "input" and _is_data(scene, event) else 0.9, scene.input_lines())
+    return Finding(why, 0.3 if failure.phase == "input" and _is_data(failure, event) else 0.9, failure.input_lines())
 
 
-def _is_data(scene: Scene, event: OpEvent) -> bool:
+def _is_data(failure: Failure, event: OpEvent) -> bool:
     """A whole row of NaN that ends up in a batch or in the model is data; a number, or a table beside it, is not."""
     if event.op == "tensor" and all(o.numel == 1 for o in event.outputs):
         return False
-    journey = _journey(scene)
-    batch = any(e.role == "input" or e.region == "data" for e in journey.carriers)
-    return batch or event.op not in CONSTRUCTORS or journey.enters_model is not False
+    use = _data_use(failure)
+    batch = any(e.role == "input" or e.region == "data" for e in use.carriers)
+    return batch or event.op not in CONSTRUCTORS or use.enters_model is not False
 
 
-def _literal(scene: Scene, event: OpEvent) -> bool:
-    """The operator writes a NaN that was asked for, or reads one."""
+def _literal(failure: Failure, event: OpEvent) -> bool:
+    """Whether the operator writes or reads a NaN that the code asks for."""
     if not any(o.nan for o in event.outputs):
         return False
     if event.op in CONSTRUCTORS and event.site is not None and NAN_LITERAL.search(event.site.code):
@@ -185,4 +175,4 @@ def _literal(scene: Scene, event: OpEvent) -> bool:
         return True
     if any(i.role == "constant" and i.stat is not None and i.stat.nan for i in event.inputs):
         return True
-    return any(p.on_purpose and any(o.nan for o in p.outputs) for p in scene.trace.producers(event))
+    return any(p.on_purpose and any(o.nan for o in p.outputs) for p in failure.trace.producers(event))

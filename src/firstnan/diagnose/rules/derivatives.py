@@ -15,43 +15,43 @@ Seen under a dispatch mode:
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
-from firstnan.diagnose.rules import story
 from firstnan.diagnose.rules.base import Finding, rule
-from firstnan.diagnose.rules.scene import COMPARISONS, Scene, describe, has_zero, number, words
+from firstnan.diagnose.rules.failure import Failure, has_zero
+from firstnan.diagnose.rules.provenance import why_zero
+from firstnan.diagnose.rules.wording import counted, describe
 from firstnan.records import OpEvent, Phase
+from firstnan.records.operator_families import (
+    ARCS,
+    COMPARISONS,
+    LIMITERS,
+    LOG_SUMS,
+    ROOTS_INSIDE,
+    SELECTORS,
+    SPECTRAL,
+    XLOGS,
+)
+from firstnan.records.words import number
 
 BACKWARD: frozenset[Phase] = frozenset({"backward"})
-SQRTS = words(
-    "sqrt rsqrt norm vectornorm cdist euclideandist std stdmean hypot pdist renorm weightnorm weightnorminterface"
-)
-ARCS = words("acos asin acosh atanh")
-LOGSUMS = words("logsumexp logaddexp logaddexp2 logcumsumexp")
-DECOMPOSITIONS = words("svd eigh eig eigvalsh qr")
-SELECTORS = words(
-    "where masked_fill nan_to_num index index_put masked_select masked_scatter select_scatter nansum nanmean"
-)
-"""Operators that throw elements away by a condition; they hand gradient 0 to what they threw away."""
-LIMITERS = SELECTORS | words(
-    "clamp clamp_min clamp_max maximum minimum max min amax amin relu threshold hardtanh topk sort gather index_select"
-)
-"""These also hide a non-finite value, by order instead of by a condition."""
 
 
-def _incoming_zero(scene: Scene) -> bool | None:
-    """Whether the gradient that arrives at the bad element is exactly 0; None if that cannot be told."""
-    event = scene.event
+def _of_torch(failure: Failure, family: Collection[str] = ()) -> bool:
+    """Whether the value was made in one of torch's own derivatives, of an operator of this family if one is given."""
+    own = failure.event is not None and not failure.event.in_python_backward
+    return own and (not family or failure.derivative_of(family))
+
+
+def _incoming_zero(failure: Failure) -> bool | None:
+    """Whether the incoming gradient at the bad element is exactly 0; None if that is not known."""
+    event = failure.event
     if event is None:
         return None
-    first = _zero_factor(event)
-    if first is not None:
-        return first
-    # pow and acos make the infinity first and multiply it by the gradient in a later op of the same node
-    for later in scene.same_node():
-        answer = _zero_factor(later) if later.op == "mul" and len(later.inputs) > 1 else None
-        if answer is not None:
-            return answer
-    return None
+    # pow and acos make the infinity first and multiply it by the gradient in a later op of the same node.
+    later = [e for e in failure.same_node() if e.op == "mul" and len(e.inputs) > 1]
+    answers = (_zero_factor(e) for e in (event, *later))
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def _zero_factor(event: OpEvent) -> bool | None:
@@ -65,94 +65,78 @@ def _zero_factor(event: OpEvent) -> bool | None:
     return 0 in values.values() if any(infinite) and not all(infinite) else None
 
 
-def _forward(scene: Scene) -> OpEvent | None:
-    return scene.origin.forward_event
-
-
-def _discarded(scene: Scene) -> OpEvent | None:
-    """The operator that later threw the guilty element away, if there is one."""
-    forward = _forward(scene)
-    if forward is None:
-        return None
-    return scene.used_by(forward, LIMITERS if forward.bad else SELECTORS)
-
-
-def _at_edge(scene: Scene) -> bool:
-    """The derivative divides by zero here, or takes a negative power or an inverse root of zero."""
-    if scene.op in ("div", "reciprocal", "rsqrt"):
-        return scene.zero_at("other" if scene.op == "div" else "self")
-    if scene.op == "pow":
-        return scene.zero_at("self") and scene.negative_at("exponent")
-    if scene.op == "log":  # x ** a, and what contains it, has a * log(x) in its derivative
-        return scene.zero_at("self")
-    forward = _forward(scene)
+def _at_edge(failure: Failure) -> bool:
+    """Whether the derivative divides by zero here, or takes a negative power, inverse root or logarithm of zero."""
+    if failure.op in ("div", "reciprocal", "rsqrt"):
+        return failure.zero_at("other" if failure.op == "div" else "self")
+    if failure.op == "pow":
+        return failure.zero_at("self") and failure.negative_at("exponent")
+    if failure.op == "log":  # x ** a, and what contains it, has a * log(x) in its derivative
+        return failure.zero_at("self")
+    forward = failure.origin.forward_event
     read = [i.stat for i in forward.inputs] if forward else []
-    return scene.op in ("mul", "pow") and bool(scene.event and scene.event.bad) and any(has_zero(s) for s in read)
+    return failure.op == "mul" and bool(failure.event and failure.event.bad) and any(has_zero(s) for s in read)
 
 
-def _forward_lines(scene: Scene) -> tuple[str, ...]:
+def _forward_lines(failure: Failure) -> tuple[str, ...]:
     """What the forward operator read and wrote, as far as it was kept."""
-    forward = _forward(scene)
+    forward = failure.origin.forward_event
     if forward is None:
         return ()
     read = tuple(f"forward {describe(i.stat, i.name)}" for i in forward.inputs if i.stat is not None)
     return read[:3] + tuple(f"forward {describe(o, 'result')}" for o in forward.outputs[:1])
 
 
-def _why_zero(scene: Scene) -> str:
-    return story.zero(scene.trace, _forward(scene), "self")
+def _at_zero(failure: Failure) -> str:
+    """Why the forward operator read a 0, and what the incoming gradient makes of it."""
+    return why_zero(failure.trace, failure.origin.forward_event, "self") + _incoming(failure)
 
 
-def _arriving(scene: Scene) -> str:
-    zero = _incoming_zero(scene)
-    if zero is None:
-        return ""
-    return " The gradient that arrives there is 0, and 0 times infinity is NaN." if zero else ""
+def _incoming(failure: Failure) -> str:
+    return " The incoming gradient there is 0, and 0 * inf is NaN." if _incoming_zero(failure) else ""
 
 
 @rule("where_grad_trap", phases=BACKWARD)
-def where_grad_trap(scene: Scene) -> Finding | None:
-    if scene.event is None or scene.event.in_python_backward or _incoming_zero(scene) is not True:
+def where_grad_trap(failure: Failure) -> Finding | None:
+    if not _of_torch(failure) or not _incoming_zero(failure):
         return None
-    forward, selector = _forward(scene), _discarded(scene)
+    forward = failure.origin.forward_event
     hidden = forward is not None and forward.bad > 0
+    selector = failure.used_by(forward, LIMITERS if hidden else SELECTORS) if forward is not None else None
     if selector is None and not hidden:
         return None
-    by = (
-        f"`{selector.op}`" + (f" in line {selector.site.line}" if selector.site else "")
-        if selector
-        else "a later operator"
-    )
-    value = "non-finite there" if hidden else "at the edge of its domain there"
+    by = "a later operator"
+    if selector is not None:
+        by = f"`{selector.op}`" + (f" in line {selector.site.line}" if selector.site else "")
+    value = "non-finite" if hidden else "at the edge of its domain"
     why = (
-        f"The value of `{scene.code}` is {value}, and {by} throws it away, so the loss is finite. Backward "
-        "still runs through it: the gradient 0 of the discarded element meets an infinite derivative, and 0 "
-        "* inf or 0/0 is NaN."
+        f"`{failure.code}` is {value} for an element that {by} discards, so the loss is finite. Backward still runs "
+        "through it: the incoming gradient is 0, the derivative is infinite, and 0 * inf (or 0/0) is NaN."
     )
-    sure = 0.93 if selector and (hidden or selector.op in ("where", "masked_fill", "nan_to_num")) else 0.91
-    return Finding(why, sure, _forward_lines(scene))
+    sure = selector is not None and (hidden or selector.op in ("where", "masked_fill", "nan_to_num"))
+    return Finding(why, 0.93 if sure else 0.91, _forward_lines(failure))
 
 
 @rule("where_grad_trap", phases=frozenset({"forward"}))
-def discarded_in_forward(scene: Scene) -> Finding | None:
-    """The origin is a forward infinity that forward itself threw away: only backward can have brought it back."""
-    event = scene.event
+def discarded_in_forward(failure: Failure) -> Finding | None:
+    """The origin is a forward infinity that forward itself discarded: only backward can have brought it back."""
+    event = failure.event
     if event is None or not event.bad or event.phase != "forward":
         return None
-    selector = scene.used_by(event, LIMITERS)
-    if selector is None or _survives(scene, event):
+    selector = failure.used_by(event, LIMITERS)
+    if selector is None or _survives(failure, event):
         return None
     why = (
-        f"`{scene.code}` is non-finite in {event.bad} element(s), and `{selector.op}` throws them away before "
-        "the loss. Backward still runs through them: gradient 0 times an infinite derivative is NaN."
+        f"`{failure.code}` is non-finite in {counted(event.bad)}, and `{selector.op}` discards that before the loss. "
+        "Backward still runs through it: a gradient of 0 times an infinite derivative is NaN."
     )
-    return Finding(why, 0.97, scene.input_lines())
+    return Finding(why, 0.97, failure.input_lines())
 
 
-def _survives(scene: Scene, start: OpEvent) -> bool:
-    """True if a non-finite value that descends from this event is the end of its line: a loss, an output."""
+def _survives(failure: Failure, start: OpEvent) -> bool:
+    """Whether a non-finite value that descends from this event is read by nothing else: a loss, an output."""
     tainted, used = {start.index}, set()
-    for event in scene.trace.events[start.index + 1 :]:
+    for event in failure.trace.events[start.index + 1 :]:
         feeders = {i.producer for i in event.inputs if i.producer in tainted}
         if event.phase != "forward" or not feeders or not event.outputs:
             continue
@@ -165,121 +149,118 @@ def _survives(scene: Scene, start: OpEvent) -> bool:
 
 
 @rule("sqrt_grad_at_zero", phases=BACKWARD)
-def sqrt_grad_at_zero(scene: Scene) -> Finding | None:
-    if not scene.family & SQRTS or scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
+def sqrt_grad_at_zero(failure: Failure) -> Finding | None:
+    if not _of_torch(failure, ROOTS_INSIDE) or not _at_edge(failure):
         return None
-    bad = scene.made.bad if scene.made else 0
     why = (
-        f"`{scene.code}` is exactly 0 in {bad} element(s), where the slope of a square root is infinite: "
-        f"backward divides by 2 * sqrt(0).{_why_zero(scene)}{_arriving(scene)} The forward value, 0, looks healthy."
+        f"`{failure.code}` is exactly 0 in {counted(failure.bad)}, where the slope of a square root is infinite: "
+        f"backward divides by this 0.{_at_zero(failure)} The forward value is finite."
     )
-    return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
+    return Finding(why, 0.9, _forward_lines(failure) or failure.input_lines())
 
 
 @rule("pow_grad_at_zero", phases=BACKWARD)
-def pow_grad_at_zero(scene: Scene) -> Finding | None:
-    if "pow" not in scene.family or scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
+def pow_grad_at_zero(failure: Failure) -> Finding | None:
+    if not _of_torch(failure, {"pow"}) or not _at_edge(failure):
         return None
-    power = _power(scene)
+    power = _power(failure)
     if power is not None and power >= 1:
         return None
     shown = f"the power {number(power)}" if power is not None else "a power below 1"
     why = (
-        f"`{scene.code}` raises exactly 0 to {shown}, and the slope of that is infinite at 0: backward "
-        f"computes 0 to a negative power.{_why_zero(scene)}{_arriving(scene)} The forward value, 0, looks healthy."
+        f"`{failure.code}` raises exactly 0 to {shown}, where the slope is infinite: backward computes 0 to a negative "
+        f"power.{_at_zero(failure)} The forward value is finite."
     )
-    return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
+    return Finding(why, 0.9, _forward_lines(failure) or failure.input_lines())
 
 
-@rule("sqrt_grad_at_zero", title="The derivative of a square root at zero", phases=BACKWARD)
-def half_power_at_zero(scene: Scene) -> Finding | None:
-    found = pow_grad_at_zero(scene) if _power(scene) == 0.5 else None
-    return Finding(found.why, 0.93 if _of_squares(scene) else 0.5, found.evidence) if found else None
+@rule("sqrt_grad_at_zero", phases=BACKWARD)
+def half_power_at_zero(failure: Failure) -> Finding | None:
+    found = pow_grad_at_zero(failure) if _power(failure) == 0.5 else None
+    return Finding(found.why, 0.93 if _of_squares(failure) else 0.5, found.evidence) if found else None
 
 
-def _of_squares(scene: Scene) -> bool:
-    """The root is taken of a sum or mean of squares: a norm, a distance, a standard deviation."""
-    forward = _forward(scene)
-    near = [e.op for e in scene.trace.feeding(forward, 3)] if forward else []
-    return (bool({"sum", "mean"} & {*near}) and bool({"pow", "square", "mul"} & {*near})) or "var" in near
+def _of_squares(failure: Failure) -> bool:
+    """Whether the root is taken of a sum or mean of squares: a norm, a distance, a standard deviation."""
+    forward = failure.origin.forward_event
+    near = {e.op for e in failure.trace.feeding(forward, 3)} if forward else set()
+    return "var" in near or bool(near & {"sum", "mean"} and near & {"pow", "square", "mul"})
 
 
-def _power(scene: Scene) -> float | None:
+def _power(failure: Failure) -> float | None:
     """The exponent of the forward power; the derivative's own `pow` has one less."""
-    forward = _forward(scene)
+    forward = failure.origin.forward_event
     given = dict(forward.scalars).get("exponent") if forward else None
-    if given is None and scene.op == "pow" and scene.at("exponent") is not None:
-        given = (scene.at("exponent") or 0.0) + 1
+    own = failure.at("exponent") if failure.op == "pow" else None
+    if given is None and own is not None:
+        given = own + 1
     return float(given) if isinstance(given, int | float) else None
 
 
 @rule("acos_grad_at_one", phases=BACKWARD)
-def acos_grad_at_one(scene: Scene) -> Finding | None:
-    if not scene.family & ARCS or scene.event is None or scene.event.in_python_backward:
-        return None
-    if not _at_edge(scene) and scene.op not in ("rsqrt", "mul"):
+def acos_grad_at_one(failure: Failure) -> Finding | None:
+    if not _of_torch(failure, ARCS) or not (_at_edge(failure) or failure.op in ("rsqrt", "mul")):
         return None
     why = (
-        f"`{scene.code}` was given exactly 1 or -1 (to rounding), where its slope is infinite: backward "
-        f"divides by sqrt(1 - x * x) = 0.{_arriving(scene)} The forward value looks healthy."
+        f"`{failure.code}` was evaluated at the edge of its domain (1 or -1, up to rounding), where its slope is "
+        f"infinite: backward divides by 0.{_incoming(failure)} The forward value is finite."
     )
-    return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
+    return Finding(why, 0.9, _forward_lines(failure) or failure.input_lines())
 
 
 @rule("xlogy_grad_at_zero", phases=BACKWARD)
-def xlogy_grad_at_zero(scene: Scene) -> Finding | None:
-    if not scene.family & {"xlogy", "xlog1py", "entr", "kldiv"} or scene.event is None or not scene.event.bad:
+def xlogy_grad_at_zero(failure: Failure) -> Finding | None:
+    if not failure.derivative_of(XLOGS) or failure.event is None or not failure.event.bad:
         return None
     why = (
-        f"`{scene.code}` defines 0 * log(0) as 0, so the forward value is finite. Its derivative has no such "
-        "exception: it divides x by y, and 0/0 is NaN."
+        f"`{failure.code}` defines 0 * log(0) as 0, so the forward value is finite. Its derivative has no such "
+        "exception: it divides by the argument, and 0/0 is NaN."
     )
-    return Finding(why, 0.9, _forward_lines(scene) or scene.input_lines())
+    return Finding(why, 0.9, _forward_lines(failure) or failure.input_lines())
 
 
 @rule("logsumexp_grad_all_inf", phases=BACKWARD)
-def logsumexp_grad_all_inf(scene: Scene) -> Finding | None:
-    if not scene.family & LOGSUMS or not scene.nan:
+def logsumexp_grad_all_inf(failure: Failure) -> Finding | None:
+    if not failure.derivative_of(LOG_SUMS) or not failure.nan:
         return None
     why = (
-        f"`{scene.code}` reduces a slice in which every entry is -inf; its value there is -inf as well. "
-        f"Backward computes exp(x - result), and -inf - -inf is NaN ({scene.nan} element(s))."
+        f"`{failure.code}` reduces a slice in which every entry is -inf, so its value is -inf too. Backward computes "
+        f"exp(x - result), and -inf - -inf is NaN: {counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.93, scene.input_lines() or _forward_lines(scene))
+    return Finding(why, 0.93, failure.input_lines() or _forward_lines(failure))
 
 
 @rule("degenerate_decomposition", phases=BACKWARD)
-def degenerate_decomposition(scene: Scene) -> Finding | None:
-    if not scene.family & DECOMPOSITIONS or not (scene.nan or scene.inf):
+def degenerate_decomposition(failure: Failure) -> Finding | None:
+    if not failure.derivative_of(SPECTRAL | {"qr"}) or not failure.bad:
         return None
-    if "qr" in scene.family:
-        what = "the matrix does not have full rank, and backward divides by the zeros on the diagonal of R"
-    else:
-        what = "two singular values or eigenvalues are equal (or one is 0), and backward divides by their difference"
+    needs, zero = "distinct singular values or eigenvalues", "two of them are equal (or one is 0)"
+    if failure.derivative_of({"qr"}):
+        needs, zero = "a matrix of full rank", "the diagonal of R has a zero"
     why = (
-        f"The derivative of `{scene.code}` exists only for a matrix without repeated values. Here {what}: "
-        f"{scene.nan + scene.inf} non-finite element(s)."
+        f"The derivative of `{failure.code}` needs {needs}. Here {zero}, so backward divides by 0: "
+        f"{counted(failure.bad)} became non-finite."
     )
-    return Finding(why, 0.93, scene.input_lines() + _forward_lines(scene))
+    return Finding(why, 0.93, failure.input_lines() + _forward_lines(failure))
 
 
 @rule("custom_backward", phases=BACKWARD)
-def custom_backward(scene: Scene) -> Finding | None:
-    if scene.event is None or not scene.event.in_python_backward:
+def custom_backward(failure: Failure) -> Finding | None:
+    if failure.event is None or not failure.event.in_python_backward:
         return None
     why = (
-        f"`{scene.code}` runs inside a backward (or gradient hook) of your own code, not in torch's. There "
-        f"the operator {scene.op} wrote {scene.nan + scene.inf} non-finite element(s) out of finite numbers."
+        f"`{failure.code}` runs inside a backward or gradient hook of the program itself, not of torch. There, the "
+        f"operator {failure.op} produced {counted(failure.bad, 'non-finite element')} from finite numbers."
     )
-    return Finding(why, 0.95, scene.input_lines())
+    return Finding(why, 0.95, failure.input_lines())
 
 
 @rule("infinite_derivative", phases=BACKWARD)
-def infinite_derivative(scene: Scene) -> Finding | None:
-    if scene.event is None or scene.event.in_python_backward or not _at_edge(scene):
+def infinite_derivative(failure: Failure) -> Finding | None:
+    if failure.event is None or not _of_torch(failure) or not _at_edge(failure):
         return None
     why = (
-        f"The slope of `{scene.code}` is infinite at the value it was given: backward ({scene.event.node}) "
-        f"computes {scene.op} at 0. That gives {scene.nan + scene.inf} non-finite element(s).{_arriving(scene)}"
+        f"The slope of `{failure.code}` is infinite at this point: backward ({failure.event.node}) computes "
+        f"{failure.op} at 0. {counted(failure.bad)} became non-finite.{_incoming(failure)}"
     )
-    return Finding(why, 0.4, _forward_lines(scene) + scene.input_lines())
+    return Finding(why, 0.4, _forward_lines(failure) + failure.input_lines())

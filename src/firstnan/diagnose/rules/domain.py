@@ -1,184 +1,165 @@
-"""Arguments outside the domain of a function, or at its edge: log, sqrt, pow, inverse trigonometry, poles."""
+"""Arguments outside the domain of a function, or at its edge: log, sqrt, pow, inverse functions, poles."""
 
 from __future__ import annotations
 
-import math
-
-from firstnan.diagnose.rules import story
-from firstnan.diagnose.rules.base import Finding, rule
-from firstnan.diagnose.rules.scene import Scene, number
-
-# The argument of the logarithm, and the value at which it is -inf (below that it is NaN).
-LOGS = {
-    "log": ("self", 0.0),
-    "log2": ("self", 0.0),
-    "log10": ("self", 0.0),
-    "log1p": ("self", -1.0),
-    "xlogy": ("other", 0.0),
-    "xlog1py": ("other", -1.0),
-    "entr": ("self", 0.0),
-    "kl_div": ("target", 0.0),
-}
-ROOTS = ("sqrt", "rsqrt")
-ARCS = ("acos", "asin", "atanh", "erfinv")
-DOMAINS = {"acosh": (1.0, math.inf), "logit": (0.0, 1.0), "ndtri": (0.0, 1.0)}
-"""Where an inverse function is defined, if it is not from -1 to 1."""
-POLES = ("lgamma", "digamma", "polygamma", "tan", "mvlgamma", "zeta")
-NORMALISERS = ("batch_norm", "layer_norm", "group_norm", "instance_norm")
-ELSEWHERE = 0.3
+from firstnan.diagnose.rules.base import ELSEWHERE, Finding, rule
+from firstnan.diagnose.rules.failure import Failure
+from firstnan.diagnose.rules.provenance import why_zero
+from firstnan.diagnose.rules.wording import counted
+from firstnan.records.operator_families import DETERMINANTS, INVERSE_FUNCTIONS, LOGS, NORMALISERS, POLES, POWERS, ROOTS
+from firstnan.records.words import number
 
 
-def _zero(scene: Scene, name: str, edge: float = 0.0) -> str:
-    return story.zero(scene.trace, scene.event, name) if edge == 0 else ""
+def _logarithm(failure: Failure, edge: float) -> str:
+    return "takes the logarithm of" if edge == 0 else f"evaluates {failure.op} at"
 
 
 @rule("log_of_zero", elsewhere=ELSEWHERE)
-def log_of_zero(scene: Scene) -> Finding | None:
-    if scene.op not in LOGS or not scene.inf:
+def log_of_zero(failure: Failure) -> Finding | None:
+    if failure.op not in LOGS or not failure.inf:
         return None
-    name, edge = LOGS[scene.op]
-    value = scene.at(name)
-    stats = scene.stats(name)
-    touched = (
-        value == edge if value is not None else any(edge in (s.min, s.max) or (edge == 0 and s.zeros) for s in stats)
-    )
+    name, edge = LOGS[failure.op]
+    value, stats = failure.at(name), failure.stats(name)
+    touched = any(edge in (s.min, s.max) or (edge == 0 and s.zeros) for s in stats) if value is None else value == edge
     if not touched and stats:
         return None
-    count = sum(s.zeros for s in stats) if edge == 0 else scene.inf
+    count = sum(s.zeros for s in stats) if edge == 0 else 0
+    reason = why_zero(failure.trace, failure.event, name) if edge == 0 else ""
     why = (
-        f"`{scene.code}` takes a logarithm whose argument is exactly {number(edge)} in {count or scene.inf} "
-        f"element(s), and the logarithm there is -inf.{_zero(scene, name, edge)} The infinity then spreads into "
-        "the loss and the gradients."
+        f"`{failure.code}` {_logarithm(failure, edge)} exactly {number(edge)} in {counted(count or failure.inf)}, "
+        f"which gives -inf.{reason} The infinity then spreads to the loss and the gradients."
     )
-    return Finding(why, 0.95 if touched else 0.7, scene.input_lines(name))
+    return Finding(why, 0.95 if touched else 0.7, failure.input_lines(name))
 
 
 @rule("log_of_negative", elsewhere=ELSEWHERE)
-def log_of_negative(scene: Scene) -> Finding | None:
-    if scene.op not in LOGS or not scene.nan:
+def log_of_negative(failure: Failure) -> Finding | None:
+    if failure.op not in LOGS or not failure.nan:
         return None
-    name, edge = LOGS[scene.op]
-    if not scene.negative_at(name, edge):
+    name, edge = LOGS[failure.op]
+    if not failure.negative_at(name, edge):
         return None
-    lowest = min((s.min for s in scene.stats(name) if s.min is not None), default=scene.at(name))
     why = (
-        f"`{scene.code}` takes the logarithm of numbers down to {number(lowest)}, below {number(edge)}, where "
-        f"it is not defined. That gives {scene.nan} NaN."
+        f"`{failure.code}` {_logarithm(failure, edge)} numbers down to {number(failure.lowest(name))}, but it is "
+        f"only defined above {number(edge)}. {counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.95, scene.input_lines(name))
+    return Finding(why, 0.95, failure.input_lines(name))
 
 
-@rule("log_of_negative", title="Log-determinant of a matrix with a negative determinant")
-def logdet_of_negative(scene: Scene) -> Finding | None:
+@rule("log_of_negative", title="Log-determinant of a negative determinant")
+def logdet_of_negative(failure: Failure) -> Finding | None:
     # logdet is slogdet, eq(sign, -1), scalar_tensor(nan), where: the NaN is a constant that torch itself selects.
-    if scene.op != "where" or not scene.nan or not any(e.op in ("slogdet", "linalg_slogdet") for e in scene.feeding(3)):
+    if failure.op != "where" or not failure.nan or not any(e.op in DETERMINANTS for e in failure.feeding(3)):
         return None
     why = (
-        f"`{scene.code}` takes the logarithm of a determinant that is negative in {scene.nan} matrix(es). A "
-        "negative determinant has no real logarithm, so torch returns NaN."
+        f"The determinant in `{failure.code}` is negative for {counted(failure.nan, 'matrix', 'matrices')}. A negative "
+        "number has no real logarithm, so torch returns NaN."
     )
     return Finding(why, 0.97)
 
 
 @rule("log_of_zero", title="Log-determinant of a singular matrix")
-def logdet_of_singular(scene: Scene) -> Finding | None:
-    if scene.op != "slogdet" or not scene.inf or scene.fed_by_nonfinite:
+def logdet_of_singular(failure: Failure) -> Finding | None:
+    if failure.op != "slogdet" or not failure.inf or failure.fed_by_nonfinite:
         return None
     why = (
-        f"`{scene.code}` takes the logarithm of a determinant that is exactly 0 in {scene.inf} matrix(es), "
-        "which is -inf. The matrix is singular: a row or column is zero or a combination of others."
+        f"The determinant in `{failure.code}` is exactly 0 for {counted(failure.inf, 'matrix', 'matrices')}, and its "
+        "logarithm is -inf. The matrix is singular: a row or column is zero or a combination of others."
     )
-    return Finding(why, 0.8, scene.input_lines())
+    return Finding(why, 0.8, failure.input_lines())
 
 
 @rule("sqrt_of_negative", elsewhere=ELSEWHERE)
-def sqrt_of_negative(scene: Scene) -> Finding | None:
-    name = "running_var" if scene.op in NORMALISERS else "self"
-    if scene.op not in (*ROOTS, *NORMALISERS) or not scene.nan or not scene.negative_at(name):
+def sqrt_of_negative(failure: Failure) -> Finding | None:
+    name = "running_var" if failure.op in NORMALISERS else "self"
+    if failure.op not in ROOTS | NORMALISERS or not failure.nan or not failure.negative_at(name):
         return None
-    lowest = min((s.min for s in scene.stats(name) if s.min is not None), default=scene.at(name))
+    lowest = failure.lowest(name)
     small = lowest is not None and lowest > -1e-3
-    tail = " So small a negative number is usually rounding of a difference that should be 0." if small else ""
-    why = (
-        f"`{scene.code}` takes the square root of {number(lowest)}. A negative number has no real root, so "
-        f"{scene.nan} element(s) became NaN.{tail}"
+    tail = (
+        " Such a small negative number is usually a rounding error in a difference that should be 0." if small else ""
     )
-    return Finding(why, 0.95, scene.input_lines(name))
+    why = (
+        f"`{failure.code}` takes the square root of {number(lowest)}. A negative number has no real root: "
+        f"{counted(failure.nan)} became NaN.{tail}"
+    )
+    return Finding(why, 0.95, failure.input_lines(name))
 
 
 @rule("pow_of_zero", elsewhere=ELSEWHERE)
-def pow_of_zero(scene: Scene) -> Finding | None:
-    if scene.op not in ("pow", "float_power") or not scene.inf:
-        return None
-    if not scene.negative_at("exponent") or not scene.zero_at("self"):
+def pow_of_zero(failure: Failure) -> Finding | None:
+    if (
+        failure.op not in POWERS
+        or not failure.inf
+        or not failure.negative_at("exponent")
+        or not failure.zero_at("self")
+    ):
         return None
     why = (
-        f"`{scene.code}` raises 0 to the power {number(scene.at('exponent'))}. A negative power divides by "
-        f"its base, and dividing by 0 gave {scene.inf} infinite element(s).{_zero(scene, 'self')}"
+        f"`{failure.code}` raises 0 to the power {number(failure.at('exponent'))}. A negative power divides by "
+        f"its base: {counted(failure.inf)} became infinite.{why_zero(failure.trace, failure.event, 'self')}"
     )
-    return Finding(why, 0.95, scene.input_lines("self"))
+    return Finding(why, 0.95, failure.input_lines("self"))
 
 
 @rule("pow_of_negative", elsewhere=ELSEWHERE)
-def pow_of_negative(scene: Scene) -> Finding | None:
-    if scene.op not in ("pow", "float_power") or not scene.nan or not scene.negative_at("self"):
+def pow_of_negative(failure: Failure) -> Finding | None:
+    if failure.op not in POWERS or not failure.nan or not failure.negative_at("self"):
         return None
-    exponent = scene.at("exponent")
-    if exponent is not None and float(exponent).is_integer():
+    exponent, base = failure.at("exponent"), failure.at("self")
+    if exponent is not None and exponent.is_integer():
         return None
-    base = scene.at("self")
-    lowest = base if base is not None else min((s.min for s in scene.stats("self") if s.min is not None), default=None)
+    shown = number(base if base is not None else failure.lowest("self"))
+    power = "a fractional power" if exponent is None else f"the power {number(exponent)}"
     why = (
-        f"`{scene.code}` raises {number(lowest)} to the power {number(exponent)}. A negative base has no real "
-        f"fractional power, so {scene.nan} element(s) became NaN."
+        f"`{failure.code}` raises {shown} to {power}. A negative base has no real fractional power: "
+        f"{counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.95, scene.input_lines("self"))
+    return Finding(why, 0.95, failure.input_lines("self"))
 
 
 @rule("sqrt_of_negative")
-def half_power_of_negative(scene: Scene) -> Finding | None:
-    if scene.at("exponent") not in (0.5, -0.5):
-        return None
-    found = pow_of_negative(scene)
+def half_power_of_negative(failure: Failure) -> Finding | None:
+    found = pow_of_negative(failure) if failure.at("exponent") in (0.5, -0.5) else None
     return Finding(found.why, 0.5, found.evidence) if found else None
 
 
 @rule("arc_out_of_domain", elsewhere=ELSEWHERE)
-def arc_out_of_domain(scene: Scene) -> Finding | None:
-    if not scene.nan or scene.op not in (*ARCS, *DOMAINS):
+def arc_out_of_domain(failure: Failure) -> Finding | None:
+    if not failure.nan or failure.op not in INVERSE_FUNCTIONS:
         return None
-    stat, value = scene.stat("self"), scene.at("self")
-    low, high = DOMAINS.get(scene.op, (-1.0, 1.0))
-    seen = [v for v in ((value,) if value is not None else (stat.min, stat.max) if stat else ()) if v is not None]
-    outside = [v for v in seen if not low <= v <= high]
+    low, high = INVERSE_FUNCTIONS[failure.op]
+    value = failure.at("self")
+    seen = (failure.lowest("self"), failure.highest("self")) if value is None else (value,)
+    outside = [v for v in seen if v is not None and not low <= v <= high]
     if not outside:
         return None
     worst = max(outside, key=lambda v: max(low - v, v - high))
     excess = min(abs(worst - low), abs(worst - high))
-    why = f"`{scene.code}` got {worst:.8g}, but {scene.op} is defined from {number(low)} to {number(high)} only. " + (
-        f"It is out by {number(excess)}, which is rounding." if excess < 1e-3 else "That gives NaN."
-    )
-    return Finding(why, 0.95, scene.input_lines("self"))
+    why = (
+        f"`{failure.code}` evaluates {failure.op} at {worst:.8g}, but it is only defined from {number(low)} to "
+        f"{number(high)}. "
+    ) + (f"The excess of {number(excess)} is a rounding error." if excess < 1e-3 else "The result is NaN.")
+    return Finding(why, 0.95, failure.input_lines("self"))
 
 
 @rule("pole", elsewhere=ELSEWHERE)
-def pole(scene: Scene) -> Finding | None:
-    if not (scene.nan or scene.inf) or scene.fed_by_nonfinite:
+def pole(failure: Failure) -> Finding | None:
+    if not failure.bad or failure.fed_by_nonfinite:
         return None
-    value = scene.at("self")
-    if scene.op in (*ARCS, *DOMAINS):
-        edges = DOMAINS.get(scene.op, (-1.0, 1.0))
-        hit = scene.inf > 0 and (value in edges if value is not None else True)
-        where = f"exactly {number(value)}" if value is not None else f"{number(edges[0])} or {number(edges[1])}"
-    elif scene.op in POLES:
-        hit = value is None or scene.op == "tan" or (value <= 0 and float(value).is_integer())
-        where = f"exactly {number(value)}" if value is not None else "0 or a negative whole number"
+    value = failure.at("self")
+    if failure.op in INVERSE_FUNCTIONS:
+        edges = INVERSE_FUNCTIONS[failure.op]
+        hit = failure.inf > 0 and (value is None or value in edges)
+        unknown = f"{number(edges[0])} or {number(edges[1])}"
     else:
-        return None
+        hit = failure.op in POLES and (value is None or failure.op == "tan" or (value <= 0 and value.is_integer()))
+        unknown = "0 or a negative integer"
     if not hit:
         return None
+    where = unknown if value is None else f"exactly {number(value)}"
     why = (
-        f"`{scene.code}` evaluates {scene.op} at {where}, where the function goes to infinity. That gives "
-        f"{scene.nan + scene.inf} non-finite element(s)."
+        f"`{failure.code}` evaluates {failure.op} at {where}, where the function goes to infinity. "
+        f"{counted(failure.bad)} became non-finite."
     )
-    return Finding(why, 0.93, scene.input_lines("self"))
+    return Finding(why, 0.93, failure.input_lines("self"))

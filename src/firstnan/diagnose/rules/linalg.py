@@ -5,73 +5,59 @@ from __future__ import annotations
 import re
 
 from firstnan.diagnose.rules.base import ANY, Finding, rule
-from firstnan.diagnose.rules.scene import Scene, words
+from firstnan.diagnose.rules.failure import Failure
+from firstnan.records.operator_families import CHOLESKY, DETERMINANTS, MATRIX_ALGORITHMS, SOLVERS
 
-SOLVERS = words(
-    "inv inv_ex inverse solve solve_ex solve_triangular triangular_solve lu_solve cholesky_solve "
-    "cholesky_inverse lstsq lu_factor_ex pinv"
-)
-FACTORISATIONS = words(
-    "svd eig eigh eigvals eigvalsh qr cholesky cholesky_ex ldl_factor ldl_factor_ex lu lu_factor lu_unpack matrix_exp "
-    "matrix_power matrix_rank det slogdet logdet geqrf ormqr tensorinv tensorsolve cond check_errors"
-)
-SAYS_SO = re.compile(
+MATRIX_ERROR = re.compile(
     r"linalg|converge|decompos|factori[sz]|\b(svd|eigh?|eigen\w*|cholesky|lapack|magma)\b", re.IGNORECASE
 )
-"""What torch and LAPACK say of a matrix that they could not handle."""
-SINGULAR_NODES = words("inv inverse solve slogdet det logdet cholesky solvetriangular lusolve choleskysolve lstsq")
+"""What torch and LAPACK say about a matrix that they could not handle."""
 
 
 @rule("not_positive_definite", phases=ANY)
-def not_positive_definite(scene: Scene) -> Finding | None:
-    said = scene.raised
-    factored = scene.op.startswith("cholesky") and "solve" not in scene.op and "inverse" not in scene.op
-    said_so = "positive-definite" in said or "positive definite" in said
-    if scene.phase == "backward" or not (said_so or factored):
+def not_positive_definite(failure: Failure) -> Finding | None:
+    said_so = re.search("positive[- ]definite", failure.raised)
+    if failure.phase == "backward" or not (said_so or failure.op in CHOLESKY):
         return None
     why = (
-        f"`{scene.code}` needs a positive definite matrix, and this one has an eigenvalue that is 0 or "
-        "negative. Rounding alone does that to a covariance of too few or nearly equal rows."
+        f"`{failure.code}` needs a positive definite matrix, but this one has an eigenvalue of 0 or below. Rounding "
+        "alone can do that to a covariance of too few or nearly equal rows."
     )
-    return Finding(why, 0.96, ((f"torch said: {said}",) if said else ()) + scene.input_lines())
+    return Finding(why, 0.96, failure.raised_lines() + failure.input_lines())
 
 
 @rule("not_positive_definite")
-def determinant_not_positive(scene: Scene) -> Finding | None:
-    near = {scene.op} | {e.op for e in scene.feeding(3)}
-    if scene.op not in ("where", "slogdet") or not near & {"slogdet", "linalg_slogdet"}:
-        return None
-    if not (scene.nan or scene.inf):
+def determinant_not_positive(failure: Failure) -> Finding | None:
+    near = {failure.op} | {e.op for e in failure.feeding(3)}
+    if failure.op not in ("where", "slogdet") or "slogdet" not in near or not failure.bad:
         return None
     why = (
-        f"`{scene.code}` takes the log-determinant of a matrix whose determinant is not positive. If it is "
-        "meant to be a covariance, it is not positive definite."
+        f"`{failure.code}` takes the log-determinant of a matrix whose determinant is not positive. If the matrix "
+        "should be a covariance, it is not positive definite."
     )
-    return Finding(why, 0.6, scene.input_lines())
+    return Finding(why, 0.6, failure.input_lines())
 
 
 @rule("singular_matrix", phases=ANY)
-def singular_matrix(scene: Scene) -> Finding | None:
-    said = scene.raised
-    if scene.phase == "backward":
-        fits = bool(scene.family & SINGULAR_NODES) and scene.op in SOLVERS and not scene.fed_by_nonfinite
+def singular_matrix(failure: Failure) -> Finding | None:
+    solved = failure.op in SOLVERS and not failure.fed_by_nonfinite
+    if failure.phase == "backward":
+        fits = solved and failure.derivative_of(SOLVERS | DETERMINANTS | CHOLESKY)
     else:
-        fits = "singular" in said or (
-            scene.op in SOLVERS and bool(scene.nan or scene.inf) and not scene.fed_by_nonfinite
-        )
+        fits = "singular" in failure.raised or (solved and failure.bad > 0)
     if not fits:
         return None
     why = (
-        f"`{scene.code}` has to invert a matrix that has no inverse. A row or column is zero or a combination "
-        "of others, so the solver divides by 0."
+        f"`{failure.code}` has to invert a matrix that has no inverse. A row or column is zero or a combination of "
+        "others, so the solver divides by 0."
     )
-    return Finding(why, 0.94, ((f"torch said: {said}",) if said else ()) + scene.input_lines())
+    return Finding(why, 0.94, failure.raised_lines() + failure.input_lines())
 
 
 @rule("decomposition_failed", phases=ANY)
-def decomposition_failed(scene: Scene) -> Finding | None:
-    algebra = "linalg" in scene.origin.aten or scene.op in SOLVERS | FACTORISATIONS
-    if not scene.raised or not (algebra or SAYS_SO.search(scene.raised)):
+def decomposition_failed(failure: Failure) -> Finding | None:
+    algebra = "linalg" in failure.origin.aten or failure.op in MATRIX_ALGORITHMS
+    if not failure.raised or not (algebra or MATRIX_ERROR.search(failure.raised)):
         return None
-    why = f"`{scene.code}` raised an error instead of returning a value. torch said: {scene.raised}"
-    return Finding(why, 0.3, scene.input_lines())
+    why = f"`{failure.code}` raised an error instead of returning a value. torch said: {failure.raised}"
+    return Finding(why, 0.3, failure.input_lines())

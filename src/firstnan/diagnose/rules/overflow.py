@@ -4,223 +4,207 @@ from __future__ import annotations
 
 import math
 
-from firstnan.diagnose.rules import story
 from firstnan.diagnose.rules.base import ANY, Finding, rule
-from firstnan.diagnose.rules.division import DIVISIONS
-from firstnan.diagnose.rules.scene import Scene, describe, dtype_max, largest, number, words
+from firstnan.diagnose.rules.failure import Failure, dtype_max, largest
+from firstnan.diagnose.rules.growth import not_growing
+from firstnan.diagnose.rules.provenance import why_large
+from firstnan.diagnose.rules.wording import counted, describe
 from firstnan.records import OpEvent, TensorStat, Trace
-
-EXPONENTIALS = ("exp", "expm1", "exp2", "sinh", "cosh", "softplus", "logaddexp")
-ARITHMETIC = words(
-    "mm addmm bmm baddbmm mv addmv dot vdot linear matmul einsum convolution mul add sub rsub sum mean "
-    "cumsum prod cumprod square pow addcmul addcdiv div reciprocal norm var std var_mean mse_loss l1_loss "
-    "huber_loss smooth_l1_loss lerp to cdist euclidean_dist layer_norm batch_norm group_norm "
-    "scaled_dot_product_attention kl_div nansum index_add scatter_add scatter_reduce index_put ldexp "
-    "trace cross outer addr addbmm copy"
+from firstnan.records.operator_families import (
+    COPIES,
+    DIVISIONS,
+    EXPONENTIALS,
+    OVERFLOWING,
+    SHIFTED,
+    STATE_UPDATES,
+    VIEWS,
 )
-DIFFERENCES = words("log_softmax softmax logsumexp cross_entropy_loss binary_cross_entropy_with_logits")
+from firstnan.records.words import number
+
 ORDINARY_WEIGHT = 50.0
-"""Default initialisers stay near 1; a weight beyond this in the first steps was put there."""
+"""Default initialisers stay near 1; a larger weight in the first steps was put there."""
 ORDINARY_GAIN = 5.0
-"""How much larger a layer makes what it reads, to a rough estimate; the usual initialisers stay below 2."""
+"""How much larger a layer makes its input, roughly; the usual initialisers stay below 2."""
 ABSURD_WEIGHT = 1e6
-WAY = 5
-"""How many operators back the head-room is told."""
+EXP_LIMIT = 88.7
+"""exp of more is too large for float32 and bfloat16."""
+STEPS_BACK = 5
+"""How many operators back the magnitudes are shown."""
 NEAR = 1e-3
 
 
-def overflowed(scene: Scene) -> bool:
+def overflowed(failure: Failure) -> bool:
     """Finite numbers went in and something beyond the range came out, with no zero denominator to blame."""
-    if not (scene.nan or scene.inf) or scene.fed_by_nonfinite:
+    if not failure.bad or failure.fed_by_nonfinite:
         return False
-    if scene.event is not None and any(v in (math.inf, -math.inf) for _, v in scene.event.scalars):
+    if failure.event is not None and any(v in (math.inf, -math.inf) for _, v in failure.event.scalars):
         return False
-    if scene.op in EXPONENTIALS:
-        return scene.inf > 0
-    if scene.op in DIVISIONS and scene.zero_at(DIVISIONS[scene.op][1]):
+    if failure.op in EXPONENTIALS:
+        return failure.inf > 0
+    if failure.op in DIVISIONS and failure.zero_at(DIVISIONS[failure.op][1]):
         return False
-    if scene.op == "pow":
-        exponent = scene.at("exponent")
-        zero_base = scene.zero_at("self") and exponent is not None and exponent < 0
-        return scene.inf > 0 and not zero_base
-    if scene.op in DIFFERENCES:  # a softmax subtracts its maximum: twice the range at most
-        return scene.reach is not None and scene.reach > scene.limit / 4
-    return scene.op in ARITHMETIC and (scene.inf > 0 or _could_overflow(scene))
+    if failure.op == "pow":
+        exponent = failure.at("exponent")
+        zero_base = failure.zero_at("self") and exponent is not None and exponent < 0
+        return failure.inf > 0 and not zero_base
+    reach = failure.reach or 0.0
+    if failure.op in SHIFTED:
+        return reach > failure.limit / 4
+    # NaN from finite numbers is overflow only where the operator adds up: inf - inf inside one matmul.
+    return failure.op in OVERFLOWING and (failure.inf > 0 or reach > math.sqrt(failure.limit) / 1e3)
 
 
-def _could_overflow(scene: Scene) -> bool:
-    """NaN out of finite numbers is overflow only where the operator adds up: inf - inf inside one matmul."""
-    reach = scene.reach
-    return reach is not None and reach > math.sqrt(scene.limit) / 1e3
+def _operator(failure: Failure) -> str:
+    return f"`{failure.code}`" + (f" in {failure.origin.module}" if failure.origin.module else "")
 
 
-def _operator(scene: Scene) -> str:
-    return f"`{scene.code}`" + (f" in {scene.origin.module}" if scene.origin.module else "")
+def _sizes(failure: Failure) -> str:
+    limit = f"the largest {failure.dtype or 'float32'} is {failure.limit:g}."
+    return f"Here {limit}" if failure.reach is None else f"The inputs reach {number(failure.reach)}, and {limit}"
 
 
-def _sizes(scene: Scene) -> str:
-    return f"It read magnitudes up to {number(scene.reach)}; {scene.dtype} ends at {number(scene.limit)}."
-
-
-def headroom(scene: Scene) -> tuple[str, ...]:
+def _magnitudes_before(failure: Failure) -> tuple[str, ...]:
     """How the magnitudes came near the end of the type, operator by operator, as one line of evidence."""
-    if scene.event is None or not scene.dtype:
+    if failure.event is None or not failure.dtype:
         return ()
-    steps, event = [], scene.event
-    for _ in range(WAY):
-        before = [(largest(e.outputs[0]), e) for e in scene.trace.producers(event) if len(e.outputs) == 1]
+    steps, event = [], failure.event
+    for _ in range(STEPS_BACK):
+        before = [(largest(e.outputs[0]), e) for e in failure.trace.producers(event) if len(e.outputs) == 1]
         known = [(size, e) for size, e in before if size is not None]
         if not known:
             break
         size, event = max(known, key=lambda pair: pair[0])
         share = size / dtype_max(event.outputs[0].dtype)
         if share > NEAR:
-            steps.append(f"{event.op} {number(size)} ({100 * share:.2g} %)")
+            steps.append(f"{event.op} {number(size)} ({100 * share:.2g}%)")
     if not steps:
         return ()
-    return (f"on the way here, of the range of {scene.dtype} ({number(scene.limit)}): {', '.join(reversed(steps))}",)
+    range_of = f"the range of {failure.dtype} ({failure.limit:g})"
+    return (f"magnitudes before it, as a share of {range_of}: {', '.join(reversed(steps))}",)
 
 
 @rule("exp_overflow")
-def exp_overflow(scene: Scene) -> Finding | None:
-    if scene.op not in EXPONENTIALS or not scene.inf or scene.fed_by_nonfinite:
+def exp_overflow(failure: Failure) -> Finding | None:
+    if failure.op not in EXPONENTIALS or not failure.inf or failure.fed_by_nonfinite:
         return None
-    largest_in = max((s.max for s in scene.stats("self") if s.max is not None), default=scene.at("self"))
-    edge = math.log2(scene.limit) if scene.op == "exp2" else math.log(scene.limit)
+    top = failure.highest("self")
+    edge = math.log2(failure.limit) if failure.op == "exp2" else math.log(failure.limit)
     why = (
-        f"`{scene.code}` takes {scene.op} of {number(largest_in)}. In {scene.dtype or 'this type'} anything "
-        f"above {number(edge)} overflows, so {scene.inf} element(s) became infinite."
-        f"{story.large(scene.trace, scene.event, 'self')}"
+        f"`{failure.code}` computes {failure.op} of {number(top)}, but in {failure.dtype or 'this type'} "
+        f"{failure.op} overflows above {number(edge)}. {counted(failure.inf)} became infinite."
+        f"{why_large(failure.trace, failure.event, 'self')}"
     )
-    wide_enough = scene.narrow and largest_in is not None and largest_in < 88.7
-    return Finding(why, 0.6 if wide_enough else 0.92, scene.input_lines("self"))
+    fits_float32 = failure.narrow and top is not None and top < EXP_LIMIT
+    return Finding(why, 0.6 if fits_float32 else 0.92, failure.input_lines("self"))
 
 
 @rule("low_precision_overflow", phases=ANY)
-def low_precision_overflow(scene: Scene) -> Finding | None:
-    if not scene.narrow or not overflowed(scene):
+def low_precision_overflow(failure: Failure) -> Finding | None:
+    if not failure.narrow or not overflowed(failure):
         return None
-    if scene.op in EXPONENTIALS:
-        top = max((s.max for s in scene.stats("self") if s.max is not None), default=0.0)
-        if top >= 88.7:
-            return None
+    if failure.op in EXPONENTIALS and (failure.highest("self") or 0.0) >= EXP_LIMIT:
+        return None
+    known = failure.event.in_float64 if failure.event is not None else None
+    wider = "" if known == "nonfinite" else " In float32 or bfloat16 the result would be finite."
     why = (
-        f"{_operator(scene)} computes in {scene.dtype}, whose largest number is {number(scene.limit)}, and "
-        f"the result is larger: {scene.inf + scene.nan} element(s) overflowed. The numbers it read reach "
-        f"{number(scene.reach)}; float32 or bfloat16 would hold the result."
+        f"{_operator(failure)} computes in {failure.dtype}, and {counted(failure.bad)} overflowed. "
+        f"{_sizes(failure)}{wider}"
     )
-    confidence = 0.5 if scene.phase == "optimizer" else 0.9
-    return Finding(why, confidence, scene.input_lines() + headroom(scene) + _mask_line(scene))
+    confidence = 0.5 if failure.phase == "optimizer" else 0.9
+    return Finding(why, confidence, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
 
 
-def _mask_line(scene: Scene) -> tuple[str, ...]:
+def _mask_line(failure: Failure) -> tuple[str, ...]:
     """The known trap of adding to `finfo.min`, or of adding two such masks."""
-    lowest = min((t.min for t in scene.tensors if t.min is not None), default=0.0)
-    if scene.op in ("add", "sub") and lowest <= -0.9 * scene.limit:
-        return (
-            f"one operand holds {number(lowest)}, the least number of {scene.dtype}: a mask that overflows when added",
-        )
+    lowest = min((t.min for t in failure.tensors if t.min is not None), default=0.0)
+    if failure.op in ("add", "sub") and lowest <= -0.9 * failure.limit:
+        return (f"one input holds {number(lowest)}, the lowest {failure.dtype}: a mask that overflows when added to",)
     return ()
 
 
 @rule("divergence_lr", phases=ANY)
-def divergence_lr(scene: Scene) -> Finding | None:
-    growth = scene.growth
-    if growth is None or not overflowed(scene) or scene.phase == "input":
+def divergence_lr(failure: Failure) -> Finding | None:
+    growth = failure.growth
+    if growth is None or not overflowed(failure) or failure.phase == "input":
         return None
     # An exponential overflows near 88, which a healthy run with an outlier can reach: ask for much clearer growth.
-    if scene.op in EXPONENTIALS and (growth.factor < 1e3 or growth.steps < 4):
+    if failure.op in EXPONENTIALS and (growth.factor < 1e3 or growth.steps < 4):
         return None
-    lr = scene.lr()
+    lr = failure.lr()
     rate = f" The learning rate is {number(lr)}." if lr is not None else ""
     why = (
-        f"Before {_operator(scene)} overflowed in step {scene.origin.step}, {growth.sentence()}: "
-        f"{growth.worse()}.{rate} The operator is only where the numbers ran out of range."
+        f"{growth.sentences()}{rate} {_operator(failure)} is only where the numbers left the range of {failure.dtype}."
     )
-    # Gradients that grow while loss and weights stay put are the depth of the graph, not the step size.
-    only_gradients = scene.phase == "backward" and scene.growth_of_loss is None
-    state = scene.phase == "optimizer" and scene.op in STATE_OPS
-    confidence = 0.6 if scene.narrow or state or only_gradients else 0.93
-    return Finding(why, confidence, (*growth.lines(), *scene.input_lines()))
+    # Gradients that grow while loss and weights do not: the depth of the graph, not the learning rate.
+    only_gradients = failure.phase == "backward" and failure.growth_of_loss is None
+    state = failure.phase == "optimizer" and failure.op in STATE_UPDATES
+    confidence = 0.6 if failure.narrow or state or only_gradients else 0.93
+    return Finding(why, confidence, (*growth.lines(), *failure.input_lines()))
 
 
 @rule("divergence_lr", title="The first updates are far too large", phases=ANY - {"optimizer", "input"})
-def first_updates(scene: Scene) -> Finding | None:
+def first_updates(failure: Failure) -> Finding | None:
     """Too early to call it growth: the weights are as large as the learning rate makes them."""
-    found = _largest_weight(scene) if 0 < scene.origin.step <= 4 and overflowed(scene) else None
-    if found is None or scene.growth is not None or not ORDINARY_WEIGHT <= found[2] <= _moved(scene):
+    found = _largest_weight(failure) if 0 < failure.origin.step <= 4 and overflowed(failure) else None
+    if found is None or failure.growth is not None or not ORDINARY_WEIGHT <= found[2] <= _moved(failure):
         return None
     name, stat, size = found
     why = (
-        f"In step {scene.origin.step} the parameter {name} holds magnitudes up to {number(size)}, and the updates so "
-        f"far took it there: the learning rate is {number(scene.lr())}. Products with it leave the range of "
-        f"{scene.dtype} at {_operator(scene)}."
+        f"The updates before step {failure.origin.step} took the parameter {name} to magnitudes up to "
+        f"{number(size)}. The learning rate is {number(failure.lr())}. Products with {name} overflow "
+        f"{failure.dtype} at {_operator(failure)}."
     )
-    return Finding(why, 0.6 if scene.narrow else 0.9, (describe(stat, name),))
-
-
-STATE_OPS = ("addcmul", "mul", "square", "lerp", "pow", "sqrt")
-"""What an optimizer uses to update its own state."""
+    return Finding(why, 0.6 if failure.narrow else 0.9, (describe(stat, name),))
 
 
 @rule("bad_init", phases=ANY - {"optimizer"})
-def bad_init(scene: Scene) -> Finding | None:
-    if not overflowed(scene) or scene.origin.step > 1 or scene.growth is not None or scene.event is None:
+def bad_init(failure: Failure) -> Finding | None:
+    if not overflowed(failure) or failure.origin.step > 1 or failure.growth is not None:
         return None
-    largest_weight = _largest_weight(scene)
-    if largest_weight is None:
+    found = _largest_weight(failure)
+    if found is None:
         return None
-    name, stat, size = largest_weight
-    if (size < ORDINARY_WEIGHT and _gain(stat) < ORDINARY_GAIN) or size <= _moved(scene):
+    name, stat, size = found
+    if (size < ORDINARY_WEIGHT and _gain(stat) < ORDINARY_GAIN) or size <= _moved(failure):
         return None
     why = (
-        f"In step {scene.origin.step}, before any training could have grown it, the parameter {name} holds "
-        f"magnitudes up to {number(size)}. Products with it leave the range of {scene.dtype} at "
-        f"{_operator(scene)}."
+        f"The parameter {name} holds magnitudes up to {number(size)} in step {failure.origin.step}, before "
+        f"training could have grown it. Products with {name} overflow {failure.dtype} at {_operator(failure)}."
     )
-    confident = 0.88 if size >= ABSURD_WEIGHT else 0.7
-    if scene.narrow or scene.op in EXPONENTIALS or scene.phase == "backward":
-        confident *= 0.7
-    return Finding(why, confident, (describe(stat, name),))
+    confidence = 0.88 if size >= ABSURD_WEIGHT else 0.7
+    if failure.narrow or failure.op in EXPONENTIALS or failure.phase == "backward":
+        confidence *= 0.7
+    return Finding(why, confidence, (describe(stat, name),))
 
 
-def _largest_weight(scene: Scene) -> tuple[str, TensorStat, float] | None:
+def _largest_weight(failure: Failure) -> tuple[str, TensorStat, float] | None:
     """The parameter with the greatest magnitude among those that fed the operator: name, statistics, magnitude."""
-    events = (scene.event, scene.origin.forward_event) if scene.phase == "backward" else (scene.event,)
-    weights = [w for e in events if e is not None for w in weights_feeding(scene.trace, e)]
+    events = (failure.event, failure.origin.forward_event) if failure.phase == "backward" else (failure.event,)
+    weights = [w for e in events if e is not None for w in weights_feeding(failure.trace, e)]
     return max(((name, stat, largest(stat) or 0.0) for name, stat in weights), key=lambda w: w[2], default=None)
 
 
 def _gain(stat: TensorStat) -> float:
-    """What a weight of normal spread multiplies the size of its input with: deviation times the root of the fan-in."""
+    """The factor by which a normally distributed weight scales its input: deviation times the root of the fan-in."""
     return (largest(stat) or 0.0) / 3.5 * math.sqrt(stat.shape[1]) if len(stat.shape) == 2 else 0.0
 
 
-def _moved(scene: Scene) -> float:
+def _moved(failure: Failure) -> float:
     """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1."""
-    before = [s for s in scene.history.steps if s.step < scene.origin.step]
-    slopes = [s.grad_norm for s in before if s.grad_norm is not None and math.isfinite(s.grad_norm)]
-    return 2 * (scene.lr() or 0.0) * sum(max(1.0, slope) for slope in slopes)
+    before = [s.grad_norm for s in failure.history.steps if s.step < failure.origin.step]
+    slopes = [slope for slope in before if slope is not None and math.isfinite(slope)]
+    return 2 * (failure.lr() or 0.0) * sum(max(1.0, slope) for slope in slopes)
 
 
 def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]]:
-    """The parameters that fed an event, by name; a view's own output speaks for a parameter without statistics."""
+    """The parameters that fed an event, by name; a view's output replaces missing statistics."""
     found = []
     for event in (start, *trace.feeding(start, 200)):
         for operand in event.inputs:
             if operand.role != "parameter":
                 continue
             stat = operand.stat
-            if stat is None and event.op in (
-                "t",
-                "transpose",
-                "view",
-                "permute",
-                "expand",
-                "detach",
-                "to",
-                "unsqueeze",
-            ):
+            if stat is None and event.op in VIEWS | COPIES:
                 stat = event.outputs[0] if event.outputs else None
             if stat is not None:
                 found.append((operand.label or operand.name, stat))
@@ -228,55 +212,53 @@ def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]
 
 
 @rule("exploding_gradient", phases=frozenset({"backward"}))
-def exploding_gradient(scene: Scene) -> Finding | None:
-    if scene.event is None or scene.event.in_python_backward or not overflowed(scene):
+def exploding_gradient(failure: Failure) -> Finding | None:
+    if failure.event is None or failure.event.in_python_backward or not overflowed(failure):
         return None
     why = (
-        f"The forward pass stayed finite, but the gradient of {_operator(scene)} left the range of "
-        f"{scene.dtype} in backward. {_sizes(scene)}"
+        f"The forward pass is finite, but the gradient of {_operator(failure)} overflows {failure.dtype} in backward. "
+        f"{_sizes(failure)}"
     )
-    steps = [s for s in scene.history.steps if s.grad_norm is not None and math.isfinite(s.grad_norm)]
+    steps = [s for s in failure.history.steps if s.grad_norm is not None and math.isfinite(s.grad_norm)]
     known = (f"last finite gradient norm: {number(steps[-1].grad_norm)} in step {steps[-1].step}",) if steps else ()
-    return Finding(why, 0.8, scene.input_lines() + headroom(scene) + known)
+    return Finding(why, 0.8, failure.input_lines() + _magnitudes_before(failure) + known)
 
 
 @rule("overflow")
-def overflow(scene: Scene) -> Finding | None:
-    if not overflowed(scene) or scene.op in EXPONENTIALS:
+def overflow(failure: Failure) -> Finding | None:
+    if not overflowed(failure) or failure.op in EXPONENTIALS:
         return None
     why = (
-        f"{_operator(scene)} made {scene.inf + scene.nan} element(s) too large for {scene.dtype} out of "
-        f"finite numbers. {_sizes(scene)} No growth over the steps before explains it."
+        f"{_operator(failure)} produced {counted(failure.bad)} too large for {failure.dtype} from finite inputs. "
+        f"{_sizes(failure)}{not_growing(failure.history)}"
     )
-    return Finding(why, 0.6, scene.input_lines() + headroom(scene) + _mask_line(scene))
+    return Finding(why, 0.6, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
 
 
 @rule("overflow", phases=ANY)
-def overflow_elsewhere(scene: Scene) -> Finding | None:
-    if not scene.inf or scene.nan or scene.fed_by_nonfinite or scene.event is None or not scene.event.born:
+def overflow_elsewhere(failure: Failure) -> Finding | None:
+    if not failure.inf or failure.nan or failure.fed_by_nonfinite or failure.event is None or not failure.event.born:
         return None
-    if scene.event.on_purpose or scene.event.uninitialized or overflowed(scene):
+    if failure.event.on_purpose or failure.event.uninitialized or overflowed(failure):
         return None
-    why = (
-        f"{_operator(scene)} produced {scene.inf} infinite element(s) although everything it read was finite. "
-        f"{_sizes(scene)}"
-    )
-    return Finding(why, 0.25, scene.input_lines())
+    infinite = counted(failure.inf, "infinite element")
+    why = f"{_operator(failure)} produced {infinite} from finite inputs. {_sizes(failure)}"
+    return Finding(why, 0.25, failure.input_lines())
 
 
-@rule("overflow", title="A number that does not fit its type", phases=ANY)
-def refused_number(scene: Scene) -> Finding | None:
-    """torch raises where a number of Python's is larger than what the type of the tensor holds."""
-    if "without overflow" not in scene.raised:
+@rule("overflow", title="Number too large for its type", phases=ANY)
+def refused_number(failure: Failure) -> Finding | None:
+    """torch raises an error for a Python number that is larger than the tensor's type can hold."""
+    if "without overflow" not in failure.raised:
         return None
-    dtype = scene.tensors[0].dtype if scene.tensors else "float32"
-    settings = scene.history.settings if scene.phase == "optimizer" else ()
-    numbers = (*settings, *(scene.event.scalars if scene.event else ()))
+    dtype = failure.tensors[0].dtype if failure.tensors else "float32"
+    settings = failure.history.settings if failure.phase == "optimizer" else ()
+    numbers = (*settings, *(failure.event.scalars if failure.event else ()))
     given = [(name, float(v)) for name, v in numbers if isinstance(v, int | float)]
     name, value = next(((n, v) for n, v in given if abs(v) > dtype_max(dtype)), ("", 0.0))
     what = f"{name} = {number(value)}" if name else "a number"
-    owner = (
-        f"{scene.history.optimizer or 'The optimizer'}'s update" if scene.phase == "optimizer" else f"`{scene.code}`"
-    )
-    why = f"{owner} was given {what}, which {dtype} cannot hold: it ends at {number(dtype_max(dtype))}."
-    return Finding(why, 0.9, (f"torch said: {scene.raised}",))
+    owner = f"`{failure.code}`"
+    if failure.phase == "optimizer":
+        owner = f"{failure.history.optimizer or 'The optimizer'}'s update"
+    why = f"{owner} was given {what}, but the largest {dtype} is {dtype_max(dtype):g}."
+    return Finding(why, 0.9, failure.raised_lines())

@@ -1,4 +1,4 @@
-"""The angle of a correlation: covariance over n - 1, deviations over n, so a perfect match is above 1."""
+"""Angle from a correlation: the covariance divides by n - 1, the deviations by n, so a perfect match exceeds 1."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Tagging with ignored positions: in one batch every target is ignored, and the mean is over nothing."""
+"""Tagging with ignored positions: in one batch every target is ignored, so the mean has no elements."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A variational autoencoder whose log-variance is unbounded: exp of 100 is beyond float32."""
+"""A variational autoencoder whose log-variance is unbounded: exp(100) exceeds float32."""
 
 import torch
 from torch import nn

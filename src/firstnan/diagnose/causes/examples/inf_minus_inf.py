@@ -1,4 +1,4 @@
-"""Advantage against a baseline, both with -inf for moves that are not allowed."""
+"""Advantage over a baseline, where both hold -inf for moves that are not allowed."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Waiting times with a gamma distribution function: for a shape below 1 its slope at 0 is infinite."""
+"""Waiting times with a gamma distribution: for a shape below 1, the slope of its cdf at 0 is infinite."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Churn prediction with a cross entropy written out by hand: a sigmoid reaches exactly 1."""
+"""Churn prediction with a hand-written cross entropy: a sigmoid reaches exactly 1."""
 
 import torch
 from torch import nn

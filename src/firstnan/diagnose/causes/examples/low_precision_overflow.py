@@ -1,4 +1,4 @@
-"""A score in float16: the sum of 64 products leaves a range that ends at 65504."""
+"""A score in float16: the sum of 64 products exceeds 65504, the largest float16."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Gains of the sensor heads from a table in which NaN stands for "undefined"."""
+"""Gains of sensor heads from a table in which NaN means "undefined"."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Learning rates from a table that somebody kept by hand: one cell was never filled in."""
+"""Learning rates from a hand-written table: one cell was never filled in."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A two-dimensional Gaussian with a predicted correlation: above 1 there is no such covariance."""
+"""A two-dimensional Gaussian with a predicted correlation: above 1 its covariance is not positive definite."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Adafactor keeps means of squared gradients: 1e22 is a finite gradient, 1e44 is no float32."""
+"""Adafactor keeps means of squared gradients: a gradient of 1e22 is finite, but its square exceeds float32."""
 
 import torch
 from torch import nn

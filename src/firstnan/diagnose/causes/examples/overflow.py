@@ -1,4 +1,4 @@
-"""A polynomial feature of a raw count: the fourth power of 1e10 is beyond float32."""
+"""A polynomial feature of a raw count: the fourth power of 1e10 exceeds float32."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A gamma curve x^0.45 behind a learned gain: its slope at black is infinite."""
+"""A gamma curve x^0.45 after a learned gain: its slope at black is infinite."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Learned tone curve x^gamma: the colour matrix in front of it can go below zero."""
+"""A learned tone curve x^gamma: the colour matrix before it can produce negative values."""
 
 import torch
 from torch import nn

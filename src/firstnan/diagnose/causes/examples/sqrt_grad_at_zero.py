@@ -1,4 +1,4 @@
-"""Contrastive distance of two embeddings: a pair holds the same picture twice."""
+"""Contrastive distance of two embeddings: one pair is the same picture twice."""
 
 import torch
 from torch import nn

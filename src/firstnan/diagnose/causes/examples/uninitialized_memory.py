@@ -1,4 +1,4 @@
-"""A layer that allocates its bias with torch.empty and never writes to it."""
+"""A layer that allocates its scale with torch.empty and never writes to it."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
 torch.utils.deterministic.fill_uninitialized_memory = True
-torch.use_deterministic_algorithms(True)  # fresh memory then holds NaN instead of leftovers
+torch.use_deterministic_algorithms(True)  # new memory is then filled with NaN
 
 x = torch.randn(512, 5)
 y = torch.randint(0, 3, (512,))

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from firstnan.diagnose.rules.growth import Growth, growth
+from firstnan.diagnose.rules.wording import describe
 from firstnan.records import History, Operand, OpEvent, Origin, Phase, TensorStat, Trace
-from firstnan.records.words import number as number
+from firstnan.records.operator_families import COMPARISONS, EXCEED_FLOAT64, MIXING
+from firstnan.records.words import number
 
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}
 FLOAT8_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e8m0": 1.7e38}
-
-
-def words(text: str) -> frozenset[str]:
-    """Names in a row, as a set."""
-    return frozenset(text.split())
-
-
-COMPARISONS = words(
-    "gt lt ge le eq ne isnan isinf isfinite isposinf isneginf logical_not logical_and logical_or any all "
-    "argmax argmin bitwise_not bitwise_and bitwise_or nonzero"
-)
-"""Operators whose result says something about a value and does not carry it on."""
-BLENDERS = words(
-    "sum mean prod mm addmm bmm baddbmm mv dot convolution norm var std softmax log_softmax logsumexp layer_norm "
-    "batch_norm group_norm max min amax amin median cumsum scaled_dot_product_attention mse_loss l1_loss nll_loss"
-)
-"""Operators after which one element is no longer to be told from the others."""
-
-STEEP = words("exp expm1 exp2 sinh cosh prod cumprod ldexp logaddexp softplus")
-"""Operators that are defined everywhere and leave the range even of float64 for numbers that float32 holds."""
 
 
 def has_zero(stat: TensorStat | None) -> bool:
@@ -43,18 +25,7 @@ def has_zero(stat: TensorStat | None) -> bool:
 def largest(stat: TensorStat | None) -> float | None:
     """The greatest magnitude among the finite elements."""
     ends = [abs(v) for v in (stat.min, stat.max) if v is not None] if stat else []
-    return max(ends) if ends else None
-
-
-def describe(stat: TensorStat, name: str = "") -> str:
-    """One tensor as a line of evidence, with the counts that are not zero."""
-    text = f"{name or stat.name or 'tensor'} {list(stat.shape)} {stat.dtype}"
-    if stat.min is not None and stat.max is not None:
-        text += f" in [{number(stat.min)}, {number(stat.max)}]"
-    if stat.smallest is not None:
-        text += f", smallest magnitude {number(stat.smallest)}"
-    counts = {"zero": stat.zeros, "negative": stat.negative, "NaN": stat.nan, "+inf": stat.posinf, "-inf": stat.neginf}
-    return text + "".join(f", {n} {word}" for word, n in counts.items() if n)
+    return max(ends, default=None)
 
 
 def dtype_max(dtype: str) -> float:
@@ -63,13 +34,9 @@ def dtype_max(dtype: str) -> float:
     return DTYPE_MAX.get(dtype, DTYPE_MAX["float32"])
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
 @dataclass(frozen=True)
-class Scene:
-    """Reads an origin and its surroundings; every question has an answer also where a record is missing."""
+class Failure:
+    """Answers questions about an origin and its surroundings, also where records are missing."""
 
     origin: Origin
     trace: Trace
@@ -81,7 +48,7 @@ class Scene:
 
     @cached_property
     def event(self) -> OpEvent | None:
-        """The event that made the value; None where the origin's event only read what was bad from outside."""
+        """The event that made the value; None if the origin's event only read a value that was already bad."""
         event = self.origin.event
         if event is None or self.phase not in ("input", "parameter") or event.born:
             return event
@@ -92,9 +59,12 @@ class Scene:
         """The operator that wrote the value: in backward the one inside the derivative, not the forward one."""
         return (self.event.op if self.event else self.origin.op).removeprefix("special_").removeprefix("linalg_")
 
+    def derivative_of(self, family: Collection[str]) -> bool:
+        """Whether the differentiated operator is of this family, by the forward event or by the autograd node."""
+        return not self._derivative_names.isdisjoint(name.replace("_", "") for name in family)
+
     @cached_property
-    def family(self) -> frozenset[str]:
-        """The names of the differentiated operator: from the forward event and from the node `LinalgQrBackward0`."""
+    def _derivative_names(self) -> frozenset[str]:
         names = {self.origin.op}
         if self.origin.forward_event is not None:
             names.add(self.origin.forward_event.op)
@@ -114,7 +84,7 @@ class Scene:
 
     @cached_property
     def made(self) -> TensorStat | None:
-        """What was produced: the first output that holds something non-finite."""
+        """What was produced: the first output with a non-finite element."""
         outputs = self.event.outputs if self.event else ()
         bad = next((o for o in outputs if o.bad), None)
         return bad or self.origin.produced or (outputs[0] if outputs else None)
@@ -127,21 +97,29 @@ class Scene:
     def inf(self) -> int:
         return self.made.inf if self.made else 0
 
+    @property
+    def bad(self) -> int:
+        return self.nan + self.inf
+
     @cached_property
     def raised(self) -> str:
-        """What torch said, in one line, where the operator raised an error instead of returning."""
+        """torch's error message in one line, if the operator raised one."""
         text = ((self.event.raised or "") if self.event else "").strip()
         return text.splitlines()[0] if text else ""
 
     @cached_property
     def tensors(self) -> tuple[TensorStat, ...]:
-        """The statistics of all that the operator read."""
+        """The statistics of everything the operator read."""
         own = tuple(i.stat for i in self.event.inputs if i.stat is not None) if self.event else ()
         return own or (() if self.phase == "backward" and self.event else self.origin.inputs)
 
+    @property
+    def reads_nan(self) -> bool:
+        return any(t.nan for t in self.tensors)
+
     @cached_property
     def fed_by_nonfinite(self) -> bool:
-        """Some of what the value was made from was non-finite already (an in-place op may show its own result)."""
+        """Some of what the value was made from was already non-finite (an in-place op may show its own result)."""
         if self.event is not None and self.event.born:
             return False
         return any(t.bad for t in self.tensors)
@@ -151,6 +129,10 @@ class Scene:
         found = self.event.inputs if self.event else ()
         return [i for i in found if i.name == name or i.name.startswith((name + "[", name + "."))]
 
+    def makers(self, name: str) -> list[OpEvent]:
+        """The events that computed the operands of that name."""
+        return [self.trace.events[i.producer] for i in self.operands(name) if i.producer is not None]
+
     def stats(self, name: str) -> list[TensorStat]:
         own = [i.stat for i in self.operands(name) if i.stat is not None]
         return own or [t for t in self.tensors if t.name == name]
@@ -159,17 +141,21 @@ class Scene:
         return next(iter(self.stats(name)), None)
 
     def scalar(self, *names: str) -> Any:
-        """The first argument of these names that is no tensor."""
+        """The first argument of these names that is not a tensor."""
         given = dict(self.event.scalars) if self.event else {}
         return next((given[n] for n in names if n in given), None)
 
+    @cached_property
+    def read_at(self) -> dict[str, float]:
+        """What each argument held at the first bad element, as far as that is known."""
+        return {n: v for n, v in self.event.witness if n != "result"} if self.event else {}
+
     def at(self, name: str) -> float | None:
         """The value of an argument at the first bad element, if it is known."""
-        seen = dict(self.event.witness) if self.event else {}
-        if name in seen:
-            return seen[name]
+        if name in self.read_at:
+            return self.read_at[name]
         value = self.scalar(name)
-        if is_number(value):
+        if isinstance(value, int | float):
             return float(value)
         stats = self.stats(name)
         stat = stats[0] if len(stats) == 1 else None
@@ -177,8 +163,14 @@ class Scene:
             return stat.min
         return None
 
+    def lowest(self, name: str) -> float | None:
+        return min((s.min for s in self.stats(name) if s.min is not None), default=self.at(name))
+
+    def highest(self, name: str) -> float | None:
+        return max((s.max for s in self.stats(name) if s.max is not None), default=self.at(name))
+
     def zero_at(self, name: str) -> bool:
-        """True if that argument is 0 at the bad element, or, where that is not known, anywhere."""
+        """Whether that argument is 0 at the bad element or, if that is not known, anywhere."""
         value = self.at(name)
         return value == 0 if value is not None else any(has_zero(s) for s in self.stats(name))
 
@@ -191,8 +183,7 @@ class Scene:
     @cached_property
     def reach(self) -> float | None:
         """The greatest finite magnitude that the operator read."""
-        seen = [v for v in (largest(t) for t in self.tensors) if v is not None]
-        return max(seen) if seen else None
+        return max((v for v in map(largest, self.tensors) if v is not None), default=None)
 
     @cached_property
     def dtype(self) -> str:
@@ -202,7 +193,7 @@ class Scene:
 
     @cached_property
     def narrow(self) -> bool:
-        """The result is in a type that ends far below float32 (bfloat16 has float32's range)."""
+        """The result's type ends far below float32 (bfloat16 has float32's range)."""
         return self.dtype in ("float16", "half") or self.dtype.startswith("float8")
 
     @cached_property
@@ -222,9 +213,8 @@ class Scene:
         """The values at the first bad element, as one line of evidence."""
         if self.event is None or not self.event.witness:
             return ()
-        values = dict(self.event.witness)
-        result = values.pop("result", None)
-        read = ", ".join(f"{name} = {number(value)}" for name, value in values.items())
+        result = dict(self.event.witness).get("result")
+        read = ", ".join(f"{name} = {number(value)}" for name, value in self.read_at.items())
         where = self.made.first_index if self.made else None
         at = f"at {list(where)}" if where else "at the first bad element"
         return (f"{at}: {read}" + ("" if result is None else f" -> {number(result)}"),)
@@ -235,15 +225,15 @@ class Scene:
         if known is None or not self.event or not self.event.born or self.dtype == "float64":
             return ()
         if known == "finite":
-            return (f"the same operator on the same numbers in float64 stays finite: {self.dtype} is too narrow here",)
-        if self.inf and not self.nan and self._grows_without_bound:
-            return ("the same operator in float64 is infinite too: the number is too large for any precision",)
-        return ("the same operator in float64 is non-finite too: undefined in any precision",)
+            return (f"the same operation in float64 is finite: only {self.dtype} is too narrow",)
+        # Without a pole, an infinite result is only too large. Single products of float32 numbers fit into float64.
+        unbounded = self.op in EXCEED_FLOAT64 or (self.op == "pow" and not self.zero_at("self"))
+        if self.inf and not self.nan and unbounded:
+            return ("the same operation in float64 is infinite too: the result is too large for any precision",)
+        return ("the same operation in float64 is non-finite too: it is undefined in any precision",)
 
-    @property
-    def _grows_without_bound(self) -> bool:
-        """No pole: an infinite result is only larger than the type. Single products of float32 fit into float64."""
-        return self.op in STEEP or (self.op == "pow" and not self.zero_at("self"))
+    def raised_lines(self) -> tuple[str, ...]:
+        return (f"torch said: {self.raised}",) if self.raised else ()
 
     def input_lines(self, *names: str) -> tuple[str, ...]:
         """A line of evidence for each input of these names (without names: for each)."""
@@ -252,27 +242,23 @@ class Scene:
         return tuple(describe(s, n) for n in names for s in self.stats(n)[:1])
 
     def feeding(self, depth: int = 8) -> list[OpEvent]:
+        """The operators before this one, nearest first."""
         return self.trace.feeding(self.event, depth) if self.event else []
 
-    def used_by(self, start: OpEvent, stop: frozenset[str], depth: int = 6) -> OpEvent | None:
+    def used_by(self, start: OpEvent, stop: Collection[str], depth: int = 6) -> OpEvent | None:
         """The nearest forward event named in `stop` that the value of `start` flows into, if any within `depth`."""
-        carriers = {start.index}
-        wave = {start.index: 0}
+        distance = {start.index: 0}
         for event in self.trace.events[start.index + 1 :]:
             if event.phase != "forward" or event.op in COMPARISONS:
                 continue
             data = [i for i in event.inputs if i.name not in ("condition", "mask", "indices")]
-            feeders = [i.producer for i in data if i.producer in carriers]
+            feeders = [distance[i.producer] for i in data if i.producer in distance]
             if not feeders:
                 continue
             if event.op in stop:
                 return event
-            if event.op in BLENDERS:
-                continue
-            hops = 1 + min(wave[f] for f in feeders if f is not None)
-            if hops < depth:
-                carriers.add(event.index)
-                wave[event.index] = hops
+            if event.op not in MIXING and 1 + min(feeders) < depth:
+                distance[event.index] = 1 + min(feeders)
         return None
 
     def same_node(self) -> list[OpEvent]:
@@ -289,7 +275,3 @@ class Scene:
         if isinstance(given, int | float):
             return float(given)
         return next((s.lr for s in reversed(self.history.steps) if s.lr is not None), None)
-
-
-def finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

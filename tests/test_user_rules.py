@@ -10,7 +10,7 @@ import pytest
 import firstnan as package
 from firstnan.diagnose.rules import explain
 from firstnan.diagnose.rules.base import RULES
-from firstnan.diagnose.rules.scene import Scene
+from firstnan.diagnose.rules.failure import Failure
 from firstnan.records import Cause, History, Operand, OpEvent, Origin, TensorStat, Trace
 from zygote import Zygote
 
@@ -25,7 +25,7 @@ import firstnan
 
 
 @firstnan.rule("gauge_reset", title="The pressure gauge was reset"{options})
-def gauge_reset(scene):
+def gauge_reset(failure):
     {body}
 
 
@@ -40,7 +40,7 @@ for (x,) in {batches}:
     optimizer.step()
     optimizer.zero_grad()
 """
-ANSWERS = 'return f"{scene.op} of {scene.at(\'self\')}" if scene.op == "log" else None'
+ANSWERS = 'return f"{failure.op} of {failure.at(\'self\')}" if failure.op == "log" else None'
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +75,9 @@ def test_confidence_decides(firstnan: Zygote, tmp_path: Path) -> None:
 
 
 def test_an_error_in_it_costs_the_rule_and_is_told(firstnan: Zygote, tmp_path: Path) -> None:
-    result = firstnan(["run", program(tmp_path, body="return scene.weather")], cwd=tmp_path)
+    result = firstnan(["run", program(tmp_path, body="return failure.weather")], cwd=tmp_path)
     assert result.cause == "log_of_zero"
-    told = "your rule gauge_reset raised AttributeError: 'Scene' object has no attribute 'weather'"
+    told = "your rule gauge_reset raised AttributeError: 'Failure' object has no attribute 'weather'"
     assert told in result.found["cause"]["evidence"]
     assert result.found["other_causes"] == []
     assert "internal error" not in result.stderr
@@ -93,7 +93,7 @@ def causes_of_log() -> list[Cause]:
 def test_a_rule_that_is_defined_again_replaces_itself() -> None:
     def define(answer: str) -> None:
         @package.rule("mine", title="Mine")
-        def look(scene: Scene) -> str:
+        def look(failure: Failure) -> str:
             return answer
 
     define("first")
@@ -105,7 +105,7 @@ def test_a_rule_that_is_defined_again_replaces_itself() -> None:
 
 def test_an_error_leaves_even_an_unexplained_failure_told() -> None:
     @package.rule("mine", title="Mine")
-    def look(scene: Scene) -> str:
+    def look(failure: Failure) -> str:
         raise KeyError("x")
 
     event = OpEvent(0, "odd", "aten.odd.default", "forward", 0)
@@ -116,5 +116,7 @@ def test_an_error_leaves_even_an_unexplained_failure_told() -> None:
 
 @pytest.mark.parametrize("slug", ["", "Log of zero", "log-of-zero", "1st"])
 def test_a_slug_looks_like_a_slug(slug: str) -> None:
-    with pytest.raises(ValueError, match="a slug is written like log_of_zero"):
+    with pytest.raises(
+        ValueError, match="slug must be lowercase words joined by underscores, such as log_of_zero, got"
+    ):
         package.rule(slug, title="x")
