@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from firstnan.engine.trials import Outcome, described
 from firstnan.engine.watch import Mode, Watch
 from firstnan.gate.gate import Gate
 from firstnan.observe.program_hooks import end_program
 from firstnan.observe.sites import Ownership
+from firstnan.repair.verdict import TrialOutcome, described
 
 
 class _Counted:
@@ -59,7 +59,7 @@ class TrialWatch(Watch):
         ownership: Ownership,
         step: int,
         last: int,
-        tell: Callable[[Outcome], None],
+        tell: Callable[[TrialOutcome], None],
         made: tuple[str, int] | None = None,
     ) -> None:
         super().__init__(
@@ -88,13 +88,13 @@ class TrialWatch(Watch):
             self.mode, self._stopped = Mode.DONE, True
             end_program()
 
-    def outcome(self, fate: Outcome | None = None) -> Outcome:
+    def outcome(self, fate: TrialOutcome | None = None) -> TrialOutcome:
         """What has been seen so far; `fate` is how the program ended."""
         found = self.report.verdict == "nonfinite"
         noticed = self.report.noticed if found else self.bad_output if self.unresolved else None
         alarm = self.gate.explosion
         return replace(
-            Outcome() if fate is None or found or self._stopped else fate,
+            TrialOutcome() if fate is None or found or self._stopped else fate,
             passed=self._counted.passed,
             noticed=described(noticed) if noticed or found else "",
             bad_step=self.report.step if found else None,

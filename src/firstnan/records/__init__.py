@@ -5,6 +5,7 @@ from firstnan.records.events import NaNEvent
 from firstnan.records.report import (
     Batch,
     Cause,
+    Edit,
     Feature,
     History,
     LayerTrack,
@@ -22,6 +23,7 @@ __all__ = [
     "VERSION",
     "Batch",
     "Cause",
+    "Edit",
     "Feature",
     "History",
     "InFloat64",

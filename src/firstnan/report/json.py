@@ -13,6 +13,7 @@ from firstnan.records import (
     VERSION,
     Batch,
     Cause,
+    Edit,
     Feature,
     History,
     InFloat64,
@@ -366,7 +367,13 @@ def _remedy(f: Fields) -> Remedy:
         steps_finite_after=f.integer("steps_finite_after"),
         loss_change=f.real("loss_change"),
         note=f.text("note"),
+        edits=tuple(_edit(e) for e in f.children("edits")),
     )
+
+
+def _edit(f: Fields) -> Edit:
+    start, end = (f.count("line"), f.count("column")), (f.count("end_line"), f.count("end_column"))
+    return Edit(f.text("file", required=True), *start, *end, f.text("old"), f.text("new"))
 
 
 def _path_step(f: Fields) -> PathStep:
