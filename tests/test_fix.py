@@ -18,7 +18,7 @@ from firstnan.cli.fix import apply, show
 from firstnan.records import Edit, Remedy, Report
 from firstnan.repair.diff import PatchError, render
 from firstnan.repair.patch import choose, how_to_apply, portable
-from firstnan.report import write
+from firstnan.report import load, write
 
 OLD = "import torch\n\n\ndef f(x):\n    return torch.log(x)\n"
 NEW = OLD.replace("log(x)", "log(x.clamp_min(1e-8))")
@@ -77,6 +77,11 @@ def test_the_proven_change_is_shown_and_nothing_is_changed(train: Path, capsys: 
     assert out.endswith("--- a/train.py\n+++ b/train.py\n" + render("", OLD, NEW).split("\n", 2)[2])
     assert train.read_text() == OLD
     assert sorted(os.listdir()) == ["report.json", "train.py"]
+
+
+def test_edits_are_in_the_report(train: Path, version: str) -> None:
+    remedy = load("report.json").remedies[0]
+    assert remedy.edits == (change("", train, OLD, NEW).edits if version == "new" else ())
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch(1)")

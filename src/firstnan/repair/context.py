@@ -70,6 +70,10 @@ class FailureContext:
     def dtype(self) -> str:
         return self.failure.dtype or "float32"
 
+    def epsilon(self, wide: str, half: str = "1e-4") -> str:
+        """A bound for this dtype: float16 rounds many small numbers to 0 and has a short range."""
+        return half if self.dtype == "float16" else wide
+
     def remedy(self, title: str, why: str, *edits: Edit, kind: Kind = "code") -> Remedy:
         """A candidate, dropped if it has no valid edits; its diff is rendered later."""
         return Remedy(title, why=why, kind=kind, edits=edits)

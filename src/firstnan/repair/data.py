@@ -57,8 +57,7 @@ def _filled_at_origin(context: FailureContext) -> Iterator[Remedy]:
     if value is None:
         return
     title = "Fill in the missing values where they are read"
-    number = stat is not None and stat.shape == () and source.expr(value).library != "torch"
-    if number and isinstance(source.statement(value), ast.Assign):
+    if stat is not None and stat.shape == () and source.expr(value).library != "torch":
         yield from _filled_number(context, source, value)
     if isinstance(value, ast.Call) and source.called(value) in LOADS and stat is not None and stat.shape != ():
         fill = _nan_to_num("torch", source, value, "v", stat)
@@ -71,9 +70,9 @@ def _filled_at_origin(context: FailureContext) -> Iterator[Remedy]:
 
 def _filled_number(context: FailureContext, source: SourceFile, value: ast.expr) -> Iterator[Remedy]:
     statement = source.statement(value)
-    assert isinstance(statement, ast.Assign)
-    if len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        name = statement.targets[0].id
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if len(targets) == 1 and isinstance(targets[0], ast.Name):
+        name = targets[0].id
         line = f'{name} = {name} if abs({name}) < float("inf") else 0.0'
         yield context.remedy("Fill in the missing number", FILLED, insert_after(source, statement, line), kind="data")
 
@@ -249,11 +248,8 @@ def _by_slices(context: FailureContext) -> Iterator[BatchBinding]:
 
 def _loop_of(source: SourceFile, node: ast.AST) -> ast.For | None:
     """The loop that iterates over the node."""
-    parent = source.parent(node)
-    if isinstance(node, ast.For):
-        return node
-    inside = isinstance(parent, ast.For) and node is parent.iter
-    return parent if inside and isinstance(parent, ast.For) else None
+    loop = node if isinstance(node, ast.For) else source.parent(node)
+    return loop if isinstance(loop, ast.For) and node in (loop, loop.iter) else None
 
 
 def _loop_around(source: SourceFile, node: ast.AST) -> ast.For | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from firstnan.records import Remedy
 from firstnan.repair.context import FailureContext, remedies_for
 from firstnan.repair.edits import parenthesized, replace_node
-from firstnan.repair.guards import GUARDS, epsilon, failing_operation
+from firstnan.repair.guards import GUARDS, failing_operation
 
 
 @remedies_for("where_grad_trap")
@@ -46,7 +46,7 @@ def root_inside_a_norm(context: FailureContext) -> Iterator[Remedy]:
     if found is None or not isinstance(found.expr.node, ast.expr):
         return
     source, expr, node = found.location.source, found.expr, found.expr.node
-    eps = epsilon(context.dtype, "1e-12", "1e-6")
+    eps = context.epsilon("1e-12", "1e-6")
     first = parenthesized(source, expr.args[0])
     torch = source.spell("torch", node)
     if expr.op == "hypot":

@@ -17,11 +17,6 @@ LONGEST_IN_TITLE = 48
 MOST_ALIKE = 8
 
 
-def epsilon(dtype: str, wide: str, half: str = "1e-4") -> str:
-    """A small number for this dtype: float16 rounds many to 0."""
-    return half if dtype == "float16" else wide
-
-
 @dataclass(frozen=True)
 class GuardWriter:
     """Writes the guarded form of an expression, for torch, numpy or a Python number."""
@@ -100,9 +95,6 @@ class FailingOperation:
     def stat(self, name: str) -> TensorStat | None:
         read = self.event.inputs if self.event else ()
         return next((i.stat for i in read if i.name == name and i.stat is not None), None)
-
-    def epsilon(self, wide: str, half: str = "1e-4") -> str:
-        return epsilon(self.context.dtype, wide, half)
 
     def guard(self, title: str, why: str, node: ast.expr, write: WriteGuard, operand: str | None = "self") -> Guard:
         """The guard of one argument, whose code replaces `IT` in the title if it is short."""
@@ -212,20 +204,20 @@ def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
 @guards_for("log", "log2", "log10", "xlogy")
 def _log(at: FailingOperation) -> Iterator[Guard]:
     second = at.expr.op == "xlogy"
-    for eps in (at.epsilon("1e-12"), at.epsilon("1e-6", "1e-3")):
+    for eps in (at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")):
         yield at.floor(at.expr.args[second], eps, "other" if second else "self")
 
 
 @guards_for("log1p", "xlog1py")
 def _log1p(at: FailingOperation) -> Iterator[Guard]:
     second = at.expr.op == "xlog1py"
-    for low in (at.epsilon("-1 + 1e-6", "-1 + 1e-3"), "0"):
+    for low in (at.context.epsilon("-1 + 1e-6", "-1 + 1e-3"), "0"):
         yield at.floor(at.expr.args[second], low, "other" if second else "self")
 
 
 @guards_for("entr")
 def _entropy(at: FailingOperation) -> Iterator[Guard]:
-    eps = at.epsilon("1e-12")
+    eps = at.context.epsilon("1e-12")
 
     def write(writer: GuardWriter, node: ast.expr) -> Edit:
         source, parent = writer.source, writer.source.parent(node)
@@ -240,8 +232,8 @@ def _entropy(at: FailingOperation) -> Iterator[Guard]:
 
 @guards_for("sqrt", "rsqrt")
 def _root(at: FailingOperation) -> Iterator[Guard]:
-    node, tiny = at.expr.args[0], at.epsilon("1e-12", "1e-6")
-    for eps in (tiny, at.epsilon("1e-6", "1e-3")):
+    node, tiny = at.expr.args[0], at.context.epsilon("1e-12", "1e-6")
+    for eps in (tiny, at.context.epsilon("1e-6", "1e-3")):
         yield at.floor(node, eps)
     yield at.guard(
         f"Add {tiny} to IT",
@@ -262,7 +254,7 @@ def _power(at: FailingOperation) -> Iterator[Guard]:
     steep = power is not None and power <= -1
     sizes = ("1e-4", "1e-3") if at.context.dtype == "float16" or steep else ("1e-8", "1e-4")
     if power in (0.5, -0.5):
-        sizes = (at.epsilon("1e-12", "1e-6"), at.epsilon("1e-6", "1e-3"))
+        sizes = (at.context.epsilon("1e-12", "1e-6"), at.context.epsilon("1e-6", "1e-3"))
     for eps in sizes:
         yield at.floor(base, eps)
 
@@ -281,26 +273,26 @@ def _inside(at: FailingOperation, low: str, high: str) -> Guard:
 
 @guards_for("acosh")
 def _acosh(at: FailingOperation) -> Iterator[Guard]:
-    yield at.floor(at.expr.args[0], at.epsilon("1 + 1e-6", "1 + 1e-3"))
+    yield at.floor(at.expr.args[0], at.context.epsilon("1 + 1e-6", "1 + 1e-3"))
 
 
 @guards_for("logit")
 def _logit(at: FailingOperation) -> Iterator[Guard]:
-    eps = at.epsilon("1e-6", "1e-3")
+    eps = at.context.epsilon("1e-6", "1e-3")
     yield _inside(at, eps, f"1 - {eps}")
 
 
 @guards_for("lgamma", "digamma", "polygamma", "gammaln")
 def _gamma(at: FailingOperation) -> Iterator[Guard]:
     node = at.expr.args[1 if at.expr.op == "polygamma" else 0]
-    for eps in (at.epsilon("1e-6"), "1e-3"):
+    for eps in (at.context.epsilon("1e-6"), "1e-3"):
         yield at.floor(node, eps)
 
 
 @guards_for("gammainc", "gammaincc", "igamma", "igammac")
 def _incomplete_gamma(at: FailingOperation) -> Iterator[Guard]:
     if len(at.expr.args) > 1:
-        yield at.floor(at.expr.args[1], at.epsilon("1e-6"), "other")
+        yield at.floor(at.expr.args[1], at.context.epsilon("1e-6"), "other")
 
 
 @guards_for("tan")
@@ -336,7 +328,7 @@ def _division(at: FailingOperation) -> Iterator[Guard]:
     name = "self" if at.event is not None and at.event.op in ("reciprocal", "rsqrt") else "other"
     if at.event is not None and name in dict(at.event.scalars):
         at = replace(at, writer=replace(at.writer, scalar=True))
-    stat, eps = at.stat(name), at.epsilon("1e-8")
+    stat, eps = at.stat(name), at.context.epsilon("1e-8")
     yield from _root_in_denominator(at, below)
     if _is_count(at, name):
         yield at.count(below, name)
@@ -356,7 +348,7 @@ def _root_in_denominator(at: FailingOperation, below: ast.expr) -> Iterator[Guar
     root = at.location.source.meaning(below)
     half = root.op == "pow" and len(root.args) > 1 and literal_value(root.args[1]) == 0.5
     if root.args and (root.op == "sqrt" or half) and root.called != "math.sqrt":
-        yield at.floor(root.args[0], at.epsilon("1e-12", "1e-6"), None)
+        yield at.floor(root.args[0], at.context.epsilon("1e-12", "1e-6"), None)
 
 
 def _zero_where_undefined(at: FailingOperation, below: ast.expr) -> Iterator[Guard]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from firstnan.records import Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.edits import replace_node, set_argument
-from firstnan.repair.guards import GuardWriter, epsilon, why_below
+from firstnan.repair.guards import GuardWriter, why_below
 from firstnan.repair.reductions import constructed
 from firstnan.repair.source import literal_value
 
@@ -51,7 +51,7 @@ def eps_of_a_normaliser(context: FailureContext) -> Iterator[Remedy]:
     given = next((k.value for k in call.keywords if k.arg == "eps"), None) if call is not None else None
     if call is None or (given is not None and (literal_value(given) or 0.0) >= 1e-5):
         return
-    eps = epsilon(context.dtype, "1e-5", "1e-3")
+    eps = context.epsilon("1e-5", "1e-3")
     why = f"{eps} is added to the denominator, so equal values give 0 instead of 0/0."
     yield context.remedy(f"Use eps={eps}", why, set_argument(location.source, call, "eps", eps))
 
@@ -89,7 +89,7 @@ def value_outside_the_support(context: FailureContext) -> Iterator[Remedy]:
     location, file = context.location, _file(context)
     if location is None or not file.startswith("distributions/") or location.expr.op != "log_prob":
         return
-    value, eps = location.expr.arg(1, "value"), epsilon(context.dtype, "1e-6")
+    value, eps = location.expr.arg(1, "value"), context.epsilon("1e-6")
     if value is None:
         return
     writer, why = GuardWriter(location.source), "The density is finite there; values inside that range are unchanged."
@@ -107,14 +107,12 @@ def parameter_of_a_distribution(context: FailureContext) -> Iterator[Remedy]:
         return
     kind = file.removeprefix("distributions/").removesuffix(".py").replace("_", "")
     for location in _calls(context, kind):
-        edits, low = [], epsilon(context.dtype, "1e-6")
+        low, writer = context.epsilon("1e-6"), GuardWriter(location.source)
         scales = [k.value for k in location.node.keywords if k.arg and k.arg not in UNBOUNDED]
         positional = location.node.args[1:] if len(location.node.args) > 1 else location.node.args
-        writer = GuardWriter(location.source)
-        edits += [writer.floor(node, low) for node in [*scales, *positional] if literal_value(node) is None]
-        if edits:
-            why = f"The density divides by them and takes their logarithm; parameters above {low} are unchanged."
-            yield context.remedy(f"Keep the parameters of the distribution at {low} or above", why, *edits)
+        edits = [writer.floor(node, low) for node in [*scales, *positional] if literal_value(node) is None]
+        why = f"The density divides by them and takes their logarithm; parameters above {low} are unchanged."
+        yield context.remedy(f"Keep the parameters of the distribution at {low} or above", why, *edits)
 
 
 def _calls(context: FailureContext, kind: str) -> Iterator[Location[ast.Call]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.repair.context import FailureContext, remedies_for
 from firstnan.repair.edits import insert_before, parenthesized, replace_node
-from firstnan.repair.guards import GuardWriter, epsilon, failing_operation
+from firstnan.repair.guards import GuardWriter, failing_operation
 from firstnan.repair.literals import nonfinite_constants
 
 MOST_OPERATORS = 24
@@ -44,8 +44,14 @@ def _finite_constants(context: FailureContext, low: str, high: str) -> list[Edit
     return list(edits.values())
 
 
-def _why(low: str) -> str:
-    return f"exp({low}) is 0 too, so only fully masked rows change, and their result is finite."
+def _why(context: FailureContext, low: str) -> str:
+    effects = {
+        "masked_label": "a label on a masked class has a large, finite loss",
+        "zero_times_inf": "0 times a finite number is 0",
+        "inf_minus_inf": "a difference of finite numbers is finite",
+    }
+    effect = effects.get(context.cause.slug, "only fully masked rows change, and their result is finite")
+    return f"exp({low}) is 0 too; {effect}."
 
 
 @remedies_for(
@@ -57,12 +63,11 @@ def _why(low: str) -> str:
     "where_grad_trap",
 )
 def finite_mask(context: FailureContext) -> Iterator[Remedy]:
-    low = epsilon(context.dtype, "-1e9", "-1e4")
+    low = context.epsilon("-1e9", "-1e4")
     if context.cause.slug == "masked_label":
         low = "-1e4"
-    yield context.remedy(
-        f"Mask with {low} instead of -inf", _why(low), *_finite_constants(context, low, low.removeprefix("-"))
-    )
+    edits = _finite_constants(context, low, low.removeprefix("-"))
+    yield context.remedy(f"Mask with {low} instead of -inf", _why(context, low), *edits)
 
 
 @remedies_for("fully_masked_softmax", "logsumexp_grad_all_inf")
@@ -70,15 +75,15 @@ def lower_bound_of_the_scores(context: FailureContext) -> Iterator[Remedy]:
     location = context.location
     if location is None:
         return
-    found, low = failing_operation(context, *SOFTMAXES), epsilon(context.dtype, "-1e9", "-1e4")
+    found, low = failing_operation(context, *SOFTMAXES), context.epsilon("-1e9", "-1e4")
     module_type = context.event.module_type if context.event is not None else ""
     layer = location.expr.called.startswith("self.") and "oftmax" in module_type
     nodes = found.expr.args[:1] if found is not None else location.expr.args[:1] if layer else ()
     both = failing_operation(context, "logaddexp", "logaddexp2")
     if both is not None:
         nodes = both.expr.args[:2]
-    writer = GuardWriter(location.source)
-    yield context.remedy(f"Keep the scores at {low} or above", _why(low), *(writer.floor(node, low) for node in nodes))
+    edits = [GuardWriter(location.source).floor(node, low) for node in nodes]
+    yield context.remedy(f"Keep the scores at {low} or above", _why(context, low), *edits)
 
 
 @remedies_for("fully_masked_softmax", "inf_minus_inf")
@@ -87,10 +92,10 @@ def lower_bound_before_the_statement(context: FailureContext) -> Iterator[Remedy
     location = context.location
     if location is None or location.expr.op not in ("sub", "div") or not isinstance(location.expr.args[0], ast.Name):
         return
-    name, low = location.expr.args[0].id, epsilon(context.dtype, "-1e9", "-1e4")
+    name, low = location.expr.args[0].id, context.epsilon("-1e9", "-1e4")
     yield context.remedy(
         f"Keep `{name}` at {low} or above",
-        _why(low),
+        _why(context, low),
         insert_before(location.source, location.node, f"{name} = {name}.clamp_min({low})"),
     )
 
@@ -114,7 +119,7 @@ def unmask_empty_rows(context: FailureContext) -> Iterator[Remedy]:
         mask = expr.arg(3, "attn_mask")
         if mask is None:
             return
-        plain, low = parenthesized(source, mask), epsilon(context.dtype, "-1e9", "-1e4")
+        plain, low = parenthesized(source, mask), context.epsilon("-1e9", "-1e4")
         title, why = "Unmask fully masked rows", "Only fully masked rows change."
         yield context.remedy(title, why, replace_node(source, mask, f"{plain} | ~{plain}.any(-1, keepdim=True)"))
         yield context.remedy(title, why, replace_node(source, mask, f"{plain}.clamp_min({low})"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from firstnan.records import Edit, Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.edits import changed_call, parenthesized, replace_node, set_argument
-from firstnan.repair.guards import epsilon, failing_operation
+from firstnan.repair.guards import failing_operation
 from firstnan.repair.source import Expr, SourceFile, literal_value
 
 NLL = ("cross_entropy", "nll_loss")
@@ -49,18 +49,15 @@ def loss_of_nothing(context: FailureContext) -> Iterator[Remedy]:
     location = context.location
     if location is None or not isinstance(location.node, ast.Call) or context.event is None:
         return
-    if (
-        not context.event.op.startswith(("nll_loss", "cross_entropy"))
-        or len(location.expr.args) + len(location.expr.keywords) < 2
-    ):
+    if not context.event.op.startswith(("nll_loss", "cross_entropy")):
         return
     source, call = location.source, location.node
     logits, target = location.expr.arg(0, "input"), location.expr.arg(1, "target")
     if logits is None or target is None:
         return
     ignored = dict(context.event.scalars).get("ignore_index", -100)
-    spelled = location.expr.keywords.get("ignore_index")
-    index = source.code(spelled) if spelled is not None else str(ignored)
+    given = location.expr.keywords.get("ignore_index")
+    index = source.code(given) if given is not None else str(ignored)
     counts = f"({parenthesized(source, target)} != {index})"
     inside = f"{source.code(call)} if {counts}.any() else {parenthesized(source, logits)}.sum() * 0.0"
     if location.expr.op in NLL and "weight" not in location.expr.keywords and "reduction" not in location.expr.keywords:
@@ -154,7 +151,7 @@ def _with_lower_bound(
 ) -> Iterator[Remedy]:
     if location.expr.op.endswith("_mean"):
         return
-    eps = epsilon(context.dtype, "1e-8")
+    eps = context.epsilon("1e-8")
     text = f"{changed_call(location.source, call, edit)}.clamp_min({eps})"
     yield context.remedy(
         f"Use no correction for a single element, and keep the result at {eps} or above",

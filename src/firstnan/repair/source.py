@@ -270,12 +270,12 @@ class SourceFile:
 
     def reach(self, path: str, at: ast.AST) -> str | None:
         """The shortest spelling of a module or function at this node, `F.softplus`; None if it is not imported."""
-        spelled = []
+        spellings = []
         for name in self._imports:
             full = self.imported(name, at)
             if full and (path == full or path.startswith(full + ".")):
-                spelled.append(name + path[len(full) :])
-        return min(spelled, key=lambda text: (text.count("."), len(text)), default=None)
+                spellings.append(name + path[len(full) :])
+        return min(spellings, key=lambda text: (text.count("."), len(text)), default=None)
 
     def spell(self, path: str, at: ast.AST) -> str:
         """As `reach`, else the full path, for which `edits.as_patch` adds an import."""
