@@ -226,4 +226,4 @@ def test_an_eps_is_only_raised(eps: str, proposes: bool, tmp_path: Path) -> None
     history = History((), "Adam", (("eps", float(eps)),), made_at=made)
     origin = Origin("optimizer", "div", "aten.div", site=made, step=3)
     remedies = propose(origin, Trace(), history, [Cause("optimizer_eps", "", "")])
-    assert [r.title for r in remedies] == (["eps=1e-8"] if proposes else [])
+    assert [r.title for r in remedies] == (["Use eps=1e-8"] if proposes else [])

@@ -40,11 +40,11 @@ def initialised(context: FailureContext) -> Iterator[Remedy]:
     why = "The memory held arbitrary values; now it starts with numbers of an ordinary size."
     random: list[tuple[str, str]] = []
     if matrix:
-        random.append(("Xavier initialisation", f"{_init(source, call, 'xavier_uniform_')}({source.code(call)})"))
+        random.append(("Use Xavier initialisation", f"{_init(source, call, 'xavier_uniform_')}({source.code(call)})"))
     if trained:
         text = f"{_init(source, call, 'normal_')}({source.code(call)}, std={USUAL_STD})"
-        random.append((f"Normal initialisation (std {USUAL_STD})", text))
-    zeros = [("Zeros instead of uninitialised memory", text)] if (text := _zeros(source, call)) else []
+        random.append((f"Use normal initialisation with std {USUAL_STD}", text))
+    zeros = [("Use zeros instead of uninitialised memory", text)] if (text := _zeros(source, call)) else []
     for title, text in [*random, *zeros] if matrix else [*zeros, *random]:
         yield context.remedy(title, why, replace_node(source, call, text))
 
@@ -213,7 +213,7 @@ def _smaller(context: FailureContext, source: SourceFile, node: ast.AST) -> Iter
     if isinstance(node, ast.Assign):
         assert isinstance(node.value, ast.Call)
         for edit in _smaller_factor(context, source, node.value):
-            yield context.remedy("Smaller initial weights", why, edit)
+            yield context.remedy("Use smaller initial weights", why, edit)
         return
     if isinstance(node, ast.AugAssign):
         edit = replace_number(context.files, Location(source, node.value), 1.0)
@@ -224,16 +224,16 @@ def _smaller(context: FailureContext, source: SourceFile, node: ast.AST) -> Iter
     weight = node.args[0] if source.called(node).startswith("torch.nn.init.") else None
     gain = next((k.value for k in node.keywords if k.arg == "gain"), None)
     if gain is not None:
-        yield context.remedy("Gain 1", why, replace_number(context.files, Location(source, gain), 1.0))
+        yield context.remedy("Use gain 1", why, replace_number(context.files, Location(source, gain), 1.0))
         return
     if isinstance(node.func, ast.Attribute) and weight is None:
         weight = node.func.value
     code = source.code(weight) if weight is not None else ""
     if called in INITIALISERS and code.endswith((".weight", ".weight.data")):
         text = f"{_init(source, node, 'kaiming_normal_')}({code})"
-        yield context.remedy("Kaiming initialisation", why, replace_node(source, node, text))
+        yield context.remedy("Use Kaiming initialisation", why, replace_node(source, node, text))
     for edit in _smaller_scale(context, source, node, called):
-        yield context.remedy("Smaller initial weights", why, edit)
+        yield context.remedy("Use smaller initial weights", why, edit)
 
 
 def _smaller_scale(context: FailureContext, source: SourceFile, call: ast.Call, name: str) -> Iterator[Edit]:

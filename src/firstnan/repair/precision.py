@@ -43,8 +43,8 @@ def in_float32(context: FailureContext) -> Iterator[Remedy]:
     if device is not None and not _is_pointwise(context, location):
         block = _outside_autocast(source, location, device)
         if block is not None:
-            yield context.remedy("This operation in float32, outside autocast", why, block, *casts)
-    yield context.remedy("This operation in float32", why, *casts)
+            yield context.remedy("Run this operation in float32, outside autocast", why, block, *casts)
+    yield context.remedy("Run this operation in float32", why, *casts)
 
 
 def _operands(location: Location[ast.AST]) -> list[ast.expr]:
@@ -98,7 +98,7 @@ def in_bfloat16(context: FailureContext) -> Iterator[Remedy]:
                     end = source.span(node)[1]
                     edits.append(source.edit(end - len("half"), end, "bfloat16"))
         yield context.remedy(
-            "bfloat16 instead of float16",
+            "Use bfloat16 instead of float16",
             "bfloat16 has the range of float32, with fewer digits than float16.",
             *edits,
             kind="setting",
@@ -119,7 +119,7 @@ def smaller_loss_scale(context: FailureContext) -> Iterator[Remedy]:
         edit, value = scale_number(context.files, Location(location.source, side), 1 / LOSS_SCALE)
         if value is not None and value >= 1:
             why = "The scaled gradients exceed the range of the dtype; with a smaller scale they stay within it."
-            yield context.remedy(f"Loss scale {format_number(value)}", why, edit, kind="setting")
+            yield context.remedy(f"Lower the loss scale to {format_number(value)}", why, edit, kind="setting")
 
 
 @remedies_for("optimizer_overflow")
@@ -186,7 +186,9 @@ def mean_for_sum(context: FailureContext) -> Iterator[Remedy]:
     start, end = location.source.span(function)
     if location.source.text[start:end].endswith("sum"):
         why = "A mean cannot exceed the range of its inputs, however many there are."
-        yield context.remedy("Mean instead of sum", why, location.source.edit(end - len("sum"), end, "mean"))
+        yield context.remedy(
+            "Use the mean instead of the sum", why, location.source.edit(end - len("sum"), end, "mean")
+        )
 
 
 # --- gradients that grow in backward -----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def rate_filled_in(context: FailureContext) -> Iterator[Remedy]:
                 why = "The learning rate is NaN in the source; the step before used this one."
                 rate = format_number(rates[-1])
                 yield context.remedy(
-                    f"Learning rate {rate} instead of NaN", why, replace_node(source, node, rate), kind="setting"
+                    f"Use learning rate {rate} instead of NaN", why, replace_node(source, node, rate), kind="setting"
                 )
 
 
@@ -115,9 +115,11 @@ def lower_peak(context: FailureContext) -> Iterator[Remedy]:
             given = [k.value for k in call.keywords if k.arg == "max_lr"] or (call.args[at : at + 1] if at else [])
             for peak, factor in ((p, f) for p in given[:1] for f in (0.1, 0.01) if at is not None):
                 edit, value = scale_number(context.files, Location(source, peak), factor)
-                peak_rate = format_number(value) if value is not None else f"multiplied by {format_number(factor)}"
+                title = f"Multiply the peak learning rate by {format_number(factor)}"
+                if value is not None:
+                    title = f"Lower the peak learning rate to {format_number(value)}"
                 why = "The schedule raised the learning rate until steps overshot; a lower peak avoids that."
-                yield context.remedy(f"Peak learning rate {peak_rate}", why, edit, kind="setting")
+                yield context.remedy(title, why, edit, kind="setting")
 
 
 @remedies_for("divergence_lr")

@@ -33,7 +33,7 @@ def smaller_rate(context: FailureContext) -> Iterator[Remedy]:
         edits, value = _slower(setup, factor)
         title = f"Multiply the learning rate by {format_number(factor)}"
         if value is not None:
-            title = f"Learning rate {format_number(value)} instead of {format_number(value / factor)}"
+            title = f"Lower the learning rate from {format_number(value / factor)} to {format_number(value)}"
         if edits:
             yield context.remedy(
                 title,
@@ -188,7 +188,7 @@ def enough_eps(context: FailureContext) -> Iterator[Remedy]:
     else:
         return
     yield context.remedy(
-        f"eps={text}",
+        f"Use eps={text}",
         f"The denominator of the update is at least {text}, so a weight without a gradient does not change.",
         edit,
         kind="setting",
