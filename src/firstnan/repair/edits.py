@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from firstnan.records import Edit
 from firstnan.repair.diff import PatchError, render
-from firstnan.repair.files import edited
+from firstnan.repair.files import by_file, edited
 from firstnan.repair.source import SourceFile
 
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Tuple, ast.List, ast.Dict)
@@ -82,12 +82,9 @@ def changed_call(source: SourceFile, call: ast.Call, edit: Edit) -> str:
 
 def as_patch(edits: Iterable[Edit], source_of: Callable[[str], SourceFile | None]) -> tuple[tuple[Edit, ...], str]:
     """The edits with the imports they need, and their diff; empty if they overlap, change nothing or break the code."""
-    by_file: dict[str, list[Edit]] = {}
-    for edit in edits:
-        by_file.setdefault(edit.file, []).append(edit)
     whole: list[Edit] = []
     diff = ""
-    for file, group in by_file.items():
+    for file, group in by_file(edits).items():
         source = source_of(file)
         if source is None:
             return (), ""

@@ -106,10 +106,16 @@ def _check(edit: Edit, found: str) -> None:
 
 def edits_of(remedy: Remedy) -> dict[str, list[Edit]]:
     """The edits of a remedy by file; those of an old report are read from its diff."""
+    found = by_file(remedy.edits or parse(remedy.diff))
+    for name in found:
+        if not name or not name.isprintable():  # a terminal would obey control characters
+            raise PatchError(f"not a file name: {name[:60]!r}")
+    return found
+
+
+def by_file(edits: Iterable[Edit]) -> dict[str, list[Edit]]:
     found: dict[str, list[Edit]] = {}
-    for edit in remedy.edits or parse(remedy.diff):
-        if not edit.file or not edit.file.isprintable():  # a terminal would obey control characters
-            raise PatchError(f"not a file name: {edit.file[:60]!r}")
+    for edit in edits:
         found.setdefault(edit.file, []).append(edit)
     return found
 
