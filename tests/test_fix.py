@@ -1,44 +1,67 @@
-"""`firstnan fix`: shows the proven change, makes it only where the files still are what it was made for."""
+"""`firstnan fix`: shows the proven change, and applies it only to the files it was made for."""
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from firstnan.cli import main as cli
-from firstnan.cli.fix import FixError, apply, choose, how_to_apply, portable, show
-from firstnan.records import Remedy, Report
-from firstnan.report import write
+from firstnan.cli.fix import apply, show
+from firstnan.records import Edit, Remedy, Report
+from firstnan.repair.diff import PatchError, render
+from firstnan.repair.patch import choose, how_to_apply, portable
+from firstnan.report import load, write
 
 OLD = "import torch\n\n\ndef f(x):\n    return torch.log(x)\n"
 NEW = OLD.replace("log(x)", "log(x.clamp_min(1e-8))")
 
 
-def diff_of(path: Path, old: str, new: str) -> str:
-    lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{path}", f"b/{path}")
-    return "".join(lines)
+def change(title: str, path: Path, old: str, new: str, *result: Any) -> Remedy:
+    """A remedy that replaces the lines that differ, as edit and diff."""
+    before, after = old.split("\n"), new.split("\n")
+    assert len(before) == len(after)
+    pairs = [(i, a, b) for i, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b]
+    edits = tuple(Edit(str(path), i, 0, i, len(a), a, b) for i, a, b in pairs)
+    return Remedy(title, render(str(path), old, new), *result, edits=edits)
+
+
+def both(*remedies: Remedy) -> Remedy:
+    """The changes of several remedies in one."""
+    return Remedy("both", "".join(r.diff for r in remedies), edits=tuple(e for r in remedies for e in r.edits))
+
+
+def written(remedies: Iterable[Remedy], version: str) -> None:
+    """A report with these remedies; older versions did not write edits."""
+    found = tuple(remedies) if version == "new" else tuple(replace(remedy, edits=()) for remedy in remedies)
+    write(Report("nonfinite", 5, remedies=found), "report.json")
+
+
+@pytest.fixture(params=["new", "old"])
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def train(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program with a report that has one failed, one proven and one untried change of it."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
     path.write_text(OLD)
     remedies = (
-        Remedy("add an eps", diff_of(path, OLD, NEW), tried=True, failing_step_finite=True, steps_finite_after=20),
-        Remedy("take the absolute value", diff_of(path, OLD, OLD.replace("log(x)", "log(x.abs())"))),
+        change("add an eps", path, OLD, NEW, True, True, 20),
+        change("take the absolute value", path, OLD, OLD.replace("log(x)", "log(x.abs())")),
         Remedy("look at the data"),
-        Remedy("use log2", diff_of(path, OLD, OLD.replace("log", "log2")), tried=True, failing_step_finite=False),
+        change("use log2", path, OLD, OLD.replace("log", "log2"), True, False),
     )
-    write(Report("nonfinite", 5, remedies=remedies), tmp_path / "report.json")
+    written(remedies, version)
     return path
 
 
@@ -51,9 +74,14 @@ def test_the_proven_change_is_shown_and_nothing_is_changed(train: Path, capsys: 
     out = capsys.readouterr().out
     assert out.startswith("> 1  add an eps (tried: step 5 is finite, and so are the 20 steps after it)\n")
     assert "  4  use log2 (tried: step 5 is still not finite)\n" in out
-    assert out.endswith("--- a/train.py\n+++ b/train.py\n" + diff_of(train, OLD, NEW).split("\n", 2)[2])
+    assert out.endswith("--- a/train.py\n+++ b/train.py\n" + render("", OLD, NEW).split("\n", 2)[2])
     assert train.read_text() == OLD
     assert sorted(os.listdir()) == ["report.json", "train.py"]
+
+
+def test_edits_are_in_the_report(train: Path, version: str) -> None:
+    remedy = load("report.json").remedies[0]
+    assert remedy.edits == (change("", train, OLD, NEW).edits if version == "new" else ())
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch(1)")
@@ -67,7 +95,7 @@ def test_what_is_shown_is_a_patch(train: Path, capsys: pytest.CaptureFixture[str
 def test_apply_changes_the_file_and_keeps_it(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.chmod(0o750)
     assert run("--apply") == 0
-    assert capsys.readouterr().out.endswith("changed train.py, kept train.py.orig\n")
+    assert capsys.readouterr().out.endswith("changed train.py, backup in train.py.orig\n")
     assert train.read_text() == NEW
     assert train.stat().st_mode & 0o777 == 0o750
     backup = train.with_name("train.py.orig")
@@ -88,7 +116,7 @@ def test_a_file_that_changed_since_is_refused(train: Path, capsys: pytest.Captur
     before = train.read_bytes()
     assert run("--apply") == 2
     err = capsys.readouterr().err
-    assert "train.py:5: the diff expects '    return torch.log(x)', there is '    x = x + 1'" in err
+    assert "train.py:5: expected '    return torch.log(x)', found '    x = x + 1" in err
     assert "nothing was changed" in err
     assert err.count("\n") == 1
     assert train.read_bytes() == before
@@ -98,11 +126,10 @@ def test_a_file_that_changed_since_is_refused(train: Path, capsys: pytest.Captur
     assert (run("--apply"), run("--apply")) == (0, 2)
 
 
-def test_an_unproven_change_has_to_be_named(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("nonfinite", 5, remedies=(Remedy("take abs", diff_of(train, OLD, NEW)),))
-    write(report, "report.json")
+def test_an_unproven_change_has_to_be_named(train: Path, version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    written([change("take abs", train, OLD, NEW)], version)
     assert run("--apply") == 1
-    assert "no change is proven; --number K takes one all the same" in capsys.readouterr().out
+    assert "no change is proven; --number K chooses one anyway" in capsys.readouterr().out
     assert train.read_text() == OLD
     assert run("--apply", "--number", "1") == 0
     assert train.read_text() == NEW
@@ -135,26 +162,26 @@ def test_a_report_that_is_none_is_refused(train: Path, capsys: pytest.CaptureFix
 def test_a_report_without_changes(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(Report("nonfinite", 5), "report.json")
     assert run() == 1
-    assert capsys.readouterr().out == "the report has no change of the program\n"
+    assert capsys.readouterr().out == "the report proposes no change to the program\n"
 
 
 def test_several_files_are_changed_together_or_not_at_all(train: Path) -> None:
     other = train.with_name("other.py")
     other.write_text("a\n")
-    both = Remedy("both", diff_of(train, OLD, NEW) + diff_of(other, "a\n", "b\n"))
+    remedy = both(change("", train, OLD, NEW), change("", other, "a\n", "b\n"))
     other.write_text("c\n")
-    with pytest.raises(FixError, match=r"other\.py:1: the diff expects 'a', there is 'c'"):
-        apply(both, io.StringIO())
+    with pytest.raises(PatchError, match=r"other\.py:1: expected 'a', found 'c'; nothing was changed"):
+        apply(remedy, io.StringIO())
     assert train.read_text() == OLD
     other.write_text("a\n")
-    apply(both, io.StringIO())
+    apply(remedy, io.StringIO())
     assert (train.read_text(), other.read_text()) == (NEW, "b\n")
 
 
 def test_a_failure_while_writing_puts_the_first_file_back(train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = train.with_name("other.py")
     other.write_text("a\n")
-    both = Remedy("both", diff_of(train, OLD, NEW) + diff_of(other, "a\n", "b\n"))
+    remedy = both(change("", train, OLD, NEW), change("", other, "a\n", "b\n"))
     real, calls = os.replace, []
 
     def full_disk(source: str, target: str) -> None:
@@ -164,8 +191,8 @@ def test_a_failure_while_writing_puts_the_first_file_back(train: Path, monkeypat
         real(source, target)
 
     monkeypatch.setattr(os, "replace", full_disk)
-    with pytest.raises(FixError, match=r"No space left on device; nothing was changed"):
-        apply(both, io.StringIO())
+    with pytest.raises(PatchError, match=r"No space left on device; nothing was changed"):
+        apply(remedy, io.StringIO())
     assert (train.read_text(), other.read_text()) == (OLD, "a\n")
     assert sorted(os.listdir()) == ["other.py", "report.json", "train.py"]
 
@@ -183,11 +210,10 @@ def test_a_link_stays_a_link(train: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["pipe", "folder", "missing.py", "/dev/zero", "/proc/self/environ", "../../etc/shadow"]
 )
-def test_hostile_paths_are_refused(train: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_paths_are_refused(train: Path, version: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo("pipe")
     Path("folder").mkdir()
-    hostile = Remedy("x", diff_of(Path(name), OLD, NEW), True, True, 20)
-    write(Report("nonfinite", 5, remedies=(hostile,)), "report.json")
+    written([change("x", Path(name), OLD, NEW, True, True, 20)], version)
     before = sorted(os.listdir())
     assert run("--apply") == 2
     assert "nothing was changed" in capsys.readouterr().err
@@ -200,7 +226,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_is_not_obeyed(train: Path) -> None:
-    remedy = Remedy("a\x1b[2Jb", diff_of(train, OLD, NEW.replace("1e-8", "'\x1b[2J'")), True, True, 20)
+    remedy = change("a\x1b[2Jb", train, OLD, NEW.replace("1e-8", "'\x1b[2J'"), True, True, 20)
     stream = Terminal()
     show(Report("nonfinite", 5, remedies=(remedy,)), None, stream)
     assert "\x1b" not in stream.getvalue()
@@ -208,9 +234,9 @@ def test_a_terminal_is_not_obeyed(train: Path) -> None:
 
 
 def test_paths_are_written_from_the_folder_where_they_are_below_it(train: Path, tmp_path: Path) -> None:
-    diff = diff_of(train, OLD, NEW)
+    remedy = change("", train, OLD, NEW)
     for folder, name in ((tmp_path, "train.py"), (tmp_path.parent, f"{tmp_path.name}/train.py")):
-        text, base = portable(diff, str(folder))
+        text, base = portable(remedy, str(folder))
         assert text.startswith(f"--- a/{name}\n+++ b/{name}\n")
         assert base == str(folder)
 
@@ -222,15 +248,15 @@ def test_elsewhere_paths_are_written_from_the_folder_of_the_files(train: Path, t
     helper.parent.mkdir()
     helper.write_text(OLD)
     for path in (train, Path(f"{elsewhere}/../train.py")):
-        text, base = portable(diff_of(path, OLD, NEW), str(elsewhere))
+        text, base = portable(change("", path, OLD, NEW), str(elsewhere))
         assert text.startswith("--- a/train.py\n+++ b/train.py\n")
         assert base == str(tmp_path)
-    text, base = portable(diff_of(train, OLD, NEW) + diff_of(helper, OLD, NEW), str(elsewhere))
+    text, base = portable(both(change("", train, OLD, NEW), change("", helper, OLD, NEW)), str(elsewhere))
     assert "--- a/train.py\n" in text
     assert "--- a/lib/helper.py\n" in text
     assert base == str(tmp_path)
     # A folder whose name only begins alike is another one.
-    assert portable(diff_of(train, OLD, NEW), str(tmp_path)[:-1])[1] == str(tmp_path)
+    assert portable(change("", train, OLD, NEW), str(tmp_path)[:-1])[1] == str(tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch(1)")
@@ -253,7 +279,18 @@ def test_a_patch_from_elsewhere_says_where_it_belongs(
 
 
 def test_the_best_is_the_first_proven_one(train: Path) -> None:
-    proven = Remedy("a", diff_of(train, OLD, NEW), True, True, 3)
+    proven = change("a", train, OLD, NEW, True, True, 3)
     report = Report("nonfinite", remedies=(Remedy("b", proven.diff), proven, replace(proven, title="c")))
     assert choose(report) is proven
     assert choose(Report("nonfinite")) is None
+
+
+def test_a_diff_that_is_none_is_shown_as_it_is(tmp_path: Path) -> None:
+    assert portable(Remedy("", "no diff"), str(tmp_path)) == ("no diff", str(tmp_path))
+
+
+def test_lines_that_look_like_the_head_of_a_diff_keep_their_paths(train: Path) -> None:
+    old = f"x = 1\n-- a/{train}\n"
+    diff, _ = portable(change("", train, old, f"x = 2\n++ b/{train}\n"), str(train.parent))
+    assert diff.startswith("--- a/train.py\n+++ b/train.py\n@@")
+    assert f"\n--- a/{train}\n+x = 2\n+++ b/{train}\n" in diff

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.cli.fix import choose
 from firstnan.records import Report
-from firstnan.repair.patch import new_contents
+from firstnan.repair.files import new_contents
+from firstnan.repair.patch import choose
 from test_cases import CASES, FAILING
 from zygote import Zygote
 
@@ -27,8 +27,8 @@ def test_a_proven_change_holds_in_a_fresh_run(tmp_path: Path, name: str, firstna
     remedy = choose(report)
     assert remedy is not None, [(r.title, r.note) for r in report.remedies]
     assert remedy.steps_finite_after is not None
-    for source, content in new_contents(remedy.diff):
-        source.path.write_bytes(content)
+    for file, content in new_contents(remedy):
+        file.path.write_bytes(content)
     again = firstnan(["run", script.name], cwd=tmp_path)
     assert again.report is not None
     if again.report["verdict"] == "nonfinite":

@@ -18,6 +18,7 @@ from torch import Tensor
 from firstnan.diagnose.rules import explain
 from firstnan.records import Cause, History, Remedy
 from firstnan.repair import propose
+from firstnan.repair.files import edited
 from test_blame_snippets import GUILTY
 from traced import STEP, Outcome, run_snippet
 from zygote import Zygote
@@ -119,6 +120,7 @@ def test_every_diff_applies_and_is_python(source: str, tmp_path: Path) -> None:
     for remedy in remedies:
         assert remedy.diff.startswith(f"--- a/{tmp_path}/train.py\n+++ b/{tmp_path}/train.py\n@@ ")
         ast.parse(apply(text, remedy.diff))
+        assert edited(text, remedy.edits) == apply(text, remedy.diff)
         assert remedy.title
         assert remedy.why
     assert len({r.diff for r in remedies}) == len(remedies) <= 8
@@ -223,7 +225,7 @@ loss = (rate + {operation}).sum()
 loss.backward()
 """
     _, _, remedies = proposed(source, tmp_path)
-    made = [r for r in remedies if "where it is made" in r.title]
+    made = [r for r in remedies if "where it is computed" in r.title]
     assert bool(made) == proposes
     text = (tmp_path / "train.py").read_text()
     assert all(stays_finite(apply(text, r.diff)) for r in made)

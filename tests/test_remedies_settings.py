@@ -14,9 +14,9 @@ import pytest
 
 from firstnan.records import Cause, History, OpEvent, Origin, Remedy, Site, StepRecord, TensorStat, Trace
 from firstnan.repair import propose
-from firstnan.repair.base import Desk
-from firstnan.repair.numbers import Spelled, literal, written
-from firstnan.repair.source import Source
+from firstnan.repair.context import Location, SourceFiles
+from firstnan.repair.literals import find_literal, format_number
+from firstnan.repair.source import SourceFile
 from test_remedies import apply, changed_lines
 from zygote import Zygote
 
@@ -75,25 +75,23 @@ SPELLINGS = {
 }
 
 
-def rate_of(text: str, desk: Desk, file: str = "train.py") -> Spelled:
-    source = Source(file, text)
+def rate_of(text: str, file: str = "train.py") -> Location[ast.expr]:
+    source = SourceFile(file, text)
     call = next(n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and source.called(n).endswith("SGD"))
-    return Spelled(source, next(k.value for k in call.keywords if k.arg == "lr"))
+    return Location(source, next(k.value for k in call.keywords if k.arg == "lr"))
 
 
 @pytest.mark.parametrize("text", [pytest.param(t, id=n) for n, t in SPELLINGS.items()])
 def test_the_literal_behind_a_setting_is_found(text: str) -> None:
-    desk = Desk()
-    found = literal(desk, rate_of(text, desk), expected=0.5)
+    found = find_literal(SourceFiles(), rate_of(text), expected=0.5)
     assert found is not None
     assert found.source.code(found.node) == "0.5"
 
 
 def test_the_literal_in_another_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "settings.py").write_text("RATE = 0.5\n")
-    desk = Desk()
     text = "from settings import RATE\nopt = SGD(p, lr=RATE)"
-    found = literal(desk, rate_of(text, desk, str(tmp_path / "train.py")), expected=0.5)
+    found = find_literal(SourceFiles(), rate_of(text, str(tmp_path / "train.py")), expected=0.5)
     assert found is not None
     assert found.source.file == str(tmp_path / "settings.py")
 
@@ -107,13 +105,12 @@ def test_the_literal_in_another_file_is_found(tmp_path: Path) -> None:
     ],
 )
 def test_a_number_that_is_computed_or_another_is_not_taken_for_it(text: str) -> None:
-    desk = Desk()
-    assert literal(desk, rate_of(text, desk), expected=0.5) is None
+    assert find_literal(SourceFiles(), rate_of(text), expected=0.5) is None
 
 
 def test_numbers_are_written_as_people_do() -> None:
     numbers = [0.1, 0.05, 3.0, 1e-4, 2.5e-6, 1e15, 12345.0, 0.0]
-    assert [written(n) for n in numbers] == ["0.1", "0.05", "3.0", "1e-4", "2.5e-6", "1e15", "12345.0", "0.0"]
+    assert [format_number(n) for n in numbers] == ["0.1", "0.05", "3.0", "1e-4", "2.5e-6", "1e15", "12345.0", "0.0"]
 
 
 # --- a run that diverges, in many spellings ---------------------------------------------------------------------
@@ -229,4 +226,4 @@ def test_an_eps_is_only_raised(eps: str, proposes: bool, tmp_path: Path) -> None
     history = History((), "Adam", (("eps", float(eps)),), made_at=made)
     origin = Origin("optimizer", "div", "aten.div", site=made, step=3)
     remedies = propose(origin, Trace(), history, [Cause("optimizer_eps", "", "")])
-    assert [r.title for r in remedies] == (["eps=1e-8"] if proposes else [])
+    assert [r.title for r in remedies] == (["Use eps=1e-8"] if proposes else [])

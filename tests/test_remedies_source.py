@@ -7,12 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.records import Site
-from firstnan.repair.edits import after, argument, atom, before, diff, put, remove, without
-from firstnan.repair.source import Source
+from firstnan.records import Edit, Site
+from firstnan.repair.diff import render
+from firstnan.repair.edits import (
+    as_patch,
+    changed_call,
+    delete_statement,
+    insert_after,
+    insert_before,
+    parenthesized,
+    replace_node,
+    set_argument,
+)
+from firstnan.repair.files import edited
+from firstnan.repair.source import SourceFile
 
 
-def node_of(source: Source, code: str) -> ast.expr:
+def node_of(source: SourceFile, code: str) -> ast.expr:
     """The expression that is written like this."""
     found = [n for n in ast.walk(source.tree) if isinstance(n, ast.expr) and source.code(n) == code]
     assert found, code
@@ -23,9 +34,16 @@ def added(text: str) -> list[str]:
     return [line[1:] for line in text.split("\n") if line.startswith("+") and not line.startswith("+++")]
 
 
+def diff(source: SourceFile, *edits: Edit) -> str:
+    """The diff of these edits; what they make of the text is what the diff shows."""
+    whole, text = as_patch(edits, lambda _: source)
+    assert render(source.file, source.content, edited(source.content, whole)) == text
+    return text
+
+
 def put_into(text: str, code: str, new: str) -> list[str]:
-    source = Source("/x.py", text)
-    return added(diff([put(source, node_of(source, code), new)]))
+    source = SourceFile("/x.py", text)
+    return added(diff(source, replace_node(source, node_of(source, code), new)))
 
 
 @pytest.mark.parametrize(
@@ -51,18 +69,23 @@ def test_parentheses_are_set_where_they_are_needed(line: str, code: str, new: st
 
 def test_what_would_be_no_python_is_no_diff() -> None:
     assert put_into("y = a\n", "a", "a +") == []
-    source = Source("/x.py", "y = f(a)\n")
-    assert diff([put(source, node_of(source, "f(a)"), "b"), put(source, node_of(source, "a"), "c")]) == ""
-    assert diff([put(source, node_of(source, "a"), "a")]) == ""
+    source = SourceFile("/x.py", "y = f(a)\n")
+    assert (
+        diff(
+            source, replace_node(source, node_of(source, "f(a)"), "b"), replace_node(source, node_of(source, "a"), "c")
+        )
+        == ""
+    )
+    assert diff(source, replace_node(source, node_of(source, "a"), "a")) == ""
 
 
 @pytest.mark.parametrize("raw", [b"x = 1\r\nz = f(y)\r\n", b"\xef\xbb\xbfz = f(y)\n", b"z = f(y)"])
 def test_line_ends_and_marks_are_kept(raw: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_bytes(raw)
-    source = Source.read(str(file))
+    source = SourceFile.read(str(file))
     assert source is not None
-    text = diff([put(source, node_of(source, "y"), "y.abs()")])
+    text = diff(source, replace_node(source, node_of(source, "y"), "y.abs()"))
     ending = "\r\n" if b"\r" in raw else "\n"
     assert f"-z = f(y){ending}" in text
     assert f"+z = f(y.abs()){ending}" in text
@@ -72,16 +95,16 @@ def test_line_ends_and_marks_are_kept(raw: bytes, tmp_path: Path) -> None:
 def test_another_encoding_is_read(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_bytes("# coding: latin-1\nname = 'é'; z = f(y)\n".encode("latin-1"))
-    source = Source.read(str(file))
+    source = SourceFile.read(str(file))
     assert source is not None
-    assert added(diff([put(source, node_of(source, "y"), "1")])) == ["name = 'é'; z = f(1)"]
+    assert added(diff(source, replace_node(source, node_of(source, "y"), "1"))) == ["name = 'é'; z = f(1)"]
 
 
 @pytest.mark.parametrize("raw", [b"def (", b"\xff\xfe\x00", b"# coding: no-such-code\n", b"x = '\x00'"])
 def test_what_is_no_python_is_no_source(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_bytes(raw)
-    assert Source.read(str(tmp_path / "x.py")) is None
-    assert Source.read(str(tmp_path / "absent.py")) is None
+    assert SourceFile.read(str(tmp_path / "x.py")) is None
+    assert SourceFile.read(str(tmp_path / "absent.py")) is None
 
 
 CALLS = """\
@@ -100,7 +123,7 @@ def g(x):
 
 
 def test_functions_are_known_by_whatever_name_they_have() -> None:
-    source = Source("/x.py", CALLS)
+    source = SourceFile("/x.py", CALLS)
     called = [source.expr(n).called for n in ast.walk(source.tree) if isinstance(n, ast.Call)]
     assert called == [
         "torch.log",
@@ -126,9 +149,12 @@ def test_functions_are_known_by_whatever_name_they_have() -> None:
 
 def test_torch_is_imported_where_new_code_needs_it() -> None:
     text = '"""Doc."""\nfrom __future__ import annotations\n\nfrom net import f\n\ny = f(a)\n'
-    source = Source("/x.py", text)
-    assert added(diff([put(source, node_of(source, "f(a)"), "torch.log(a)")])) == ["import torch", "y = torch.log(a)"]
-    assert added(diff([put(source, node_of(source, "f(a)"), "a.torch.log")])) == ["y = a.torch.log"]
+    source = SourceFile("/x.py", text)
+    assert added(diff(source, replace_node(source, node_of(source, "f(a)"), "torch.log(a)"))) == [
+        "import torch",
+        "y = torch.log(a)",
+    ]
+    assert added(diff(source, replace_node(source, node_of(source, "f(a)"), "a.torch.log"))) == ["y = a.torch.log"]
 
 
 NAMES = """\
@@ -145,7 +171,7 @@ def f(z, flag):
 
 
 def test_a_name_is_followed_to_its_nearest_assignment() -> None:
-    source = Source("/x.py", NAMES)
+    source = SourceFile("/x.py", NAMES)
     call = node_of(source, "q.log()")
     assert source.code(source.value(source.expr(call).args[0])) == "p.exp()"
     assert source.unchanged(node_of(source, "z * 2"), call)
@@ -166,40 +192,56 @@ y = (
 
 
 def test_a_method_over_several_lines_is_found_by_its_name() -> None:
-    source = Source("/x.py", MULTILINE)
-    found = source.at(Site("/x.py", 4, 5, 4, 11))
+    source = SourceFile("/x.py", MULTILINE)
+    found = source.node_at(Site("/x.py", 4, 5, 4, 11))
     assert found is not None
     assert source.expr(found).op == "sqrt"
     assert source.code(source.expr(found).args[0]).startswith("x.pow(2)")
 
 
 def test_places_outside_of_the_file_are_nowhere() -> None:
-    source = Source("/x.py", "y = 1\n")
-    assert source.at(Site("/x.py", 99, 0, 99, 5)) is None
-    assert source.at(Site("/x.py", 99)) is None
+    source = SourceFile("/x.py", "y = 1\n")
+    assert source.node_at(Site("/x.py", 99, 0, 99, 5)) is None
+    assert source.node_at(Site("/x.py", 99)) is None
 
 
 def test_arguments_and_statements_are_added_and_taken_away() -> None:
-    source = Source("/x.py", "def f():\n    y = g(a, (b), k=1,)\n    h()\n    return y\n")
+    source = SourceFile("/x.py", "def f():\n    y = g(a, (b), k=1,)\n    h()\n    return y\n")
     call, bare = node_of(source, "g(a, (b), k=1,)"), node_of(source, "h()")
     assert isinstance(call, ast.Call)
     assert isinstance(bare, ast.Call)
-    assert added(diff([argument(source, call, "k", "2")])) == ["    y = g(a, (b), k=2,)"]
-    assert added(diff([argument(source, call, "m", "2")])) == ["    y = g(a, (b), k=1, m=2,)"]
-    assert added(diff([argument(source, bare, "m", "2")])) == ["    h(m=2)"]
-    assert added(diff([without(source, call, call.keywords[0])])) == ["    y = g(a, (b),)"]
-    assert added(diff([before(source, bare, "one()", "two()")])) == ["    one()", "    two()"]
-    assert added(diff([after(source, call, "one()")])) == ["    one()"]
-    gone = remove(source, source.statement(bare))
-    assert gone is not None
-    assert "-    h()\n" in diff([gone])
-    crowded = Source("/x.py", "a = 1; b = 2\n")
-    assert remove(crowded, crowded.tree.body[0]) is None
+    assert added(diff(source, set_argument(source, call, "k", "2"))) == ["    y = g(a, (b), k=2,)"]
+    assert added(diff(source, set_argument(source, call, "m", "2"))) == ["    y = g(a, (b), k=1, m=2,)"]
+    assert added(diff(source, set_argument(source, bare, "m", "2"))) == ["    h(m=2)"]
+    assert added(diff(source, insert_before(source, bare, "one()", "two()"))) == ["    one()", "    two()"]
+    assert added(diff(source, insert_after(source, call, "one()"))) == ["    one()"]
+    assert changed_call(source, call, set_argument(source, call, "m", "2")) == "g(a, (b), k=1, m=2,)"
+    deleted = delete_statement(source, source.statement(bare))
+    assert deleted is not None
+    assert "-    h()\n" in diff(source, deleted)
+
+
+def test_statements_that_share_a_line() -> None:
+    source = SourceFile("/x.py", "a = 1; b = f(a)\nif a: b = g(a)\n")
+    assert delete_statement(source, source.tree.body[0]) is None
+    assert added(diff(source, insert_before(source, node_of(source, "f(a)"), "c = a"))) == ["a = 1; c = a; b = f(a)"]
+    assert added(diff(source, insert_before(source, node_of(source, "g(a)"), "c = a"))) == ["if a: c = a; b = g(a)"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_positions_count_the_lines_of_python(end: str) -> None:
+    source = SourceFile("/x.py", end.join(["x = 1\x0c", "if x:", "    y = f(", "        x)"]))
+    (edit,), _ = as_patch([replace_node(source, node_of(source, "f(\n        x)"), "g(x)")], lambda _: source)
+    assert edit == Edit("/x.py", 3, 8, 4, 10, "f(\n        x)", "g(x)")
+    assert edited(source.content, [edit]) == source.content[: source.content.index("f(")] + "g(x)"
+    after = insert_after(source, node_of(source, "f(\n        x)"), "z = y")
+    assert (after.line, after.column, after.old, after.new) == (4, 10, "", "\n    z = y")
+    assert edited(source.content, [after]) == source.content + end + "    z = y"
 
 
 @pytest.mark.parametrize(
     ("code", "wanted"), [("a.b", "a.b"), ("a + b", "(a + b)"), ("-a", "(-a)"), ("f(a)[0]", "f(a)[0]")]
 )
 def test_what_a_dot_may_follow(code: str, wanted: str) -> None:
-    source = Source("/x.py", f"y = {code}\n")
-    assert atom(source, node_of(source, code)) == wanted
+    source = SourceFile("/x.py", f"y = {code}\n")
+    assert parenthesized(source, node_of(source, code)) == wanted

@@ -9,7 +9,7 @@ import pytest
 
 from firstnan.diagnose.causes import catalogue
 from firstnan.records import Report
-from firstnan.repair.patch import new_contents
+from firstnan.repair.files import new_contents
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -26,8 +26,8 @@ def test_a_proposed_change_repairs_the_example(slug: str, tmp_path: Path, firstn
     report = Report.from_dict(firstnan(["run", "train.py"], cwd=tmp_path).found)
     tried = []
     for remedy in [r for r in report.remedies if r.diff][:MOST]:
-        for changed, content in new_contents(remedy.diff):
-            changed.path.write_bytes(content)
+        for file, content in new_contents(remedy):
+            file.path.write_bytes(content)
         again = firstnan(["run", "train.py"], cwd=tmp_path)
         script.write_text(source, encoding="utf-8")
         assert again.report is not None

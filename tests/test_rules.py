@@ -642,7 +642,8 @@ def test_a_plateau_far_above_the_rest_is_growth() -> None:
         steps(*[1.0] * 20, 1e9),
         only_gradients(5.0, 1e3, 1e5, 1e7, 1e9),
         History(
-            (StepRecord(0, loss=1.0), StepRecord(1, loss=1.0)), layers=(LayerTrack("fc", "forward", max_abs=(1, 1e9)),)
+            (StepRecord(0, loss=1.0), StepRecord(1, loss=1.0)),
+            layers=(LayerTrack("fc", "forward", (0, 1), (1, 1e9), (1, 1e9)),),
         ),
     ],
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import random
+import re
 import signal
 import sys
 import textwrap
@@ -23,10 +23,12 @@ import torch
 from firstnan.engine import trials as trial
 from firstnan.engine.investigation import Options, reason_not_to_try
 from firstnan.engine.second_run import Start
-from firstnan.engine.trials import Limits, Outcome, Trials, judged, keeps_numbers, last_bad_step, loss_change, ranked
+from firstnan.engine.trials import Limits, Trials
 from firstnan.observe.runner import Program
-from firstnan.records import History, Noticed, Origin, Remedy, Report, Site, StepRecord, TensorStat
+from firstnan.records import Edit, History, Noticed, Origin, Remedy, Report, Site, StepRecord, TensorStat
 from firstnan.records.files import load
+from firstnan.repair.diff import render
+from firstnan.repair.verdict import TrialOutcome, judged, keeps_numbers, last_bad_step, loss_change, ranked
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -76,15 +78,13 @@ def write(path: Path, text: str) -> None:
 
 
 def change(path: Path, old: str, new: str, **more: Any) -> Remedy:
-    text = path.read_text()
-    assert old in text, "the change changes nothing"
-    lines = difflib.unified_diff(
-        text.splitlines(keepends=True),
-        text.replace(old, new).splitlines(keepends=True),
-        f"a/{path}",
-        f"b/{path}",
-    )
-    return Remedy(new, "".join(lines), **more)
+    """`new` in place of `old`, wherever it is in the file."""
+    text, edits = path.read_text(), []
+    for found in re.finditer(re.escape(old), text):
+        where = [(text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at) - 1) for at in found.span()]
+        edits.append(Edit(str(path), *where[0], *where[1], old, new))
+    assert edits, "the change changes nothing"
+    return Remedy(new, render(str(path), text, text.replace(old, new)), edits=tuple(edits), **more)
 
 
 def failing(step: int, *remedies: Remedy, losses: tuple[float, ...] = (), **more: Any) -> Report:
@@ -145,7 +145,7 @@ def test_a_file_that_is_no_longer_the_same_is_not_tried(place: Path) -> None:
     write(place / "helper.py", HELPER.replace("torch.log", "torch.log1p"))
     result = outcome_of(remedy)
     assert not result.tried
-    assert "helper.py:5: the diff expects" in result.note
+    assert "helper.py:5: expected 'x.sum(', found" in result.note
 
 
 def test_a_program_that_ends_early_has_the_steps_it_has(place: Path) -> None:
@@ -313,7 +313,8 @@ def test_of_two_optimizers_the_steps_of_the_failing_one_count(place: Path, ends:
     line = next(i for i, text in enumerate(lines, 1) if "optimizer =" in text)
     history = replace(failing(5).history, made_at=Site(str(place / "train.py"), line))
     good = change(place / "train.py", "import torch\n", "import torch\n\nprint()\nprint()\n")
-    better = replace(good, diff=good.diff + change(place / "helper.py", "x.sum(", "(x + 0.1).sum(").diff)
+    other = change(place / "helper.py", "x.sum(", "(x + 0.1).sum(")
+    better = replace(good, diff=good.diff + other.diff, edits=good.edits + other.edits)
     result = tried(failing(5, better, history=history), TRAIN).remedies[0]
     assert (result.failing_step_finite, result.steps_finite_after) == (True, min(20, ends - 6))
     assert tried(failing(5, good, history=history), TRAIN).remedies[0].failing_step_finite is False
@@ -378,7 +379,7 @@ SLOW = LOOP.replace("for step in", "import time\n    for step in").replace(
 def test_a_trial_that_takes_too_long_is_stopped(place: Path) -> None:
     write(place / "train.py", SLOW.format(calm=2))
     result = outcome_of(change(place / "train.py", "x[3] = 0", "x[3] = 1"), limits=Limits(3, 60))
-    assert (result.tried, result.note) == (False, "stopped after 3 s, before step 5 was over")
+    assert (result.tried, result.note) == (False, "stopped after 3 s, before step 5 finished")
     assert others_gone(place)
 
 
@@ -389,7 +390,7 @@ def test_what_a_stopped_program_has_started_goes_with_it(tmp_path: Path, monkeyp
     began = time.monotonic()
     result = outcome_of(change(tmp_path / "train.py", "sleep(60)", "sleep(50)"), limits=Limits(6, 60))
     assert time.monotonic() - began < 40
-    assert result.note == "stopped after 6 s, before step 5 was over"
+    assert result.note == "stopped after 6 s, before step 5 finished"
     assert len([name for name in os.listdir() if name.isdigit()]) == 2
     assert others_gone(tmp_path)
 
@@ -413,7 +414,7 @@ def test_time_for_all_of_them_is_limited(place: Path) -> None:
     remedies = [change(place / "helper.py", "x.sum(", f"x.mul({i}).sum(") for i in (2, 3, 4)]
     report = tried(failing(5, *remedies), TRAIN, limits=Limits(60, 0.01))
     assert [r.tried for r in report.remedies] == [False, False, True]
-    assert {r.note for r in report.remedies if not r.tried} == {"0 s are enough"}
+    assert {r.note for r in report.remedies if not r.tried} == {"the time limit of 0 s was reached"}
 
 
 def test_only_so_many_are_tried(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +422,7 @@ def test_only_so_many_are_tried(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     remedies = [change(place / "helper.py", "x.sum(", f"x.mul({i}).sum(") for i in range(2, 6)]
     report = tried(failing(5, *remedies), TRAIN)
     assert [r.tried for r in report.remedies] == [False, False, True, True]
-    assert report.remedies[0].note == "2 others were tried before it"
+    assert report.remedies[0].note == "only 2 changes are tried"
 
 
 def test_limits_follow_the_time_that_the_program_took() -> None:
@@ -463,7 +464,7 @@ def test_one_of_several_processes_is_not_started_alone(monkeypatch: pytest.Monke
 def healthy_losses(place: Path) -> tuple[float, ...]:
     """The losses of the first five steps, as a trial of the failing program sees them."""
     data, _ = Start().try_out(TRAIN, {}, step=5, last=5, seconds=60)
-    outcome = Outcome.of(data)
+    outcome = TrialOutcome.of(data)
     assert (outcome.noticed, outcome.bad_step) == ("the loss", 5)
     return tuple(loss for step, loss in outcome.losses if step < 5)
 
@@ -487,7 +488,7 @@ def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path
     assert other.loss_change is not None
     assert other.loss_change > 0.01
     assert (advice.tried, advice.note) == (False, "")
-    assert (left.tried, left.note) == (False, "an earlier one already helps")
+    assert (left.tried, left.note) == (False, "an earlier change already helps")
     assert failed.failing_step_finite is False
     # After each trial the report so far is handed out, with all remedies in it.
     assert [len(r.remedies) for r in told] == [7, 7, 7, 6]
@@ -497,7 +498,8 @@ def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path
 def test_three_that_help_are_enough_though_they_change_numbers(place: Path) -> None:
     remedies = [change(place / "helper.py", "torch.log(", f"torch.log({i} + ") for i in (1, 2, 3, 4)]
     report = tried(failing(5, *remedies, losses=(1.0,) * 5), TRAIN)
-    assert [(r.proven, r.note) for r in report.remedies] == [(True, "")] * 3 + [(False, "an earlier one already helps")]
+    helped = (False, "an earlier change already helps")
+    assert [(r.proven, r.note) for r in report.remedies] == [*[(True, "")] * 3, helped]
 
 
 def test_a_program_that_rolls_new_dice_proves_nothing(place: Path) -> None:
@@ -505,7 +507,7 @@ def test_a_program_that_rolls_new_dice_proves_nothing(place: Path) -> None:
     report = failing(5, change(place / "helper.py", "x.sum(", "x.abs().sum("), replay="handed out again")
     (result,) = tried(report, TRAIN).remedies
     assert not result.tried
-    assert result.note.startswith("the unchanged program does not fail in every run")
+    assert result.note.startswith("the unchanged program does not always fail")
     assert result.failing_step_finite is None
 
 
@@ -517,14 +519,14 @@ def test_without_healthy_steps_the_unchanged_program_is_run_for_comparison(place
 
 def test_the_loss_change_is_the_largest_relative_one() -> None:
     report = failing(3, losses=(2.0, -1.0, 4.0))
-    outcome = Outcome(passed=24, losses=((0, 2.0), (1, -1.1), (2, 4.0), (3, 100.0), (4, 5.0)))
+    outcome = TrialOutcome(passed=24, losses=((0, 2.0), (1, -1.1), (2, 4.0), (3, 100.0), (4, 5.0)))
     assert loss_change(outcome, report) == pytest.approx(0.1 / 1.1)
     assert loss_change(replace(outcome, losses=((3, 1.0),)), report) is None
     assert judged(Remedy("", "x"), outcome, report).loss_change is not None
     assert judged(Remedy("", "x", kind="setting"), outcome, report).loss_change is None
     # Two optimizers that take turns: one loss each in every step.
     both = failing(1).with_(history=History((StepRecord(0, 1.0), StepRecord(0, 7.0), StepRecord(1, nan))))
-    assert loss_change(Outcome(losses=((0, 1.0), (0, 7.0))), both) == 0.0
+    assert loss_change(TrialOutcome(losses=((0, 1.0), (0, 7.0))), both) == 0.0
 
 
 def test_what_counts_as_rounding_depends_on_the_dtype() -> None:
@@ -538,8 +540,8 @@ def test_what_counts_as_rounding_depends_on_the_dtype() -> None:
 def test_a_failure_noticed_late_has_to_be_outlived() -> None:
     report = failing(3).with_(history=History((StepRecord(7, nan),)))
     assert last_bad_step(report) == 7
-    assert judged(Remedy("", "x"), Outcome(noticed="a gradient", bad_step=6), report).failing_step_finite is False
-    assert judged(Remedy("", "x"), Outcome(passed=28), report).steps_finite_after == 20
+    assert judged(Remedy("", "x"), TrialOutcome(noticed="a gradient", bad_step=6), report).failing_step_finite is False
+    assert judged(Remedy("", "x"), TrialOutcome(passed=28), report).steps_finite_after == 20
 
 
 def test_order_in_the_report() -> None:
@@ -557,7 +559,7 @@ COMMAND = """
     import sys
     import firstnan.engine.conclude as room
     from firstnan.cli.main import main
-    from firstnan.records import Remedy
+    from firstnan.records import Edit, Remedy
 
     own = room.Evidence.conclude
 

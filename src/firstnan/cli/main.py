@@ -134,9 +134,11 @@ def _show(parsed: argparse.Namespace) -> int:
 
 
 def _fix(parsed: argparse.Namespace) -> int:
-    from firstnan.cli.fix import FixError, apply, choose, show
+    from firstnan.cli.fix import apply, show
     from firstnan.records import ReportError
     from firstnan.records.files import load
+    from firstnan.repair.diff import PatchError
+    from firstnan.repair.patch import choose
 
     try:
         report = load(parsed.report)
@@ -147,7 +149,7 @@ def _fix(parsed: argparse.Namespace) -> int:
             return 1
         if parsed.apply:
             apply(remedy, sys.stdout)
-    except (ReportError, FixError) as error:
+    except (ReportError, PatchError) as error:
         raise UsageError(str(error)) from None
     return 0
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from firstnan.capsule import Wanted
-from firstnan.cli import fix
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
 from firstnan.engine.second_run import Order, Start
@@ -21,6 +20,8 @@ from firstnan.observe.runner import Program
 from firstnan.observe.sites import Ownership
 from firstnan.records import Report, ReportError
 from firstnan.records.files import write_whole
+from firstnan.repair.patch import choose, how_to_apply, portable
+from firstnan.repair.verdict import TrialOutcome, ended_by
 from firstnan.report import print_text, write
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Investigation:
         self._trial: Trial | None = None
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
-        self._fate = trials.Outcome()
+        self._fate = TrialOutcome()
         """How the program ended; the exception itself would keep its tensors alive."""
 
     # What the runner calls.
@@ -82,7 +83,7 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
-        self._fate = trials.ended_by(error)
+        self._fate = ended_by(error)
         if self.watch is not None:
             self.watch.program_failed(error)
 
@@ -245,7 +246,7 @@ class Investigation:
         self.report = report
         self._save(report)
 
-    def _tell(self, outcome: trials.Outcome) -> None:
+    def _tell(self, outcome: TrialOutcome) -> None:
         assert self.order is not None
         write_whole(self.order.report, json.dumps(asdict(outcome)))
 
@@ -271,18 +272,18 @@ class Investigation:
             say(f"warning: no NaN or Inf was found; {self.report.notes[0]}")
 
     def _write_fix(self, path: Path) -> None:
-        remedy = fix.choose(self.report)
+        remedy = choose(self.report)
         if remedy is None:
             say("no change is proven, so there is no patch")
             return
         here = self.start.directory or ""
-        diff, folder = fix.portable(remedy.diff, here)
+        diff, folder = portable(remedy, here)
         try:
             write_whole(path, diff)
         except OSError as error:
             say(f"can't write {path}: {error.strerror}")
         else:
-            command = fix.how_to_apply(folder, here, str(path))
+            command = how_to_apply(folder, here, str(path))
             say(f"the first change is in {path}" + (f"; {command} makes it" if command else ""))
 
 

@@ -17,10 +17,10 @@ from firstnan.engine.program_values import ProgramValues
 from firstnan.engine.restart import Restart
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
-from firstnan.engine.trials import Outcome
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed, Report
+from firstnan.repair.verdict import TrialOutcome
 
 P = TypeVar("P", bound=EndProgram)
 
@@ -112,7 +112,7 @@ def watch(
 
 def watch_trial(
     ownership: Ownership,
-    tell: Callable[[Outcome], None],
+    tell: Callable[[TrialOutcome], None],
     *,
     step: int,
     last: int,

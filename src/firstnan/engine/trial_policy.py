@@ -10,9 +10,9 @@ from typing import Any
 
 from firstnan.engine.policies import EndProgram, end_program
 from firstnan.engine.session import Session
-from firstnan.engine.trials import Outcome, described
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership
+from firstnan.repair.verdict import TrialOutcome, described
 
 
 class Trial(EndProgram):
@@ -30,7 +30,7 @@ class Trial(EndProgram):
         *,
         step: int,
         last: int,
-        tell: Callable[[Outcome], None],
+        tell: Callable[[TrialOutcome], None],
         made: tuple[str, int] | None = None,
     ) -> None:
         super().__init__(lambda report: tell(self.outcome()))
@@ -53,7 +53,7 @@ class Trial(EndProgram):
             session.close()
             end_program()
 
-    def outcome(self, fate: Outcome | None = None) -> Outcome:
+    def outcome(self, fate: TrialOutcome | None = None) -> TrialOutcome:
         """What has been seen so far; `fate` is how the program ended."""
         session = self._session
         assert session is not None
@@ -63,7 +63,7 @@ class Trial(EndProgram):
         noticed = report.noticed if report is not None and found else output
         alarm = self._gate.explosion
         return replace(
-            Outcome() if fate is None or found or self._stopped else fate,
+            TrialOutcome() if fate is None or found or self._stopped else fate,
             passed=self._counted.passed,
             noticed=described(noticed) if noticed or found else "",
             bad_step=report.step if report is not None and found else None,

@@ -6,6 +6,7 @@ from firstnan.records.forms import FORMAT, VERSION
 from firstnan.records.report import (
     Batch,
     Cause,
+    Edit,
     Feature,
     History,
     LayerTrack,
@@ -23,6 +24,7 @@ __all__ = [
     "VERSION",
     "Batch",
     "Cause",
+    "Edit",
     "Feature",
     "History",
     "InFloat64",

@@ -109,6 +109,23 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Edit:
+    """One replacement in a source file: `old` is the text between the two positions, `new` takes its place.
+
+    Lines count from 1, columns from 0 and in characters. An insertion has an empty `old`, a deletion an empty `new`.
+    Both texts end their lines with a newline character; the file keeps its own line ends and its encoding.
+    """
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
 class Remedy:
     """A change to the program that should help, and the result of trying it."""
 
@@ -125,6 +142,8 @@ class Remedy:
     """The largest relative change of the loss in the healthy steps before the failing one."""
     note: str = ""
     """Why it was not tried, or how the trial failed."""
+    edits: tuple[Edit, ...] = ()
+    """What `diff` shows, as data; empty in reports of older versions."""
 
     @property
     def proven(self) -> bool:

@@ -1,8 +1,9 @@
-"""From a cause to changes of the user's own source that should help, best first; nothing is tried here."""
+"""From a cause to edits of the user's source, the most promising first; nothing is tried here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 
@@ -23,7 +24,8 @@ from firstnan.repair import (
     stable,
 )
 from firstnan.repair.advice import advice
-from firstnan.repair.base import REMEDIES, Desk, Job
+from firstnan.repair.context import PROPOSERS, FailureContext, SourceFiles
+from firstnan.repair.edits import as_patch
 
 __all__ = ["propose"]
 
@@ -41,28 +43,33 @@ FAMILIES: tuple[ModuleType, ...] = (
     domain,
     data,
 )
-"""Imported for the candidates that they register; within one slug those of the family named first come first."""
+"""Imported for the candidates they register; for one cause, those of the family named first come first."""
 ORDER = [family.__name__ for family in FAMILIES]
 
 MOST = 8
-MOST_OF_ONE = 6
+MOST_PER_CAUSE = 6
 
 
 def propose(origin: Origin, trace: Trace, history: History, causes: Sequence[Cause]) -> tuple[Remedy, ...]:
-    """Candidates for the causes that were found, each change once, the likeliest cause's first."""
-    scene, desk = Failure(origin, trace, history), Desk()
+    """Candidates for the causes that were found, without repetition, those of the likeliest cause first."""
+    failure, files = Failure(origin, trace, history), SourceFiles()
     found: dict[str, Remedy] = {}
     for cause in causes:
-        for candidate in islice(_candidates(Job(scene, cause, desk)), MOST_OF_ONE):
+        for candidate in islice(_candidates(FailureContext(failure, cause, files)), MOST_PER_CAUSE):
             found.setdefault(candidate.diff, candidate)
-    if not found and causes and (origin.site is None or desk.source(origin.site.file) is None):
+    if not found and causes and (origin.site is None or files.get(origin.site.file) is None):
         return advice(causes[0].slug)
     return tuple(found.values())[:MOST]
 
 
-def _candidates(job: Job) -> Iterator[Remedy]:
-    for look in sorted(REMEDIES.get(job.cause.slug, []), key=lambda look: ORDER.index(look.__module__)):
+def _candidates(context: FailureContext) -> Iterator[Remedy]:
+    """Those whose edits are valid, with their diffs."""
+    proposers = PROPOSERS.get(context.cause.slug, [])
+    for proposer in sorted(proposers, key=lambda proposer: ORDER.index(proposer.__module__)):
         try:
-            yield from (candidate for candidate in look(job) if candidate.diff)
-        except Exception:  # an odd program must cost no more than this one idea
+            for candidate in proposer(context):
+                edits, diff = as_patch(candidate.edits, context.files.get)
+                if diff:
+                    yield replace(candidate, edits=edits, diff=diff)
+        except Exception:  # an unusual program must not cost the other candidates
             continue

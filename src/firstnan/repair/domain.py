@@ -1,4 +1,4 @@
-"""Arguments outside the domain of a function or at its edge, and divisions by zero: guarded where they stand."""
+"""Arguments outside the domain of a function or at its boundary, and divisions by zero: guarded."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from firstnan.records import Remedy
 from firstnan.records.operator_families import words
-from firstnan.repair.base import Job, remedy
+from firstnan.repair.context import FailureContext, remedies_for
 from firstnan.repair.guards import guarded
 
 STEEP = words("log log2 log10 sqrt rsqrt pow div reciprocal exp expm1 acos asin atanh")
 
 
-@remedy(
+@remedies_for(
     "log_of_zero",
     "log_of_negative",
     "sqrt_of_negative",
@@ -33,18 +33,18 @@ STEEP = words("log log2 log10 sqrt rsqrt pow div reciprocal exp expm1 acos asin 
     "infinite_derivative",
     "unexplained",
 )
-def guard_the_argument(job: Job) -> Iterator[Remedy]:
-    yield from guarded(job)
+def guard_the_argument(context: FailureContext) -> Iterator[Remedy]:
+    yield from guarded(context)
 
 
-@remedy("nan_input", "nan_label")
-def guard_what_numpy_computes(job: Job) -> Iterator[Remedy]:
-    """A line of a Dataset that made bad data out of good: no operator of torch's was seen there."""
-    if job.event is None:
-        yield from guarded(job)
+@remedies_for("nan_input", "nan_label")
+def guard_numpy_code(context: FailureContext) -> Iterator[Remedy]:
+    """A line of a Dataset that computes bad values with numpy, where no torch operator was recorded."""
+    if context.event is None:
+        yield from guarded(context)
 
 
-@remedy("exploding_gradient", "overflow", "low_precision_overflow")
-def guard_a_steep_function(job: Job) -> Iterator[Remedy]:
-    if job.place is not None and job.place.expr.op in STEEP:
-        yield from guarded(job)
+@remedies_for("exploding_gradient", "overflow", "low_precision_overflow")
+def guard_a_steep_function(context: FailureContext) -> Iterator[Remedy]:
+    if context.location is not None and context.location.expr.op in STEEP:
+        yield from guarded(context)

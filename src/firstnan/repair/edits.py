@@ -1,140 +1,112 @@
-"""Changes of source text: a span is replaced, all the rest stays as it was; several of them become one unified diff."""
+"""Edits of a user's file: expressions replaced, statements and arguments added or removed, all else left alone."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from firstnan.repair.source import Source
+from firstnan.records import Edit
+from firstnan.repair.diff import PatchError, render
+from firstnan.repair.files import by_file, edited
+from firstnan.repair.source import SourceFile
 
-CONTEXT = 3
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Tuple, ast.List, ast.Dict)
 
 
-@dataclass(frozen=True)
-class Edit:
-    """`text` in place of what stands between two offsets."""
-
-    source: Source
-    start: int
-    end: int
-    text: str
-
-
-def put(source: Source, node: ast.expr, text: str) -> Edit:
-    """`text` in place of an expression, in parentheses where it needs them there."""
+def replace_node(source: SourceFile, node: ast.expr, text: str) -> Edit:
+    """Another expression in place of this one, in parentheses if it needs them there."""
     start, end = source.span(node)
     around = _parentheses(source, node)
     if _is_atom(text) and around is not None and "\n" not in text:
-        return Edit(source, *around, text)
-    return Edit(source, start, end, text if around is not None or _fits_bare(source, node, text) else f"({text})")
+        return source.edit(*around, text)
+    return source.edit(start, end, text if around is not None or _fits_bare(source, node, text) else f"({text})")
 
 
-def remove(source: Source, statement: ast.stmt) -> Edit | None:
-    """A statement taken away with its lines, where nothing else stands on them."""
+def delete_statement(source: SourceFile, statement: ast.stmt) -> Edit | None:
+    """The lines of a statement removed; None if they hold anything else."""
     first, last = statement.lineno, statement.end_lineno or statement.lineno
     start, end = source.line_start(first), source.line_start(last + 1)
-    lines = source.text[start:end]
-    alone = lines.strip() == source.code(statement).strip()
-    return Edit(source, start, end, "") if alone and end <= len(source.text) else None
+    alone = source.text[start:end].strip() == source.code(statement).strip()
+    return source.edit(start, end, "") if alone else None
 
 
-def atom(source: Source, node: ast.expr) -> str:
-    """The code of an expression so that a dot, a power or a sign may follow or precede it."""
+def parenthesized(source: SourceFile, node: ast.expr) -> str:
+    """The code of an expression, in parentheses if a dot, a power or a sign next to it would split it."""
     text = source.code(node)
     return text if _is_atom(text) else f"({text})"
 
 
-def before(source: Source, node: ast.AST, *lines: str) -> Edit:
-    """Whole lines in front of the node's statement, with its indentation."""
+def insert_before(source: SourceFile, node: ast.AST, *lines: str) -> Edit:
+    """New statements before the node's statement; on its line if other statements come first on that line."""
     statement = source.statement(node)
-    at = source.line_start(statement.lineno)
-    return Edit(source, at, at, _block(source, node, lines))
+    start, at = source.span(statement)[0], source.line_start(statement.lineno)
+    if source.text[at:start].strip():
+        return source.edit(start, start, "; ".join(lines) + "; ")
+    return source.edit(at, at, _block(source, node, lines))
 
 
-def after(source: Source, node: ast.AST, *lines: str) -> Edit:
-    """Whole lines behind the node's statement, with its indentation."""
-    last = source.statement(node).end_lineno or source.statement(node).lineno
-    at = source.line_start(last + 1)
+def insert_after(source: SourceFile, node: ast.AST, *lines: str) -> Edit:
+    """New lines after the node's statement, with its indentation."""
+    statement = source.statement(node)
+    at = source.line_start((statement.end_lineno or statement.lineno) + 1)
     block = _block(source, node, lines)
-    if at > len(source.text):  # the statement is the last line, and nothing ends it
-        return Edit(source, len(source.text), len(source.text), _newline(source) + block.removesuffix(_newline(source)))
-    return Edit(source, at, at, block)
+    if not source.text[:at].endswith("\n"):  # the file ends without a newline
+        block = "\n" + block.removesuffix("\n")
+    return source.edit(at, at, block)
 
 
-def argument(source: Source, call: ast.Call, name: str, text: str) -> Edit:
-    """A keyword argument of a call: its value replaced, or it is added at the end."""
+def set_argument(source: SourceFile, call: ast.Call, name: str, text: str) -> Edit:
+    """A keyword argument of a call: its value replaced, or the argument added at the end."""
     given = next((k for k in call.keywords if k.arg == name), None)
     if given is not None:
-        start, end = source.span(given.value)
-        return Edit(source, start, end, text)
-    return _last(source, call, f"{name}={text}")
-
-
-def without(source: Source, call: ast.Call, keyword: ast.keyword) -> Edit:
-    """A keyword argument taken away, with the comma before it (or after, if it is the first)."""
-    start, end = source.span(keyword)
-    left = source.text[:start].rstrip()
-    if left.endswith(","):
-        return Edit(source, len(left) - 1, end, "")
-    rest = re.match(r"\s*,?\s*", source.text[end:])
-    return Edit(source, start, end + (rest.end() if rest else 0), "")
-
-
-def _last(source: Source, call: ast.Call, text: str) -> Edit:
+        return source.edit(*source.span(given.value), text)
     end = source.span(call)[1] - 1
     inside: list[ast.AST] = [*call.args, *call.keywords]
     if not inside:
-        return Edit(source, end, end, text)
+        return source.edit(end, end, f"{name}={text}")
     last = max(source.span(n)[1] for n in inside)
-    # Behind the last argument there may stand parentheses of its own and a comma.
+    # The last argument may have parentheses of its own and a comma after it.
     tail = re.match(r"[\s)]*", source.text[last:end])
     closed = last + len(tail.group().rstrip()) if tail else last
-    return Edit(source, closed, closed, f", {text}")
+    return source.edit(closed, closed, f", {name}={text}")
 
 
-def diff(edits: Iterable[Edit]) -> str:
-    """All edits as one unified diff; "" where they change nothing, overlap or would not be Python."""
-    by_source: dict[str, list[Edit]] = {}
-    for edit in edits:
-        by_source.setdefault(edit.source.file, []).append(edit)
-    parts = [_file_diff(group[0].source, group) for group in by_source.values()]
-    return "".join(p for p in parts if p) if all(parts) else ""
+def changed_call(source: SourceFile, call: ast.Call, edit: Edit) -> str:
+    """The code of a call with one edit inside it made."""
+    (start, end), (a, b) = source.span(call), source.edit_span(edit)
+    return source.text[start:a] + edit.new + source.text[b:end]
 
 
-def _file_diff(source: Source, edits: list[Edit]) -> str:
-    new = _applied(source, [*edits, *_import_of_torch(source, edits)])
-    if new is None or new == source.text:
-        return ""
-    try:
-        ast.parse(new)
-    except (SyntaxError, ValueError):
-        return ""
-    # A way through `..` is no name for a file in a diff, and one through links must not be cut short.
-    name = os.path.realpath(source.file) if os.pardir in source.file.split(os.sep) else source.file
-    lines = difflib.unified_diff(_split(source.text), _split(new), f"a/{name}", f"b/{name}", n=CONTEXT, lineterm="\n")
-    return "".join(text if text.endswith("\n") else f"{text}\n\\ No newline at end of file\n" for text in lines)
+def as_patch(edits: Iterable[Edit], source_of: Callable[[str], SourceFile | None]) -> tuple[tuple[Edit, ...], str]:
+    """The edits with the imports they need, and their diff; empty if they overlap, change nothing or break the code."""
+    whole: list[Edit] = []
+    diff = ""
+    for file, group in by_file(edits).items():
+        source = source_of(file)
+        if source is None:
+            return (), ""
+        group = [*_import_of_torch(source, group), *group]
+        try:
+            new = edited(source.content, group)
+            ast.parse(new)
+        except (PatchError, SyntaxError, ValueError):
+            return (), ""
+        # `..` is not allowed in a diff, and a path through links must not be shortened by hand.
+        name = os.path.realpath(file) if os.pardir in file.split(os.sep) else file
+        part = render(name, source.content, new)
+        if not part:
+            return (), ""
+        whole += [replace(edit, file=name) for edit in group]
+        diff += part
+    return tuple(whole), diff
 
 
-def _applied(source: Source, edits: list[Edit]) -> str | None:
-    text, limit = source.text, len(source.text) + 1
-    for edit in sorted(edits, key=lambda e: (e.start, e.end), reverse=True):
-        if edit.end > limit:
-            return None
-        text = text[: edit.start] + edit.text.replace("\r\n", "\n").replace("\n", _newline(source)) + text[edit.end :]
-        limit = edit.start
-    return text
-
-
-def _import_of_torch(source: Source, edits: list[Edit]) -> list[Edit]:
-    """`import torch` at the head of a file, where new code needs it and nothing there is called so."""
-    if not any(re.search(r"(?<![\w.])torch\.", e.text) for e in edits):
-        return []
-    if source.imported("torch", source.tree):
+def _import_of_torch(source: SourceFile, edits: list[Edit]) -> list[Edit]:
+    """`import torch` at the top of the file if new code needs it and the file does not bind the name."""
+    if not any(re.search(r"(?<![\w.])torch\.", e.new) for e in edits) or source.imported("torch", source.tree):
         return []
     body = source.tree.body
     documented = bool(body) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
@@ -143,19 +115,10 @@ def _import_of_torch(source: Source, edits: list[Edit]) -> list[Edit]:
     if first is None:
         return []
     at = source.line_start(first.lineno)
-    return [Edit(source, at, at, "import torch\n")]
+    return [source.edit(at, at, "import torch\n")]
 
 
-def _split(text: str) -> list[str]:
-    lines = text.split("\n")
-    return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
-
-
-def _newline(source: Source) -> str:
-    return "\r\n" if "\r\n" in source.text else "\n"
-
-
-def _block(source: Source, node: ast.AST, lines: Iterable[str]) -> str:
+def _block(source: SourceFile, node: ast.AST, lines: Iterable[str]) -> str:
     return "".join(source.indent(node) + line + "\n" for line in lines)
 
 
@@ -178,7 +141,7 @@ def _closes_at_end(text: str) -> bool:
     return False
 
 
-def _fits_bare(source: Source, node: ast.expr, text: str) -> bool:
+def _fits_bare(source: SourceFile, node: ast.expr, text: str) -> bool:
     parent = source.parent(node)
     if isinstance(parent, ast.stmt):
         return "\n" not in text
@@ -189,8 +152,8 @@ def _fits_bare(source: Source, node: ast.expr, text: str) -> bool:
     return isinstance(parent, ast.Subscript) and node is parent.slice
 
 
-def _parentheses(source: Source, node: ast.expr) -> tuple[int, int] | None:
-    """Where the parentheses around an expression begin and end, if it has any of its own (a call's are not)."""
+def _parentheses(source: SourceFile, node: ast.expr) -> tuple[int, int] | None:
+    """The span of the parentheses around an expression, unless they belong to a call."""
     start, end = source.span(node)
     left, right = source.text[:start].rstrip(), source.text[end:]
     parent = source.parent(node)

@@ -1,4 +1,4 @@
-"""Keeps what one operation reads inside its domain: for each operator the place, the size and the words."""
+"""Keeps the arguments of one operation inside its domain: for each operator which argument, and which bound."""
 
 from __future__ import annotations
 
@@ -6,42 +6,36 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from firstnan.records import OpEvent, Remedy, TensorStat
-from firstnan.repair.base import Job, Place
-from firstnan.repair.edits import Edit, atom, put
-from firstnan.repair.makers import BOUNDED, CARRIERS, Binding, binding, made_at
-from firstnan.repair.source import Expr, Source, number
+from firstnan.records import Edit, OpEvent, Remedy, TensorStat
+from firstnan.repair.context import FailureContext, Location
+from firstnan.repair.edits import parenthesized, replace_node
+from firstnan.repair.producers import BOUNDED, CARRIERS, Binding, binding, is_in_place, producer_of
+from firstnan.repair.source import Expr, SourceFile, literal_value
 
 CLAMPS = {"clamp": "min", "clamp_min": "min", "clip": "min", "maximum": "other"}
-SHORT = 48
+LONGEST_IN_TITLE = 48
 MOST_ALIKE = 8
-KEEPS = "all others, and their gradients, stay as they are"
-
-
-def small(dtype: str, wide: str, half: str = "1e-4") -> str:
-    """An epsilon that float16 does not round to 0, where the values are float16."""
-    return half if dtype == "float16" else wide
 
 
 @dataclass(frozen=True)
-class Pen:
-    """Writes the guarded form of an expression, for torch or for numpy as the place asks."""
+class GuardWriter:
+    """Writes the guarded form of an expression, for torch, numpy or a Python number."""
 
-    source: Source
+    source: SourceFile
     numpy: str = ""
-    """What numpy is called there, where the values are its arrays."""
+    """The local name of numpy if the values are its arrays."""
     scalar: bool = False
-    """The value is a number of Python's."""
+    """The value is a Python number."""
 
     def floor(self, node: ast.expr, low: str) -> Edit:
-        """Nowhere below `low`; a clamp that is there already is moved instead of doubled."""
+        """At least `low`; an existing clamp is changed instead of adding a second one."""
         expr = self.source.expr(node)
         given = expr.arg(1, CLAMPS[expr.op]) if expr.op in CLAMPS else None
-        now, wanted = number(given), number(ast.parse(low, mode="eval").body)
+        now, wanted = literal_value(given), literal_value(ast.parse(low, mode="eval").body)
         if given is not None and now is not None and (wanted is None or now < wanted):
-            return put(self.source, given, low)
+            return replace_node(self.source, given, low)
         if self.scalar:
-            return put(self.source, node, f"max({self.source.code(node)}, {low})")
+            return replace_node(self.source, node, f"max({self.source.code(node)}, {low})")
         return self._clamped(node, "maximum", "clamp_min", low)
 
     def ceiling(self, node: ast.expr, high: str) -> Edit:
@@ -49,356 +43,360 @@ class Pen:
 
     def between(self, node: ast.expr, low: str, high: str) -> Edit:
         expr = self.source.expr(node)
-        if expr.op == "clamp" and len(expr.args) == 3 and all(number(a) is not None for a in expr.args[1:]):
-            return put(self.source, node, f"{atom(self.source, expr.args[0])}.clamp({low}, {high})")
+        if expr.op == "clamp" and len(expr.args) == 3 and all(literal_value(a) is not None for a in expr.args[1:]):
+            return replace_node(self.source, node, f"{parenthesized(self.source, expr.args[0])}.clamp({low}, {high})")
         return self._clamped(node, "clip", "clamp", f"{low}, {high}")
 
     def nonzero(self, node: ast.expr, eps: str) -> Edit:
-        """`eps` in place of what is too near to 0, whatever the sign of the rest."""
-        code = self.source.code(node)
-        if self.numpy:
-            return put(self.source, node, f"{self.numpy}.where({self.numpy}.abs({code}) < {eps}, {eps}, {code})")
-        near = f"{atom(self.source, node)}.abs() < {eps}"
-        return put(self.source, node, f"{self.source.spell('torch', node)}.where({near}, {eps}, {code})")
+        """`eps` in place of values near 0; other values keep their sign."""
+        code, library = self.source.code(node), self.numpy or self.source.spell("torch", node)
+        size = f"{library}.abs({code})" if self.numpy else f"{parenthesized(self.source, node)}.abs()"
+        return replace_node(self.source, node, f"{library}.where({size} < {eps}, {eps}, {code})")
 
     def _clamped(self, node: ast.expr, of_numpy: str, method: str, limits: str) -> Edit:
         if self.numpy:
-            return put(self.source, node, f"{self.numpy}.{of_numpy}({self.source.code(node)}, {limits})")
-        # `x.log_()` writes into x: what comes before it has to do so too.
-        parent = self.source.parent(node)
-        in_place = isinstance(parent, ast.Attribute) and parent.attr.endswith("_") and not parent.attr.endswith("__")
-        return put(self.source, node, f"{atom(self.source, node)}.{method}{'_' if in_place else ''}({limits})")
+            return replace_node(self.source, node, f"{self.numpy}.{of_numpy}({self.source.code(node)}, {limits})")
+        # `x.log_()` writes into x, so a clamp before it has to do so too.
+        method += "_" * is_in_place(self.source.parent(node))
+        return replace_node(self.source, node, f"{parenthesized(self.source, node)}.{method}({limits})")
 
 
-Writer = Callable[[Pen, ast.expr], Edit]
+WriteGuard = Callable[[GuardWriter, ast.expr], Edit]
 
 
 @dataclass(frozen=True)
-class Idea:
-    """One guard, as it is written at the operation itself, and how it would be written elsewhere."""
+class Guard:
+    """One guard at the operation itself, and how to write it elsewhere."""
 
     title: str
     why: str
     node: ast.expr
     edit: Edit
-    write: Writer
+    write: WriteGuard
     operand: str | None
-    """What the tracer calls the argument; None where the guard makes sense at the operation only."""
+    """The tracer's name of the argument; None if the guard makes sense only at the operation."""
     carriers: frozenset[str] = CARRIERS
-    """What may lie between this guard and the operation, where the argument is made."""
+    """The operators that may come between the guard and the operation, if the guard is elsewhere."""
 
 
 @dataclass(frozen=True)
-class Spot:
-    """One operation to be guarded, and all that is known of what it read."""
+class FailingOperation:
+    """One operation that needs a guard."""
 
-    job: Job
-    place: Place
+    context: FailureContext
+    location: Location[ast.AST]
     expr: Expr
-    pen: Pen
-    event: OpEvent | None
+    writer: GuardWriter
+
+    @property
+    def event(self) -> OpEvent | None:
+        return self.context.event
 
     def stat(self, name: str) -> TensorStat | None:
         read = self.event.inputs if self.event else ()
         return next((i.stat for i in read if i.name == name and i.stat is not None), None)
 
-    def named(self, node: ast.AST) -> str:
-        """The code of an argument for a title, if it is short."""
-        text = " ".join(self.place.code(node).split())
-        return f"`{text}`" if len(text) <= SHORT else "the argument"
+    def guard(self, title: str, why: str, node: ast.expr, write: WriteGuard, operand: str | None = "self") -> Guard:
+        """The guard of one argument, whose code replaces `IT` in the title if it is short."""
+        text = " ".join(self.location.code(node).split())
+        title = title.replace("IT", f"`{text}`" if len(text) <= LONGEST_IN_TITLE else "the argument")
+        return Guard(title, why, node, write(self.writer, node), write, operand)
 
-    def idea(self, title: str, why: str, node: ast.expr, write: Writer, operand: str | None = "self") -> Idea:
-        return Idea(title.replace("IT", self.named(node)), why, node, write(self.pen, node), write, operand)
+    def floor(self, node: ast.expr, low: str, operand: str | None = "self", what: str = "Inputs") -> Guard:
+        why = f"{what} above {low} and their gradients are unchanged."
+        return self.guard(f"Keep IT at {low} or above", why, node, lambda writer, x: writer.floor(x, low), operand)
 
-    def floored(self, node: ast.expr, low: str, of: str, operand: str | None = "self") -> Idea:
-        why = f"{of} gets no number below {low}; {KEEPS}."
-        return self.idea(f"Keep IT at {low} or above", why, node, lambda pen, at: pen.floor(at, low), operand)
-
-
-Guard = Callable[[Spot], Iterator[Idea]]
-GUARDS: dict[str, Guard] = {}
+    def count(self, node: ast.expr, operand: str = "self") -> Guard:
+        return replace(self.floor(node, "1", operand), why="A count of 0 becomes 1; all other counts are unchanged.")
 
 
-def guard(*ops: str) -> Callable[[Guard], Guard]:
-    def register(function: Guard) -> Guard:
+GuardRule = Callable[[FailingOperation], Iterator[Guard]]
+GUARDS: dict[str, GuardRule] = {}
+
+
+def guards_for(*ops: str) -> Callable[[GuardRule], GuardRule]:
+    def register(function: GuardRule) -> GuardRule:
         GUARDS.update(dict.fromkeys(ops, function))
         return function
 
     return register
 
 
-def spot(job: Job, *ops: str) -> Spot | None:
-    """The operation at the origin, if it is one of these (any, without names); in a whole statement the first one."""
-    wanted, place = set(ops or GUARDS), job.place
-    if place is None:
+def failing_operation(context: FailureContext, *ops: str) -> FailingOperation | None:
+    """The operation at the origin if it is one of these (by default any with a guard); the first in a statement."""
+    wanted, location, event = set(ops or GUARDS), context.location, context.event
+    if location is None:
         return None
-    expr = place.expr
+    expr = location.expr
     if expr.op not in wanted:
-        if hasattr(place.node, "body"):  # a loop that takes bad data: what stands in it is not meant
+        if hasattr(location.node, "body"):  # a loop over bad data: its body is not the origin
             return None
-        # A call of torch's own that is another operation has what is wanted somewhere inside of torch.
-        inside = [place.source.expr(n) for n in ast.walk(place.node) if isinstance(n, ast.expr | ast.AugAssign)]
+        # Another function of torch's calls the wanted operation in its own source, not in the user's.
+        inside = [location.source.expr(n) for n in ast.walk(location.node) if isinstance(n, ast.expr | ast.AugAssign)]
         fitting = [e for e in inside if e.op in wanted and e.args]
-        if not fitting or (expr.library == "torch" and job.event is not None and job.event.library_site is not None):
+        if not fitting or (expr.library == "torch" and event is not None and event.library_site is not None):
             return None
         expr = fitting[0]
     if not expr.args or expr.node is None:
         return None
-    numpy = place.source.reach("numpy", expr.node)
-    arrays = bool(numpy) and (expr.library == "numpy" or job.event is None)
-    return Spot(job, place, expr, Pen(place.source, numpy or "" if arrays else ""), job.event)
+    numpy = location.source.reach("numpy", expr.node) or ""
+    arrays = expr.library == "numpy" or event is None
+    return FailingOperation(context, location, expr, GuardWriter(location.source, numpy if arrays else ""))
 
 
-def guarded(job: Job, *ops: str) -> Iterator[Remedy]:
-    """Guards for the operation at the origin: there, at all of its kind in the function, where its argument is made.
+def guarded(context: FailureContext, *ops: str) -> Iterator[Remedy]:
+    """Guards at the operation, at all operations of its kind in the function, and where its argument is computed.
 
-    The last comes first where that is a name which is read elsewhere too."""
-    found = spot(job, *ops)
-    ideas = list(GUARDS[found.expr.op](found)) if found is not None else []
-    if found is None or not ideas:
+    The last comes first if the argument is a name that is also read elsewhere."""
+    found = failing_operation(context, *ops)
+    guards = list(GUARDS[found.expr.op](found)) if found is not None else []
+    if found is None or not guards:
         return
-    bound = binding(job, found.place.source, ideas[0].node, ideas[0].operand) if ideas[0].operand else None
-    made = [r for idea in ideas if (r := _where_made(job, found, idea, bound)) is not None]
-    local = [job.remedy(idea.title, idea.why, idea.edit) for idea in ideas]
-    if bound is not None:  # others read it too: a guard here would leave them as they are
-        yield from made
+    bound = binding(context, found.location.source, guards[0].node, guards[0].operand) if guards[0].operand else None
+    earlier = [r for guard in guards if (r := _where_computed(found, guard, bound)) is not None]
+    local = [context.remedy(guard.title, guard.why, guard.edit) for guard in guards]
+    if bound is not None:  # a guard at the operation would not cover the other reads
+        yield from earlier
     yield local[0]
-    yield from _everywhere(job, found)
+    yield from _everywhere(found)
     if bound is None:
-        yield from made[:1]
+        yield from earlier[:1]
     yield from local[1:]
     if bound is None:
-        yield from made[1:]
+        yield from earlier[1:]
 
 
-def _where_made(job: Job, found: Spot, idea: Idea, bound: Binding | None) -> Remedy | None:
-    """The same guard where its argument is made."""
-    if idea.operand is None:
+def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None) -> Remedy | None:
+    """The same guard where its argument is computed."""
+    context, edit = found.context, None
+    if guard.operand is None:
         return None
-    if bound is None:
-        maker = made_at(job, idea.operand, idea.carriers)
-        if maker is None or not isinstance(maker.node, ast.expr):
-            return None
-        edit = idea.write(Pen(maker.source, found.pen.numpy), maker.node)
-        line = maker.source.statement(maker.node).lineno
+    if bound is not None:
+        writer = replace(found.writer, source=bound.source)
+        edit, line = bound.guarded(lambda node: guard.write(writer, node), guard.edit), bound.line
     else:
-        given, line = (
-            bound.guarded(lambda node: idea.write(replace(found.pen, source=bound.source), node), idea.edit),
-            bound.line,
-        )
-        if given is None:
+        producer = producer_of(context, guard.operand, guard.carriers)
+        if producer is None or not isinstance(producer.node, ast.expr):
             return None
-        edit = given
-    return job.remedy(f"{idea.title}, where it is made (line {line})", idea.why, edit)
+        edit = guard.write(GuardWriter(producer.source, found.writer.numpy), producer.node)
+        line = producer.source.statement(producer.node).lineno
+    title = f"{guard.title}, where it is computed (line {line})"
+    return context.remedy(title, guard.why, edit) if edit is not None else None
 
 
-def _everywhere(job: Job, found: Spot) -> Iterator[Remedy]:
-    """The same guard at every operation of this kind in the function: what one of them met, the next one may."""
-    source, node = found.place.source, found.expr.node
+def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
+    """The same guard at every operation of this kind in the function: the others may fail in the same way."""
+    source, node = found.location.source, found.expr.node
     around = source.within(node) if node is not None else []
     like = [source.expr(n) for n in around if isinstance(n, ast.Call | ast.BinOp)]
     like = [e for e in like if e.op == found.expr.op and e.library == found.expr.library and e.args]
     firsts = [next(GUARDS[e.op](replace(found, expr=e)), None) for e in like]
-    ideas = {i.edit.start: i for i in firsts if i is not None}
-    if 1 < len(ideas) <= MOST_ALIKE:
-        own = next(iter(ideas.values()))
-        title = f"The same for all {len(ideas)} of `{found.expr.op}` around it"
-        yield job.remedy(title, own.why, *(i.edit for i in ideas.values()))
+    guards = {(guard.edit.line, guard.edit.column): guard for guard in firsts if guard is not None}
+    if 1 < len(guards) <= MOST_ALIKE:
+        why = next(iter(guards.values())).why
+        title = f"The same for all {len(guards)} uses of `{found.expr.op}` in this function"
+        yield found.context.remedy(title, why, *(guard.edit for guard in guards.values()))
 
 
-# --- one function a kind of operator ---------------------------------------------------------------------------
+# --- one function per kind of operator ---------------------------------------------------------------------------
 
 
-@guard("log", "log2", "log10", "xlogy")
-def _log(at: Spot) -> Iterator[Idea]:
+@guards_for("log", "log2", "log10", "xlogy")
+def _log(at: FailingOperation) -> Iterator[Guard]:
     second = at.expr.op == "xlogy"
-    for eps in (small(at.job.dtype, "1e-12"), small(at.job.dtype, "1e-6", "1e-3")):
-        yield at.floored(at.expr.args[second], eps, "The logarithm", "other" if second else "self")
+    for eps in (at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")):
+        yield at.floor(at.expr.args[second], eps, "other" if second else "self")
 
 
-@guard("log1p", "xlog1py")
-def _log1p(at: Spot) -> Iterator[Idea]:
+@guards_for("log1p", "xlog1py")
+def _log1p(at: FailingOperation) -> Iterator[Guard]:
     second = at.expr.op == "xlog1py"
-    for low in (small(at.job.dtype, "-1 + 1e-6", "-1 + 1e-3"), "0"):
-        yield at.floored(at.expr.args[second], low, "The logarithm", "other" if second else "self")
+    for low in (at.context.epsilon("-1 + 1e-6", "-1 + 1e-3"), "0"):
+        yield at.floor(at.expr.args[second], low, "other" if second else "self")
 
 
-@guard("entr")
-def _entropy(at: Spot) -> Iterator[Idea]:
-    eps = small(at.job.dtype, "1e-12")
+@guards_for("entr")
+def _entropy(at: FailingOperation) -> Iterator[Guard]:
+    eps = at.context.epsilon("1e-12")
 
-    def write(pen: Pen, node: ast.expr) -> Edit:
-        code, plain = pen.source.code(node), atom(pen.source, node)
-        whole = pen.source.parent(node) if isinstance(pen.source.parent(node), ast.Call) else at.expr.node
+    def write(writer: GuardWriter, node: ast.expr) -> Edit:
+        source, parent = writer.source, writer.source.parent(node)
+        whole = parent if isinstance(parent, ast.Call) else at.expr.node
         assert isinstance(whole, ast.expr)
-        return put(pen.source, whole, f"-{pen.source.spell('torch', node)}.xlogy({code}, {plain}.clamp_min({eps}))")
+        clamped = f"{parenthesized(source, node)}.clamp_min({eps})"
+        return replace_node(source, whole, f"-{source.spell('torch', node)}.xlogy({source.code(node)}, {clamped})")
 
-    why = f"The slope of the entropy is -log(p) - 1, and the logarithm gets no number below {eps}."
-    yield at.idea(f"Keep IT at {eps} or above inside the logarithm", why, at.expr.args[0], write, None)
+    why = f"The gradient of the entropy is -log(p) - 1; the logarithm reads no value below {eps}."
+    yield at.guard(f"Keep IT at {eps} or above inside the logarithm", why, at.expr.args[0], write, None)
 
 
-@guard("sqrt", "rsqrt")
-def _root(at: Spot) -> Iterator[Idea]:
-    node = at.expr.args[0]
-    for eps in (small(at.job.dtype, "1e-12", "1e-6"), small(at.job.dtype, "1e-6", "1e-3")):
-        yield at.floored(node, eps, "The root")
-    tiny = small(at.job.dtype, "1e-12", "1e-6")
-    yield at.idea(
+@guards_for("sqrt", "rsqrt")
+def _root(at: FailingOperation) -> Iterator[Guard]:
+    node, tiny = at.expr.args[0], at.context.epsilon("1e-12", "1e-6")
+    for eps in (tiny, at.context.epsilon("1e-6", "1e-3")):
+        yield at.floor(node, eps)
+    yield at.guard(
         f"Add {tiny} to IT",
-        "The root and its slope 1/(2*sqrt(x)) are finite where the argument is 0.",
+        "The root and its gradient 1/(2*sqrt(x)) are finite at an input of 0.",
         node,
-        lambda pen, inner: put(pen.source, inner, f"{pen.source.code(inner)} + {tiny}"),
+        lambda writer, x: replace_node(writer.source, x, f"{writer.source.code(x)} + {tiny}"),
     )
 
 
-@guard("pow")
-def _power(at: Spot) -> Iterator[Idea]:
+@guards_for("pow")
+def _power(at: FailingOperation) -> Iterator[Guard]:
     if len(at.expr.args) < 2:
         return
     base, exponent = at.expr.args[:2]
-    if _whole(at.stat("self")):
-        yield at.floored(base, "1", "A count")
-    power = number(exponent)
+    if _is_integer_count(at.stat("self")):
+        yield at.count(base)
+    power = literal_value(exponent)
     steep = power is not None and power <= -1
-    sizes = ("1e-4", "1e-3") if at.job.dtype == "float16" or steep else ("1e-8", "1e-4")
+    sizes = ("1e-4", "1e-3") if at.context.dtype == "float16" or steep else ("1e-8", "1e-4")
     if power in (0.5, -0.5):
-        sizes = (small(at.job.dtype, "1e-12", "1e-6"), small(at.job.dtype, "1e-6", "1e-3"))
+        sizes = (at.context.epsilon("1e-12", "1e-6"), at.context.epsilon("1e-6", "1e-3"))
     for eps in sizes:
-        yield at.floored(base, eps, "The power")
+        yield at.floor(base, eps)
 
 
-@guard("acos", "asin", "atanh", "erfinv")
-def _arc(at: Spot) -> Iterator[Idea]:
-    for eps in ("1e-3",) if at.job.dtype == "float16" else ("1e-6", "1e-4"):
+@guards_for("acos", "asin", "atanh", "erfinv")
+def _arc(at: FailingOperation) -> Iterator[Guard]:
+    for eps in ("1e-3",) if at.context.dtype == "float16" else ("1e-6", "1e-4"):
         yield _inside(at, f"-1 + {eps}", f"1 - {eps}")
 
 
-def _inside(at: Spot, low: str, high: str) -> Idea:
-    why = f"{at.expr.op} and its slope are finite there; {KEEPS}."
-    return at.idea(f"Keep IT between {low} and {high}", why, at.expr.args[0], lambda pen, x: pen.between(x, low, high))
+def _inside(at: FailingOperation, low: str, high: str) -> Guard:
+    why = f"{at.expr.op} and its gradient are finite in this range; inputs inside it are unchanged."
+    title, node = f"Keep IT between {low} and {high}", at.expr.args[0]
+    return at.guard(title, why, node, lambda writer, x: writer.between(x, low, high))
 
 
-@guard("acosh")
-def _acosh(at: Spot) -> Iterator[Idea]:
-    yield at.floored(at.expr.args[0], small(at.job.dtype, "1 + 1e-6", "1 + 1e-3"), "acosh")
+@guards_for("acosh")
+def _acosh(at: FailingOperation) -> Iterator[Guard]:
+    yield at.floor(at.expr.args[0], at.context.epsilon("1 + 1e-6", "1 + 1e-3"))
 
 
-@guard("logit")
-def _logit(at: Spot) -> Iterator[Idea]:
-    eps = small(at.job.dtype, "1e-6", "1e-3")
+@guards_for("logit")
+def _logit(at: FailingOperation) -> Iterator[Guard]:
+    eps = at.context.epsilon("1e-6", "1e-3")
     yield _inside(at, eps, f"1 - {eps}")
 
 
-@guard("lgamma", "digamma", "polygamma", "gammaln")
-def _gamma(at: Spot) -> Iterator[Idea]:
+@guards_for("lgamma", "digamma", "polygamma", "gammaln")
+def _gamma(at: FailingOperation) -> Iterator[Guard]:
     node = at.expr.args[1 if at.expr.op == "polygamma" else 0]
-    for eps in (small(at.job.dtype, "1e-6"), "1e-3"):
-        yield at.floored(node, eps, at.expr.op)
+    for eps in (at.context.epsilon("1e-6"), "1e-3"):
+        yield at.floor(node, eps)
 
 
-@guard("gammainc", "gammaincc", "igamma", "igammac")
-def _incomplete_gamma(at: Spot) -> Iterator[Idea]:
+@guards_for("gammainc", "gammaincc", "igamma", "igammac")
+def _incomplete_gamma(at: FailingOperation) -> Iterator[Guard]:
     if len(at.expr.args) > 1:
-        yield at.floored(at.expr.args[1], small(at.job.dtype, "1e-6"), "The logarithm in its derivative", "other")
+        yield at.floor(at.expr.args[1], at.context.epsilon("1e-6"), "other")
 
 
-@guard("tan")
-def _tangent(at: Spot) -> Iterator[Idea]:
+@guards_for("tan")
+def _tangent(at: FailingOperation) -> Iterator[Guard]:
     yield _inside(at, "-1.57", "1.57")
 
 
-@guard("exp", "expm1", "exp2", "sinh", "cosh")
-def _exponential(at: Spot) -> Iterator[Idea]:
-    for high in ("10", "5") if at.job.dtype == "float16" else ("20", "80", "10"):
+@guards_for("exp", "expm1", "exp2", "sinh", "cosh")
+def _exponential(at: FailingOperation) -> Iterator[Guard]:
+    for high in ("10", "5") if at.context.dtype == "float16" else ("20", "80", "10"):
         yield _below(at, high)
 
 
-def _below(at: Spot, high: str) -> Idea:
-    why = f"{at.expr.op}({high}) is far inside the range of {at.job.dtype}; {KEEPS}."
+def why_below(op: str, high: str, dtype: str) -> str:
+    """Why an exponent is kept at or below a number."""
+    return f"{op}({high}) is well within the range of {dtype}; inputs below {high} and their gradients are unchanged."
+
+
+def _below(at: FailingOperation, high: str) -> Guard:
     if at.expr.op in ("sinh", "cosh"):
         return _inside(at, f"-{high}", high)
-    idea = at.idea(f"Keep IT at {high} or below", why, at.expr.args[0], lambda pen, x: pen.ceiling(x, high))
-    # Near the end of the range, arithmetic behind the guard may lead beyond it.
-    return replace(idea, carriers=BOUNDED) if float(high) < 80 else idea
+    why, node = why_below(at.expr.op, high, at.context.dtype), at.expr.args[0]
+    guard = at.guard(f"Keep IT at {high} or below", why, node, lambda writer, x: writer.ceiling(x, high))
+    # Near the end of the range, arithmetic after the guard could still exceed it.
+    return replace(guard, carriers=BOUNDED) if float(high) < 80 else guard
 
 
-@guard("div", "reciprocal", "floor_divide", "remainder", "fmod")
-def _division(at: Spot) -> Iterator[Idea]:
+@guards_for("div", "reciprocal", "floor_divide", "remainder", "fmod")
+def _division(at: FailingOperation) -> Iterator[Guard]:
     if at.expr.op != "reciprocal" and len(at.expr.args) < 2:
         return
     below = at.expr.args[0 if at.expr.op == "reciprocal" else 1]
     name = "self" if at.event is not None and at.event.op in ("reciprocal", "rsqrt") else "other"
     if at.event is not None and name in dict(at.event.scalars):
-        at = replace(at, pen=replace(at.pen, scalar=True))
-    stat, eps = at.stat(name), small(at.job.dtype, "1e-8")
-    yield from _under_the_root(at, below)
+        at = replace(at, writer=replace(at.writer, scalar=True))
+    stat, eps = at.stat(name), at.context.epsilon("1e-8")
+    yield from _root_in_denominator(at, below)
     if _is_count(at, name):
-        yield at.floored(below, "1", "The denominator, a count,", name)
+        yield at.count(below, name)
     elif stat is not None and stat.negative:
-        why = f"The denominator is {eps} where it was 0; {KEEPS}."
-        yield at.idea("Keep IT away from 0", why, below, lambda pen, x: pen.nonzero(x, eps), name)
+        why = f"Denominators closer to 0 than {eps} become {eps}; all others are unchanged."
+        yield at.guard("Keep IT away from 0", why, below, lambda writer, x: writer.nonzero(x, eps), name)
     else:
-        yield at.floored(below, eps, "The denominator", name)
-    if not at.pen.scalar:
-        yield from _nothing_where_zero(at, below)
+        yield at.floor(below, eps, name, "Denominators")
+    if not at.writer.scalar:
+        yield from _zero_where_undefined(at, below)
     if stat is None or not stat.negative:
-        yield at.floored(below, "1e-3", "The denominator", name)
+        yield at.floor(below, "1e-3", name, "Denominators")
 
 
-def _under_the_root(at: Spot, below: ast.expr) -> Iterator[Idea]:
-    """A denominator that is itself a root: a guard around it would leave the infinite slope of the root at 0."""
-    root = at.place.source.meaning(below)
-    half = root.op == "pow" and len(root.args) > 1 and number(root.args[1]) == 0.5
+def _root_in_denominator(at: FailingOperation, below: ast.expr) -> Iterator[Guard]:
+    """A denominator that is a root: a guard around it would leave the infinite gradient of the root at 0."""
+    root = at.location.source.meaning(below)
+    half = root.op == "pow" and len(root.args) > 1 and literal_value(root.args[1]) == 0.5
     if root.args and (root.op == "sqrt" or half) and root.called != "math.sqrt":
-        yield at.floored(root.args[0], small(at.job.dtype, "1e-12", "1e-6"), "The root in the denominator", None)
+        yield at.floor(root.args[0], at.context.epsilon("1e-12", "1e-6"), None)
 
 
-def _nothing_where_zero(at: Spot, below: ast.expr) -> Iterator[Idea]:
-    """`where(b == 0, 0, a / b)`, with the b in it guarded as well, since backward runs through both branches."""
+def _zero_where_undefined(at: FailingOperation, below: ast.expr) -> Iterator[Guard]:
+    """`where(b == 0, 0, a / b)`, with that b guarded too, since backward runs through both branches."""
     whole = at.expr.node
-    if not isinstance(whole, ast.BinOp) or at.pen.numpy or len(at.place.code(below)) > SHORT:
+    if not isinstance(whole, ast.BinOp) or at.writer.numpy or len(at.location.code(below)) > LONGEST_IN_TITLE:
         return
 
-    def write(pen: Pen, node: ast.expr) -> Edit:
-        source = pen.source
-        torch, plain = source.spell("torch", node), atom(source, node)
+    def write(writer: GuardWriter, node: ast.expr) -> Edit:
+        source = writer.source
+        torch, plain = source.spell("torch", node), parenthesized(source, node)
         safe = f"{torch}.where({plain} == 0, 1.0, {source.code(node)})"
-        quotient = f"{atom(source, whole.left)} / {safe}"
-        return put(source, whole, f"{torch}.where({plain} == 0, 0.0, {quotient})")
+        quotient = f"{parenthesized(source, whole.left)} / {safe}"
+        return replace_node(source, whole, f"{torch}.where({plain} == 0, 0.0, {quotient})")
 
-    why = "What has nothing to be divided by takes no part, in forward and in backward."
-    yield at.idea("Where IT is 0, the result is 0", why, below, write, None)
+    why = "Elements with a denominator of 0 contribute nothing, neither to the result nor to the gradient."
+    yield at.guard("Where IT is 0, the result is 0", why, below, write, None)
 
 
-def _whole(stat: TensorStat | None) -> bool:
-    """A tensor of whole numbers that begins at 0: a count."""
+def _is_integer_count(stat: TensorStat | None) -> bool:
+    """A tensor of integers without negative ones."""
     return stat is not None and stat.dtype.startswith("int") and not stat.negative
 
 
-def _is_count(at: Spot, name: str) -> bool:
-    if _whole(at.stat(name)):
+def _is_count(at: FailingOperation, name: str) -> bool:
+    if _is_integer_count(at.stat(name)):
         return True
-    event = at.event
+    event, trace = at.event, at.context.failure.trace
     scalar = dict(event.scalars).get(name) if event is not None else None
     if isinstance(scalar, int):
         return True
-    makers = [i.producer for i in event.inputs if i.name == name and i.producer is not None] if event else []
-    for maker in (at.job.scene.trace.events[m] for m in makers):
-        for op in (maker, *at.job.scene.trace.feeding(maker, 3)):
+    producers = [i.producer for i in event.inputs if i.name == name and i.producer is not None] if event else []
+    for producer in (trace.events[p] for p in producers):
+        for op in (producer, *trace.feeding(producer, 3)):
             if op.op in ("count_nonzero", "bincount"):
                 return True
-            if op.op == "sum" and any(_binary(at, i.stat, i.producer) for i in op.inputs):
+            if op.op == "sum" and any(_is_binary(at, i.stat, i.producer) for i in op.inputs):
                 return True
     return False
 
 
-def _binary(at: Spot, stat: TensorStat | None, producer: int | None) -> bool:
-    """Zeros and ones, by its statistics or because it was made from truth values."""
+def _is_binary(at: FailingOperation, stat: TensorStat | None, producer: int | None) -> bool:
+    """Zeros and ones, by its statistics or because it was converted from booleans."""
     if stat is not None and (stat.binary or stat.dtype == "bool" or stat.dtype.startswith("int")):
         return True
     if producer is None:
         return False
-    made = at.job.scene.trace.events[producer]
+    made = at.context.failure.trace.events[producer]
     return any(o.dtype == "bool" for o in made.outputs) or (
         made.op in ("_to_copy", "to", "float", "unsqueeze", "view", "expand")
         and any(i.stat is not None and i.stat.dtype == "bool" for i in made.inputs)

@@ -1,16 +1,16 @@
-"""Matrices at the edge of what a factorisation can handle: a little on the diagonal."""
+"""Matrices that are nearly singular or degenerate: a small number is added to the diagonal."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from firstnan.records import Remedy
+from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import SPECTRAL
-from firstnan.repair.base import Job, remedy
-from firstnan.repair.edits import Edit, atom, before, put
-from firstnan.repair.guards import spot
-from firstnan.repair.source import Source
+from firstnan.repair.context import FailureContext, remedies_for
+from firstnan.repair.edits import insert_before, parenthesized, replace_node
+from firstnan.repair.guards import failing_operation
+from firstnan.repair.source import SourceFile
 
 FACTORED = (
     "cholesky",
@@ -28,71 +28,72 @@ FACTORED = (
     "lu_factor",
     "qr",
 )
-LONG = 16
+LONGEST_INLINE = 16
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
-@remedy("log_of_negative", "log_of_zero")
-def log_of_the_absolute_determinant(job: Job) -> Iterator[Remedy]:
-    found = spot(job, "logdet")
+@remedies_for("log_of_negative", "log_of_zero")
+def log_of_the_absolute_determinant(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "logdet")
     if found is not None and isinstance(found.expr.node, ast.expr):
-        source, matrix = found.place.source, found.expr.args[0]
-        yield job.remedy(
+        source, matrix = found.location.source, found.expr.args[0]
+        torch = source.spell("torch", matrix)
+        yield context.remedy(
             "Take the logarithm of the absolute determinant",
-            "A negative determinant has one; a positive determinant gives the same number as before.",
-            put(source, found.expr.node, f"{source.spell('torch', matrix)}.linalg.slogdet({source.code(matrix)})[1]"),
+            "It is defined for a negative determinant too; for a positive one the result is unchanged.",
+            replace_node(source, found.expr.node, f"{torch}.linalg.slogdet({source.code(matrix)})[1]"),
         )
 
 
-@remedy("not_positive_definite", "singular_matrix", "log_of_negative", "log_of_zero", "decomposition_failed")
-def add_to_the_diagonal(job: Job) -> Iterator[Remedy]:
-    found = spot(job, *FACTORED)
+@remedies_for("not_positive_definite", "singular_matrix", "log_of_negative", "log_of_zero", "decomposition_failed")
+def add_to_the_diagonal(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, *FACTORED)
     if found is None:
         return
-    source, matrix = found.place.source, found.expr.args[0]
+    source, matrix = found.location.source, found.expr.args[0]
     torch, (code, plain, named) = source.spell("torch", matrix), _named(source, matrix)
     eye = f"{torch}.eye({plain}.shape[-1], dtype={plain}.dtype, device={plain}.device)"
     for size in ("1e-6", "1e-4", "1e-2", "0.1"):
         if size == "1e-4" and "cholesky" in found.expr.op:
             smallest = f"{torch}.linalg.eigvalsh({plain}.detach())[..., :1, None]"
-            yield job.remedy(
-                "Add to the diagonal what the smallest eigenvalue lacks",
-                "A matrix that is positive definite stays as it is; another one becomes so.",
+            yield context.remedy(
+                "Raise the smallest eigenvalue to 1e-6 by adding to the diagonal",
+                "A positive definite matrix is unchanged; any other becomes positive definite.",
                 *named,
-                put(source, matrix, f"{code} + (1e-6 - {smallest}).clamp_min(0) * {eye}"),
+                replace_node(source, matrix, f"{code} + (1e-6 - {smallest}).clamp_min(0) * {eye}"),
             )
-        yield job.remedy(
+        yield context.remedy(
             f"Add {size} to the diagonal",
-            f"Every eigenvalue rises by {size}, so that none is 0 or below it by rounding.",
+            f"Every eigenvalue increases by {size}, so none is 0 or negative through rounding.",
             *named,
-            put(source, matrix, f"{code} + {size} * {eye}"),
+            replace_node(source, matrix, f"{code} + {size} * {eye}"),
         )
 
 
-def _named(source: Source, matrix: ast.expr) -> tuple[str, str, list[Edit]]:
-    """The matrix as it is written in a sum and before a dot; where that is long it gets a name in a line before."""
+def _named(source: SourceFile, matrix: ast.expr) -> tuple[str, str, list[Edit]]:
+    """The matrix as code in a sum and before a dot; a long expression gets a name on a line before."""
     code = source.code(matrix)
     inside = source.parents(matrix)
     around = inside[: inside.index(source.statement(matrix))]
     movable = not any(isinstance(n, ast.Lambda | ast.comprehension | ast.ListComp | ast.IfExp) for n in around)
-    if len(code) <= LONG or "\n" in code or not movable or not isinstance(source.statement(matrix), SIMPLE):
-        return code, atom(source, matrix), []
-    return "matrix", "matrix", [before(source, matrix, f"matrix = {code}")]
+    if len(code) <= LONGEST_INLINE or "\n" in code or not movable or not isinstance(source.statement(matrix), SIMPLE):
+        return code, parenthesized(source, matrix), []
+    return "matrix", "matrix", [insert_before(source, matrix, f"matrix = {code}")]
 
 
-@remedy("degenerate_decomposition", "decomposition_failed")
-def tell_equal_values_apart(job: Job) -> Iterator[Remedy]:
-    found = spot(job, *SPECTRAL, "matrix_rank", "qr")
+@remedies_for("degenerate_decomposition", "decomposition_failed")
+def tell_equal_values_apart(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, *SPECTRAL, "matrix_rank", "qr")
     if found is None:
         return
-    source, matrix = found.place.source, found.expr.args[0]
+    source, matrix = found.location.source, found.expr.args[0]
     torch, (code, plain, named) = source.spell("torch", matrix), _named(source, matrix)
     for size in ("1e-5", "1e-3"):
-        ladder = f"{torch}.arange(1, {plain}.shape[-1] + 1, device={plain}.device)"
+        steps = f"{torch}.arange(1, {plain}.shape[-1] + 1, device={plain}.device)"
         eye = f"{torch}.eye(*{plain}.shape[-2:], dtype={plain}.dtype, device={plain}.device)"
-        yield job.remedy(
+        yield context.remedy(
             f"Add {size}, twice {size}, ... to the diagonal",
-            "Values that were equal differ a little, so that backward does not divide by their difference 0.",
+            "Equal values now differ a little, so backward does not divide by a difference of 0.",
             *named,
-            put(source, matrix, f"{code} + {size} * {eye} * {ladder}"),
+            replace_node(source, matrix, f"{code} + {size} * {eye} * {steps}"),
         )

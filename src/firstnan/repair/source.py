@@ -1,15 +1,15 @@
-"""The user's file as text and syntax tree: what stands at a place, what a name was given, how torch is reached."""
+"""A user's file as text and syntax tree: the code at a position, the value of a name, the local name of torch."""
 
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 
-from firstnan.records import Site
+from firstnan.records import Edit, Site
+from firstnan.repair.diff import LINE_END, PatchError
+from firstnan.repair.files import FileOnDisk, line_starts
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 OPERATORS: dict[type[ast.AST], str] = {
@@ -23,7 +23,7 @@ OPERATORS: dict[type[ast.AST], str] = {
     ast.MatMult: "matmul",
     ast.USub: "neg",
 }
-SAME = {
+ALIASES = {
     "divide": "div",
     "true_divide": "div",
     "multiply": "mul",
@@ -40,20 +40,20 @@ SAME = {
     "negative": "neg",
     "absolute": "abs",
 }
-"""Other names of one operator."""
-USUAL = {"torch": "torch", "F": "torch.nn.functional", "nn": "torch.nn", "np": "numpy", "math": "math"}
-"""What these names mean where a file uses them and binds them nowhere: `from common import *` did."""
-FOLLOWED = 6
+"""Other names of the same operator."""
+USUAL_NAMES = {"torch": "torch", "F": "torch.nn.functional", "nn": "torch.nn", "np": "numpy", "math": "math"}
+"""What these names mean in a file that uses them without binding them, after `from common import *`."""
+MOST_ASSIGNMENTS = 6
 
 
 @dataclass(frozen=True)
 class Expr:
-    """One operation as it is written, whatever its spelling: `torch.log(x)`, `x.log()`, `a / b`, `a /= b`."""
+    """One operation in the source, however it is spelled: `torch.log(x)`, `x.log()`, `a / b`, `a /= b`."""
 
     op: str
-    """aten's plain name, without the underscore of an in-place method; "" where it is no operation."""
+    """The name in aten, without the underscore of an in-place method; "" if it is not an operation."""
     args: tuple[ast.expr, ...] = ()
-    """What it reads by position, the receiver of a method first."""
+    """The positional arguments, the receiver of a method first."""
     keywords: dict[str, ast.expr] = field(default_factory=dict)
     called: str = ""
     """`torch.nn.functional.softmax`; `.softmax` for a method; `self.layer`; `own_function`; "" for an operator."""
@@ -64,38 +64,42 @@ class Expr:
 
     @property
     def library(self) -> str:
-        """`torch`, `numpy`..., "" where it is a method, an operator or the user's own."""
+        """`torch`, `numpy`...; "" for a method, an operator or a function of the user's."""
         return self.called.split(".")[0] if "." in self.called else ""
 
 
-class Source:
-    """One file; positions are character offsets into `text`, which keeps the line ends of the file."""
+class SourceFile:
+    """One file; offsets count characters of `text`, whose lines all end with a newline character."""
 
-    def __init__(self, file: str, text: str) -> None:
-        self.file, self.text = file, text
-        self.tree = ast.parse(text)
-        self._lines = text.split("\n")
-        self._starts = [0, *accumulate(len(line) + 1 for line in self._lines)]
+    def __init__(self, file: str, content: str) -> None:
+        self.file, self.content = file, content
+        self.text = LINE_END.sub("\n", content)
+        self.tree = ast.parse(self.text)
+        self._lines = self.text.split("\n")
+        self._starts = line_starts(self.text)
         self._found: dict[tuple[int | None, ...], ast.AST | None] = {}
         self.nodes = list(ast.walk(self.tree))
         self._within: dict[ast.AST, list[ast.AST]] = {}
         self._parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
     @classmethod
-    def read(cls, file: str) -> Source | None:
-        """The file as it is on disk; None where there is none or it is not Python."""
+    def read(cls, file: str) -> SourceFile | None:
+        """The file on disk; None if it does not exist or is not Python."""
         try:
-            with open(file, "rb") as raw:
-                data = raw.read()
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-            return cls(file, data.decode(encoding))
-        except (OSError, SyntaxError, ValueError, RecursionError):
+            return cls(file, FileOnDisk.read(file).text)
+        except (PatchError, SyntaxError, ValueError, RecursionError):
             return None
 
-    # --- places ------------------------------------------------------------------------------------------------
+    def edit(self, start: int, end: int, new: str) -> Edit:
+        """`new` in place of the text between two offsets."""
+        line, end_line = bisect_right(self._starts, start), bisect_right(self._starts, end)
+        column, end_column = start - self._starts[line - 1], end - self._starts[end_line - 1]
+        return Edit(self.file, line, column, end_line, end_column, self.text[start:end], new)
+
+    # --- positions ---------------------------------------------------------------------------------------------
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where the node begins and ends; parentheses around it are not part of it."""
+        """The offsets of a node, without parentheses around it."""
         assert isinstance(node, ast.expr | ast.stmt | ast.keyword | ast.arg | ast.alias)
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
@@ -106,6 +110,10 @@ class Source:
         text = self._lines[line - 1]
         return self._starts[line - 1] + (column if text.isascii() else len(text.encode()[:column].decode("utf-8")))
 
+    def edit_span(self, edit: Edit) -> tuple[int, int]:
+        """The offsets between which an edit of this file replaces text."""
+        return self.line_start(edit.line) + edit.column, self.line_start(edit.end_line) + edit.end_column
+
     def code(self, node: ast.AST) -> str:
         start, end = self.span(node)
         return self.text[start:end]
@@ -114,10 +122,11 @@ class Source:
         return self._lines[number - 1]
 
     def line_start(self, number: int) -> int:
-        return self._starts[number - 1]
+        """The offset of a line; for the line after the last one the end of the text."""
+        return self._starts[number - 1] if number <= len(self._starts) else len(self.text)
 
-    def at(self, site: Site) -> ast.AST | None:
-        """The expression (or the statement) that an instruction belongs to."""
+    def node_at(self, site: Site) -> ast.AST | None:
+        """The expression or statement that an instruction belongs to."""
         key = (site.line, site.column, site.end_line, site.end_column)
         if key not in self._found:
             self._found[key] = self._find(site)
@@ -134,7 +143,7 @@ class Source:
         exact = [n for n in nodes if self.span(n) == (start, end)]
         if exact:
             return next((n for n in exact if isinstance(n, ast.expr)), exact[0])
-        # A method call that spans lines is marked from the name of the method on.
+        # The site of a method call over several lines starts at the name of the method.
         ending = [n for n in nodes if isinstance(n, ast.expr) and self.span(n)[1] == end and self.span(n)[0] < start]
         if ending:
             return min(ending, key=lambda n: start - self.span(n)[0])
@@ -169,28 +178,28 @@ class Source:
         return self.function(node) or self.tree
 
     def within(self, node: ast.AST) -> list[ast.AST]:
-        """Everything in the function around the node; for the module what stands in no function."""
+        """All nodes of the function around the node; for the module those outside of functions."""
         scope = self.scope(node)
         if scope not in self._within:
             self._within[scope] = list(ast.walk(scope)) if scope is not self.tree else _outside_functions(self.tree)
         return self._within[scope]
 
     def reads(self, name: str, node: ast.AST) -> int:
-        """How often the name is read wherever it means what it means at the node."""
+        """How often the name is read in the scope of the node."""
         around = self.within(node) if self.function(node) is not None else self.nodes
         return sum(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in around)
 
     def indent(self, node: ast.AST) -> str:
-        """The white space that the node's statement begins with."""
+        """The indentation of the node's statement."""
         line = self.line(self.statement(node).lineno)
         return line[: len(line) - len(line.lstrip())]
 
     # --- names -------------------------------------------------------------------------------------------------
 
     def assigned(self, name: ast.expr, before: ast.AST | None = None) -> ast.Assign | ast.AnnAssign | None:
-        """The nearest assignment before `name` that gives it its value, in the same function; None if unclear.
+        """The last assignment to `name` before it in the same function; None if that is ambiguous.
 
-        `name` may be dotted (`self.scale`): what counts is that it is spelled alike."""
+        `name` may be dotted (`self.scale`); names are compared by spelling."""
         text, here = ast.unparse(name), self.statement(before or name)
         around = set(self.parents(here))
         nearest: ast.stmt | None = None
@@ -207,8 +216,8 @@ class Source:
         return nearest if ast.unparse(alone) == text else None
 
     def value(self, node: ast.expr) -> ast.expr:
-        """What stands behind a name, as far as the assignments before it tell; the node itself if it is no name."""
-        for _ in range(FOLLOWED):
+        """The expression that was assigned to a name, followed through other names; otherwise the node itself."""
+        for _ in range(MOST_ASSIGNMENTS):
             found = self.assigned(node) if isinstance(node, ast.Name) else None
             if found is None or found.value is None:
                 return node
@@ -216,7 +225,7 @@ class Source:
         return node
 
     def unchanged(self, node: ast.expr, use: ast.AST) -> bool:
-        """Whether the names in `node` still mean the same at `use`, later in the same function."""
+        """Whether no name in `node` is assigned again before `use`, in the same function."""
         first, last = self.statement(node).lineno, self.statement(use).lineno
         if self.scope(node) is not self.scope(use):
             return False
@@ -230,14 +239,14 @@ class Source:
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    # `import torch.nn` gives the name `torch`; with `as` the whole path.
+                    # `import torch.nn` binds `torch`; with `as` it binds the whole path.
                     path = alias.name if alias.asname else alias.name.split(".")[0]
                     found.setdefault(alias.asname or path, []).append((path, self.scope(node)))
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     entry = (f"{node.module}.{alias.name}", self.scope(node))
                     found.setdefault(alias.asname or alias.name, []).append(entry)
-        for name, path in USUAL.items():
+        for name, path in USUAL_NAMES.items():
             if name in self._read - self._bound and name not in found:
                 found[name] = [(path, self.tree)]
         return found
@@ -252,30 +261,38 @@ class Source:
         return names | {a.arg for a in self.nodes if isinstance(a, ast.arg)}
 
     def imported(self, name: str, at: ast.AST) -> str | None:
-        """`torch.nn.functional` for the name `F`, where it was imported so and nothing hides it at this place."""
+        """The full path of an imported name (`torch.nn.functional` for `F`); None if a parameter hides it."""
         scopes: list[ast.AST] = [n for n in self.parents(at) if isinstance(n, Function)]
         for scope in scopes:
-            if isinstance(scope, Function) and name in _parameters(scope):
+            if isinstance(scope, Function) and name in parameter_names(scope):
                 return None
         return next((path for path, scope in self._imports.get(name, []) if scope in (*scopes, self.tree)), None)
 
     def reach(self, path: str, at: ast.AST) -> str | None:
-        """How a module or function is written at this place: `F.softplus`; None where nothing reaches it."""
-        spelled = []
+        """The shortest spelling of a module or function at this node, `F.softplus`; None if it is not imported."""
+        spellings = []
         for name in self._imports:
             full = self.imported(name, at)
             if full and (path == full or path.startswith(full + ".")):
-                spelled.append(name + path[len(full) :])
-        return min(spelled, key=lambda text: (text.count("."), len(text)), default=None)
+                spellings.append(name + path[len(full) :])
+        return min(spellings, key=lambda text: (text.count("."), len(text)), default=None)
 
     def spell(self, path: str, at: ast.AST) -> str:
-        """As `reach`, else the full path, for which an import is added (see `edits.diff`)."""
+        """As `reach`, else the full path, for which `edits.as_patch` adds an import."""
         return self.reach(path, at) or path
 
     # --- expressions -------------------------------------------------------------------------------------------
 
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
+    def called_name(self, call: ast.Call) -> str:
+        """The last part of the function's name: `softmax` for `torch.nn.functional.softmax`."""
+        return self.called(call).rsplit(".", 1)[-1]
+
     def called(self, call: ast.Call) -> str:
-        """Which function is called; see `Expr.called`."""
+        """The function of a call; see `Expr.called`."""
         parts: list[str] = []
         at: ast.expr = call.func
         while isinstance(at, ast.Attribute):
@@ -287,12 +304,12 @@ class Source:
                 return ".".join([base, *reversed(parts)])
             if not parts:
                 return at.id
-            if at.id in ("self", "cls") and len(parts) == 1:  # a layer or a method of the user's own
+            if at.id in ("self", "cls") and len(parts) == 1:  # a layer or method of the user's class
                 return f"self.{parts[0]}"
         return f".{parts[0]}" if parts else ""
 
     def expr(self, node: ast.AST | None) -> Expr:
-        """The operation that the node is."""
+        """The operation at a node."""
         if isinstance(node, ast.Call):
             called = self.called(node)
             name = called.rsplit(".", 1)[-1]
@@ -303,7 +320,7 @@ class Source:
             keywords = {k.arg: k.value for k in node.keywords if k.arg}
             if called.startswith("self."):
                 return Expr("", tuple(args), keywords, called, node)
-            return Expr(SAME.get(plain, plain), tuple(args), keywords, called, node)
+            return Expr(ALIASES.get(plain, plain), tuple(args), keywords, called, node)
         if isinstance(node, ast.BinOp):
             return Expr(OPERATORS.get(type(node.op), ""), (node.left, node.right), node=node)
         if isinstance(node, ast.UnaryOp):
@@ -313,12 +330,12 @@ class Source:
         return Expr("", node=node)
 
     def meaning(self, node: ast.expr | None) -> Expr:
-        """As `expr`, with a name replaced by what it was given."""
+        """As `expr`, with a name replaced by what was assigned to it."""
         return self.expr(self.value(node)) if node is not None else Expr("")
 
 
 def _targets(node: ast.stmt) -> list[ast.expr]:
-    """Everything that a statement binds, taken apart."""
+    """All targets of a statement, tuples unpacked."""
     if isinstance(node, ast.Assign):
         found = list(node.targets)
     elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For):
@@ -347,16 +364,16 @@ def _outside_functions(tree: ast.Module) -> list[ast.AST]:
     return out
 
 
-def _parameters(function: Function) -> set[str]:
+def parameter_names(function: Function) -> set[str]:
     given = function.args
     named = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
     return {a.arg for a in named if a is not None}
 
 
-def number(node: ast.AST | None) -> float | None:
-    """The number that a literal stands for, `-1` and `1e-3` included."""
+def literal_value(node: ast.AST | None) -> float | None:
+    """The value of a number literal, also of `-1`."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = number(node.operand)
+        inner = literal_value(node.operand)
         return None if inner is None else -inner
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)

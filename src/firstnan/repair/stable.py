@@ -1,4 +1,4 @@
-"""The stable function in place of a formula that leaves the range of numbers on its way to an ordinary result."""
+"""Stable functions instead of formulas whose intermediate results overflow or vanish."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from firstnan.records import Remedy
+from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import CARRIERS
-from firstnan.repair.base import Job, Place, remedy
-from firstnan.repair.edits import Edit, atom, put, remove
-from firstnan.repair.guards import spot
-from firstnan.repair.source import Expr, Source, number
+from firstnan.repair.context import FailureContext, Location, remedies_for
+from firstnan.repair.edits import delete_statement, parenthesized, replace_node
+from firstnan.repair.guards import failing_operation
+from firstnan.repair.source import Expr, SourceFile, literal_value
 
 
 @dataclass
 class LogForm:
-    """Writes the logarithm of an expression without ever forming the expression, where that is possible."""
+    """Writes the logarithm of an expression without computing the expression, if that is possible."""
 
-    source: Source
+    source: SourceFile
     use: ast.AST
     seen: list[ast.AST] = field(default_factory=list)
-    """The nodes that the new text makes superfluous."""
+    """The nodes that the new code replaces."""
     unused: list[ast.stmt] = field(default_factory=list)
-    """Assignments that nothing reads any more."""
+    """Assignments that the new code no longer reads."""
     name: str = ""
     """The stable function that was used."""
 
@@ -37,16 +37,16 @@ class LogForm:
         if isinstance(node, ast.Subscript):
             return self._around(node, node.value, depth)
         expr = source.expr(node)
-        if expr.op in CARRIERS and expr.args:  # the logarithm may as well be taken before them
+        if expr.op in CARRIERS and expr.args:  # the logarithm can be taken before them
             return self._around(node, expr.args[0], depth)
         if expr.op in ("clamp", "clamp_min", "clip") and expr.args:
             return self.of(expr.args[0], depth + 1)
-        if expr.op == "add" and 0 < (number(expr.args[1]) or 0) < 1e-2:
+        if expr.op == "add" and 0 < (literal_value(expr.args[1]) or 0) < 1e-2:
             return self.of(expr.args[0], depth + 1)
         return self._known(expr, depth)
 
     def _of_name(self, name: ast.Name, depth: int) -> str | None:
-        """What the name was given, written out; what is not needed any more is noted."""
+        """The expression assigned to the name, written out."""
         source, found = self.source, self.source.assigned(name)
         if found is None or found.value is None or not source.unchanged(found.value, self.use):
             return None
@@ -59,7 +59,7 @@ class LogForm:
         return text
 
     def _around(self, whole: ast.expr, inner: ast.expr, depth: int) -> str | None:
-        """The same choice of elements, from the logarithm."""
+        """The same selection of elements from the logarithm."""
         new = self.of(inner, depth + 1)
         if new is None:
             return None
@@ -76,19 +76,19 @@ class LogForm:
             return f"{functional}.logsigmoid({source.code(expr.args[0])})"
         if expr.op == "exp" and expr.args:
             self.name = "the exponent itself"
-            return atom(source, expr.args[0])
+            return parenthesized(source, expr.args[0])
         if expr.op == "sum" and expr.args:
             return self._sum_of_exp(expr)
         if expr.op == "div":
             parts = [self.of(arg, depth + 1) for arg in expr.args]
             return f"({parts[0]} - {parts[1]})" if None not in parts else None
-        if expr.op == "add" and 1 in (number(expr.args[0]), number(expr.args[1])):
-            return self.of_one_more(expr.args[number(expr.args[0]) == 1])
-        if expr.op == "sub" and number(expr.args[0]) == 1:
+        if expr.op == "add" and 1 in (literal_value(expr.args[0]), literal_value(expr.args[1])):
+            return self.of_one_more(expr.args[literal_value(expr.args[0]) == 1])
+        if expr.op == "sub" and literal_value(expr.args[0]) == 1:
             other = source.meaning(expr.args[1])
             if other.op == "sigmoid" and other.args and source.unchanged(other.args[0], self.use):
                 self.name = "logsigmoid"
-                return f"{functional}.logsigmoid(-{atom(source, other.args[0])})"
+                return f"{functional}.logsigmoid(-{parenthesized(source, other.args[0])})"
         return None
 
     def of_one_more(self, node: ast.expr) -> str | None:
@@ -109,20 +109,20 @@ class LogForm:
         self.name = "logsumexp"
         torch, code = source.spell("torch", self.use), source.code(inner.args[0])
         if dim is None:
-            return f"{torch}.logsumexp({atom(source, inner.args[0])}.flatten(), dim=0)"
+            return f"{torch}.logsumexp({parenthesized(source, inner.args[0])}.flatten(), dim=0)"
         keep = expr.arg(2, "keepdim")
         tail = f", keepdim={source.code(keep)}" if keep is not None else ""
         return f"{torch}.logsumexp({code}, dim={source.code(dim)}{tail})"
 
 
-def _cheap(source: Source, node: ast.expr) -> bool:
-    """No layer or function of the user's own is called in it, so that it may be computed twice."""
+def _cheap(source: SourceFile, node: ast.expr) -> bool:
+    """Whether it may be computed twice: it calls no layer and no function of the user's."""
     calls = [source.called(n) for n in ast.walk(node) if isinstance(n, ast.Call)]
     return all(name.startswith((".", "torch.")) for name in calls)
 
 
-def renamed(source: Source, call: ast.Call, name: str) -> str:
-    """The call with another function of the same home."""
+def renamed(source: SourceFile, call: ast.Call, name: str) -> str:
+    """The call with another function of the same module."""
     if isinstance(call.func, ast.Name):
         full = source.called(call)
         new = source.spell(f"{full.rsplit('.', 1)[0]}.{name}" if "." in full else f"torch.{name}", call)
@@ -133,112 +133,112 @@ def renamed(source: Source, call: ast.Call, name: str) -> str:
     return source.text[start : end - len(old)] + name + source.text[end:stop]
 
 
-def _stable_log(place: Place, expr: Expr) -> tuple[LogForm, Edit] | None:
-    """The call of `log` or `log1p` replaced, if its argument is one of those known."""
+def _stable_log(location: Location[ast.AST], expr: Expr) -> tuple[LogForm, Edit] | None:
+    """A stable form of a call of `log` or `log1p`, if its argument has a known form."""
     if expr.op not in ("log", "log1p") or not expr.args or not isinstance(expr.node, ast.expr):
         return None
-    source, form = place.source, LogForm(place.source, expr.node)
+    source, form = location.source, LogForm(location.source, expr.node)
     text = form.of(expr.args[0]) if expr.op == "log" else form.of_one_more(expr.args[0])
-    return (form, put(source, expr.node, text)) if text is not None else None
+    return (form, replace_node(source, expr.node, text)) if text is not None else None
 
 
-def _remedy(job: Job, forms: list[tuple[LogForm, Edit]]) -> Remedy:
+def _remedy(context: FailureContext, forms: list[tuple[LogForm, Edit]]) -> Remedy:
     name = forms[0][0].name
     unused = dict.fromkeys(s for form, _ in forms for s in form.unused)
-    return job.remedy(
-        f"Use {name} instead of the logarithm of its parts",
-        f"{name[:1].upper()}{name[1:]} never forms the number whose logarithm is infinite, and is exact.",
+    return context.remedy(
+        f"Use {name} instead of the logarithm",
+        "The result is the same, without the intermediate value whose logarithm is infinite.",
         *(edit for _, edit in forms),
-        *(gone for s in unused if (gone := remove(forms[0][0].source, s)) is not None),
+        *(deleted for s in unused if (deleted := delete_statement(forms[0][0].source, s)) is not None),
     )
 
 
-@remedy("log_of_zero", "log_of_negative", "where_grad_trap", "zero_times_inf")
-def logarithm_of_a_known_function(job: Job) -> Iterator[Remedy]:
-    found = spot(job, "log")
-    own = _stable_log(found.place, found.expr) if found is not None else None
+@remedies_for("log_of_zero", "log_of_negative", "where_grad_trap", "zero_times_inf")
+def logarithm_of_a_known_function(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "log")
+    own = _stable_log(found.location, found.expr) if found is not None else None
     if found is None or own is None or found.expr.node is None:
         return
-    source = found.place.source
+    source = found.location.source
     logs = [source.expr(n) for n in source.within(found.expr.node) if n is not found.expr.node]
-    others = [form for e in logs if (form := _stable_log(found.place, e)) is not None]
+    others = [form for e in logs if (form := _stable_log(found.location, e)) is not None]
     if others:
-        yield _remedy(job, [own, *others])
-    yield _remedy(job, [own])
+        yield _remedy(context, [own, *others])
+    yield _remedy(context, [own])
 
 
-@remedy("exp_overflow", "overflow", "low_precision_overflow", "where_grad_trap", "zero_over_zero")
-def exponential_inside_a_known_formula(job: Job) -> Iterator[Remedy]:
-    place = job.place
-    if place is None or place.expr.op not in ("exp", "div", "sum") or not place.expr.args:
+@remedies_for("exp_overflow", "overflow", "low_precision_overflow", "where_grad_trap", "zero_over_zero")
+def exponential_inside_a_known_formula(context: FailureContext) -> Iterator[Remedy]:
+    location = context.location
+    if location is None or location.expr.op not in ("exp", "div", "sum") or not location.expr.args:
         return
-    source, node = place.source, place.node
+    source, node = location.source, location.node
     for other in source.within(node):
         expr = source.expr(other)
-        form = _stable_log(place, expr)
+        form = _stable_log(location, expr)
         if form is not None and node in form[0].seen:
-            yield _remedy(job, [form])
+            yield _remedy(context, [form])
         if isinstance(other, ast.BinOp) and expr.op == "div":
-            yield from _softmax_by_hand(job, place, expr)
-            yield from _sigmoid_by_hand(job, place, expr)
+            yield from _softmax_by_hand(context, location, expr)
+            yield from _sigmoid_by_hand(context, location, expr)
 
 
-def _softmax_by_hand(job: Job, place: Place, expr: Expr) -> Iterator[Remedy]:
-    source = place.source
+def _softmax_by_hand(context: FailureContext, location: Location[ast.AST], expr: Expr) -> Iterator[Remedy]:
+    source = location.source
     top, below = source.meaning(expr.args[0]), source.meaning(expr.args[1])
     if top.op != "exp" or below.op != "sum" or not below.args or not isinstance(expr.node, ast.expr):
         return
     inner, dim = source.meaning(below.args[0]), below.arg(1, "dim") or below.keywords.get("axis")
     same = inner.op == "exp" and ast.dump(inner.args[0]) == ast.dump(top.args[0])
-    if not same or dim is None or place.node not in (expr.node, top.node, inner.node, below.node):
+    if not same or dim is None or location.node not in (expr.node, top.node, inner.node, below.node):
         return
     if not source.unchanged(top.args[0], expr.node):
         return
     argument = f"{source.code(top.args[0])}, dim={source.code(dim)}"
-    yield job.remedy(
+    yield context.remedy(
         "Use softmax instead of exp(x) / exp(x).sum()",
-        "softmax subtracts the largest entry first, so that no exponential is out of range.",
-        put(source, expr.node, f"{source.spell('torch', expr.node)}.softmax({argument})"),
+        "softmax subtracts the largest entry first, so no exponential overflows.",
+        replace_node(source, expr.node, f"{source.spell('torch', expr.node)}.softmax({argument})"),
     )
 
 
-def _sigmoid_by_hand(job: Job, place: Place, expr: Expr) -> Iterator[Remedy]:
-    source = place.source
+def _sigmoid_by_hand(context: FailureContext, location: Location[ast.AST], expr: Expr) -> Iterator[Remedy]:
+    source = location.source
     below = source.meaning(expr.args[1])
-    if number(expr.args[0]) != 1 or below.op != "add" or 1 not in [number(a) for a in below.args]:
+    if literal_value(expr.args[0]) != 1 or below.op != "add" or 1 not in [literal_value(a) for a in below.args]:
         return
-    inner = source.meaning(below.args[number(below.args[0]) == 1])
-    if inner.op != "exp" or place.node not in (expr.node, inner.node) or not isinstance(expr.node, ast.expr):
+    inner = source.meaning(below.args[literal_value(below.args[0]) == 1])
+    if inner.op != "exp" or location.node not in (expr.node, inner.node) or not isinstance(expr.node, ast.expr):
         return
     minus = source.expr(inner.args[0])
-    argument = source.code(minus.args[0]) if minus.op == "neg" else f"-{atom(source, inner.args[0])}"
+    argument = source.code(minus.args[0]) if minus.op == "neg" else f"-{parenthesized(source, inner.args[0])}"
     if source.unchanged(inner.args[0], expr.node):
-        yield job.remedy(
+        yield context.remedy(
             "Use sigmoid instead of 1 / (1 + exp(-x))",
             "sigmoid and its gradient are finite for every x.",
-            put(source, expr.node, f"{source.spell('torch', expr.node)}.sigmoid({argument})"),
+            replace_node(source, expr.node, f"{source.spell('torch', expr.node)}.sigmoid({argument})"),
         )
 
 
-@remedy("zero_over_zero", "div_by_zero", "where_grad_trap", "sqrt_grad_at_zero")
-def division_by_its_own_norm(job: Job) -> Iterator[Remedy]:
-    found = spot(job, "div")
-    if found is None or not isinstance(found.expr.node, ast.expr) or found.pen.numpy:
+@remedies_for("zero_over_zero", "div_by_zero", "where_grad_trap", "sqrt_grad_at_zero")
+def division_by_its_own_norm(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "div")
+    if found is None or not isinstance(found.expr.node, ast.expr) or found.writer.numpy:
         return
-    source, (top, below) = found.place.source, found.expr.args[:2]
+    source, (top, below) = found.location.source, found.expr.args[:2]
     at = source.value(below)
     while isinstance(at, ast.Subscript) or source.expr(at).op in ("unsqueeze", "add", "expand_as", "clamp_min"):
         at = source.value(at.value if isinstance(at, ast.Subscript) else source.expr(at).args[0])
     norm = source.expr(at)
     dim, order = norm.keywords.get("dim") or (norm.args[2] if len(norm.args) > 2 else None), norm.arg(1, "p")
-    if norm.op != "norm" or dim is None or (order is not None and number(order) != 2):
+    if norm.op != "norm" or dim is None or (order is not None and literal_value(order) != 2):
         return
     if ast.dump(norm.args[0]) != ast.dump(top):
         return
-    eps = ", eps=1e-4" if job.dtype == "float16" else ""
+    eps = ", eps=1e-4" if context.dtype == "float16" else ""
     text = f"{source.spell('torch.nn.functional', top)}.normalize({source.code(top)}, dim={source.code(dim)}{eps})"
-    yield job.remedy(
-        "Use normalize, which keeps the norm away from 0",
-        "A vector of zeros stays one; all others are divided by their norm as before.",
-        put(source, found.expr.node, text),
+    yield context.remedy(
+        "Use normalize, which keeps the norm above 0",
+        "A vector of zeros stays zero; all others are divided by their norm as before.",
+        replace_node(source, found.expr.node, text),
     )

@@ -1,0 +1,151 @@
+"""What a trial of a remedy showed: whether the failing step and the steps after it are finite, and at what cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from firstnan.records import Noticed, Remedy, Report
+
+_ROUNDING = 1e-3
+_ROUNDING_OF_HALF = {"float16": 5e-2, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """How a run of the changed program went; a child process writes it as a small JSON file."""
+
+    passed: int = 0
+    """Completed steps with their updates, of the optimizer whose step failed."""
+    noticed: str = ""
+    """What was non-finite: the loss, a gradient, an output..."""
+    bad_step: int | None = None
+    error: str = ""
+    """The error that ended the program, if that was another one."""
+    exit: str = ""
+    """The exit code, if the program ended itself with one other than 0."""
+    trained: bool = False
+    exploded: str = ""
+    losses: tuple[tuple[int, float], ...] = ()
+
+    @staticmethod
+    def of(data: Any) -> TrialOutcome:
+        return TrialOutcome(**{**data, "losses": tuple((step, float(loss)) for step, loss in data["losses"])})
+
+
+def last_bad_step(report: Report) -> int:
+    """The step in which the value was noticed: the one in which it originated, or a later one."""
+    seen = [record.step for record in report.history.steps[-1:]]
+    return max([report.step or 0, *seen])
+
+
+def untried(remedy: Remedy) -> Remedy:
+    """The remedy without the result of any trial."""
+    return replace(remedy, tried=False, failing_step_finite=None, steps_finite_after=None, loss_change=None, note="")
+
+
+def judged(remedy: Remedy, outcome: TrialOutcome | None, report: Report, stopped: str = "") -> Remedy:
+    """The remedy with the result of its trial; `stopped` says why the trial was not finished, if it was not."""
+    bad = last_bad_step(report)
+    if outcome is None or (stopped and outcome.passed <= bad and not outcome.noticed):
+        why = f"{stopped}, before step {bad} finished" if stopped else "the trial wrote no result"
+        return replace(remedy, note=why)
+    change = loss_change(outcome, report) if remedy.kind == "code" else None
+    finite, after, note = _verdict(remedy, outcome, report)
+    note = "; ".join(part for part in (note, "" if outcome.noticed else stopped) if part)
+    return replace(
+        remedy, tried=True, failing_step_finite=finite, steps_finite_after=after, loss_change=change, note=note
+    )
+
+
+def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[bool | None, int | None, str]:
+    """Whether the failing step is finite (None: not reached), how many are after it (None: not all), and a note."""
+    bad, passed = last_bad_step(report), outcome.passed
+    reached, steps = passed > bad, f"{passed} step{'s' * (passed != 1)}"
+    if outcome.noticed:
+        when = outcome.bad_step if outcome.bad_step is not None else bad
+        where = f"in step {when}"
+        if when > bad and reached:
+            return True, None, f"{outcome.noticed} is not finite {where}"
+        return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
+    if outcome.error:
+        return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"
+    if outcome.exploded and reached:
+        return True, None, outcome.exploded[:1].lower() + outcome.exploded[1:].rstrip(".")
+    if reached:
+        return True, passed - 1 - bad, f"then the program ended with {outcome.exit}" if outcome.exit else ""
+    outside = report.noticed is not None and report.noticed.what in ("output", "value", "exception")
+    if outside and not outcome.trained and not outcome.exit:
+        return True, 0, ""
+    if remedy.kind == "data" and passed:
+        return True, 0, f"with less data the program ends after {steps}, all of them finite"
+    how = f" with {outcome.exit}" if outcome.exit else ""
+    return None, None, f"the program ended{how} after {steps}, before the failing one"
+
+
+def loss_change(outcome: TrialOutcome, report: Report) -> float | None:
+    """The largest relative change of the loss before the failing step; None if there is nothing to compare."""
+    pairs = _healthy_losses(outcome, report)
+    return _largest_change(pairs) if pairs else None
+
+
+def repeats_first_loss(outcome: TrialOutcome, report: Report) -> bool:
+    """Whether the first healthy loss came out as in the first run."""
+    first = _healthy_losses(outcome, report)[:1]
+    return bool(first) and _largest_change(first) <= _ROUNDING
+
+
+def _healthy_losses(outcome: TrialOutcome, report: Report) -> list[tuple[float, float]]:
+    """The healthy losses of the unchanged and of the changed program, oldest first."""
+    first = report.step or 0
+    before = _by_step([(r.step, r.loss) for r in report.history.steps if r.step < first and r.loss is not None])
+    now = _by_step([(step, loss) for step, loss in outcome.losses if step < first])
+    pairs = [(a, b) for step in before for a, b in zip(before[step], now.get(step, []), strict=False)]
+    return [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+
+
+def _largest_change(pairs: list[tuple[float, float]]) -> float:
+    # Near 0 a relative change means nothing.
+    least = 1e-6 * max(abs(a) for a, _ in pairs)
+    return max(abs(a - b) / (max(abs(a), abs(b), least) or 1.0) for a, b in pairs)
+
+
+def _by_step(losses: list[tuple[int, float]]) -> dict[int, list[float]]:
+    """The losses of each step: one for every optimizer."""
+    found: dict[int, list[float]] = {}
+    for step, loss in losses:
+        found.setdefault(step, []).append(loss)
+    return found
+
+
+def keeps_numbers(remedy: Remedy, report: Report) -> bool:
+    """Whether the healthy losses changed by no more than rounding errors do over some steps."""
+    made = report.origin.produced if report.origin else None
+    rounding = _ROUNDING_OF_HALF.get((made.dtype if made else "").removeprefix("torch."), _ROUNDING)
+    return remedy.loss_change is None or remedy.loss_change <= rounding
+
+
+def ranked(remedies: list[Remedy], report: Report) -> tuple[Remedy, ...]:
+    """Proven ones first, those that keep the healthy losses before the others; failed ones last."""
+
+    def rank(remedy: Remedy) -> int:
+        if remedy.proven:
+            return 0 if keeps_numbers(remedy, report) else 1
+        return 2 if not remedy.tried else 3 if remedy.failing_step_finite else 4
+
+    return tuple(sorted(remedies, key=rank))
+
+
+def described(noticed: Noticed | None) -> str:
+    """What was non-finite, in a few words."""
+    what = noticed.what if noticed else "value"
+    return {"loss": "the loss", "value": "a value that the program reads"}.get(what, f"a {what}")
+
+
+def ended_by(error: BaseException) -> TrialOutcome:
+    """The outcome of a program of which only the exception that ended it is known."""
+    if isinstance(error, SystemExit):
+        code = " ".join(str(error.code).split())[:100]
+        return TrialOutcome(exit=f"exit code {code}") if error.code not in (0, None) else TrialOutcome()
+    return TrialOutcome(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
