@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from firstnan.records import Edit, Remedy
-from firstnan.records.operator_families import words
+from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.edits import insert_after, parenthesized, replace_node
 from firstnan.repair.literals import format_number, scale_number
