@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from firstnan.observe.higher_order import accept, call_chosen_branch
 from firstnan.observe.module_stack import ModuleStack
+from firstnan.observe.patches import Patches
 from firstnan.observe.sites import Ownership
 from firstnan.records import Role, Trace
 from firstnan.tensors.finite import extremes, readable, surely_finite
@@ -59,6 +61,7 @@ class Tracer:
         self._claimed = -1
         """Autograd nodes up to this number belong to an event, or to nobody."""
         self._mode: _Mode | None = None
+        self._patches = Patches()
         self._held = 0
         self._rests = False
         self._enough = _MOST_EVENTS
@@ -70,6 +73,8 @@ class Tracer:
     def start(self) -> None:
         if self._mode is None:
             self.modules.attach()
+            accept(_Mode)
+            call_chosen_branch(self._patches, _Mode)
             self._enter()
 
     def follow(self) -> None:
@@ -98,6 +103,7 @@ class Tracer:
                 mode.come_back()
             mode.on = False
             self.modules.detach()
+            self._patches.remove()
             if (
                 mode.thread == threading.get_ident()
             ):  # Modes belong to their thread: elsewhere it stays, and does nothing.
