@@ -315,6 +315,7 @@ def test_a_copy_of_an_attached_model_is_free() -> None:
     twin(batches(1)[0][0])  # after detach too
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_read_without_firstnan() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     file = io.BytesIO()

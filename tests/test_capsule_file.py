@@ -18,6 +18,8 @@ from firstnan.capsule import file
 from firstnan.capsule.content import load
 from firstnan.capsule.file import CapsuleError, Part
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

@@ -109,6 +109,7 @@ def must_be_seen(
     assert all(map(torch.equal, model.parameters(), weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_what_is_written_after_clipping_is_seen(how: str, layer: int) -> None:

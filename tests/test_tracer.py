@@ -283,6 +283,7 @@ def test_roles_do_not_pass_to_memory_that_is_used_again() -> None:
     assert (event.role, event.label) == (None, "")
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded_over_many_steps() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

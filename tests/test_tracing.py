@@ -20,6 +20,8 @@ from firstnan.tracing import tracer
 from firstnan.tracing.tracer import Tracer
 from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
 
+pytestmark = pytest.mark.slow
+
 
 def found(caught: Any) -> Report:
     report: Report = caught.value.report

@@ -279,6 +279,13 @@ if __name__ == "__main__":
 else:
     import pytest
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        """Every test that runs whole programs is a slow one."""
+        for item in items:
+            if "firstnan" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.slow)
+
     @pytest.fixture(scope="session")
     def firstnan() -> Iterator[Zygote]:
         """Runs the command line in a fork that has torch already."""
