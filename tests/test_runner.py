@@ -22,7 +22,7 @@ SOURCE = Path(runner.__file__).parents[1]
 # Runs its arguments under a watcher that writes down what it is told, in the file that WATCHED names.
 DRIVER = """
 import os, sys
-from firstnan import runner
+from firstnan.observe import runner
 
 class Watcher:
     def note(self, text):

@@ -146,6 +146,8 @@ def act(request: dict[str, Any]) -> None:
 
 def load_everything() -> None:
     """Imports what programs import; nothing is computed, because a pool of threads does not survive a fork."""
+    # Builds of torch for CUDA bring triton, which complains at exit about what `gc.freeze` keeps. No test needs it.
+    sys.modules["triton"] = None  # type: ignore[assignment]
     for name in ("numpy", "torch", "torch._dynamo", "torch.distributions", "torch.utils.data", "tqdm"):
         __import__(name)
     for name in ("firstnan.cli.main", "firstnan.engine.investigation", "firstnan.engine.watch"):
