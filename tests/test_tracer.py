@@ -302,7 +302,7 @@ def test_memory_stays_bounded_over_many_steps() -> None:
             tracer.forget_healthy()
             sizes.append(len(tracer.raws))
             if step in (200, 1999):
-                tracked.append(sum(len(getattr(tracer.memory, n)) for n in ("_alive", "writer", "_bad", "_outside")))
+                tracked.append(sum(len(getattr(tracer.memory, n)) for n in ("_storages", "writer", "_bad", "_outside")))
     assert max(sizes) <= 50
     assert tracked[1] <= tracked[0] + 50
     assert tracer.trouble is None
