@@ -8,6 +8,7 @@ PYTEST_DONT_REWRITE: tests import it before pytest does.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -146,8 +147,6 @@ def act(request: dict[str, Any]) -> None:
 
 def load_everything() -> None:
     """Imports what programs import; nothing is computed, because a pool of threads does not survive a fork."""
-    # Builds of torch for CUDA bring triton, which complains at exit about what `gc.freeze` keeps. No test needs it.
-    sys.modules["triton"] = None  # type: ignore[assignment]
     for name in ("numpy", "torch", "torch._dynamo", "torch.distributions", "torch.utils.data", "tqdm"):
         __import__(name)
     for name in ("firstnan.cli.main", "firstnan.engine.investigation", "firstnan.engine.watch"):
@@ -155,6 +154,8 @@ def load_everything() -> None:
     sys.modules["torch"].set_num_threads(1)
     # Whoever looks at all objects of its process would otherwise have every page of memory copied.
     gc.freeze()
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)  # At exit it prints what was not collected.
 
 
 # --- the client ---------------------------------------------------------------------------------------------------
