@@ -556,7 +556,7 @@ def test_order_in_the_report() -> None:
 COMMAND = """
     import sys
     import firstnan.engine.conclude as room
-    from firstnan.cli import main
+    from firstnan.cli.main import main
     from firstnan.records import Remedy
 
     own = room.Evidence.conclude
