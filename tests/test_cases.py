@@ -27,8 +27,8 @@ HEALTHY = sorted(name for name, truth in TRUTHS.items() if truth["phase"] == "no
 # The first sorts its rows and stops by itself: nothing can be played again. The other sees one sample at a time.
 SAMPLES_NOT_KNOWN = {"t35_cox_hazard", "v22_per_sample_gradients"}
 
-# These draw with `multinomial`, which gives other numbers in old versions of torch (2.6): another step fails there, with
-# other samples.
+# These draw with `multinomial`, which gives other numbers in old versions of torch (2.6). Another step fails there,
+# with other samples.
 DRAWN = {"t05_masked_policy_entropy", "t15_balanced_class_weights", "u11_a2c_entropy_function"}
 _draws = torch.multinomial(torch.ones(5), 4, generator=torch.Generator().manual_seed(0)).tolist()
 DRAWN_OTHERWISE = DRAWN if _draws != [2, 4, 1, 3] else set()
