@@ -21,8 +21,13 @@ TRUTHS: dict[str, dict[str, Any]] = {
     if line.strip()
     for truth in [json.loads(line)]
 }
-FAILING = sorted(name for name, truth in TRUTHS.items() if truth["phase"] != "none")
-HEALTHY = sorted(name for name, truth in TRUTHS.items() if truth["phase"] == "none")
+
+_edge = torch.ones(1, requires_grad=True)
+_slope = torch.autograd.grad(_edge.clamp(max=1.0), _edge)[0]
+# From 2.15 on the derivative of `clamp` at its bound is 0: the infinite slope of acos behind it is gone.
+HEALED = {"u04_joint_rotation_angle"} if not _slope else set()
+HEALTHY = sorted({name for name, truth in TRUTHS.items() if truth["phase"] == "none"} | HEALED)
+FAILING = sorted(set(TRUTHS) - set(HEALTHY))
 
 # The first sorts its rows and stops by itself: nothing can be played again. The other sees one sample at a time.
 SAMPLES_NOT_KNOWN = {"t35_cox_hazard", "v22_per_sample_gradients"}
