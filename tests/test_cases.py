@@ -24,7 +24,7 @@ TRUTHS: dict[str, dict[str, Any]] = {
 
 _edge = torch.ones(1, requires_grad=True)
 _slope = torch.autograd.grad(_edge.clamp(max=1.0), _edge)[0]
-# From 2.15 on the derivative of `clamp` at its bound is 0: the infinite slope of acos behind it is gone.
+# From 2.15 on the derivative of `clamp` at its bound is 0, so the infinite slope of acos no longer reaches the weights.
 HEALED = {"u04_joint_rotation_angle"} if not _slope else set()
 HEALTHY = sorted({name for name, truth in TRUTHS.items() if truth["phase"] == "none"} | HEALED)
 FAILING = sorted(set(TRUTHS) - set(HEALTHY))
