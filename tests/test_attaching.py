@@ -23,6 +23,8 @@ from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership
 from loops import Net, batches, birthplace, differences, seeded, state_of, with_bad_target
 
+pytestmark = pytest.mark.slow
+
 
 def setup(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
     model = seeded(seed=seed)
@@ -315,7 +317,6 @@ def test_a_copy_of_an_attached_model_is_free() -> None:
     twin(batches(1)[0][0])  # after detach too
 
 
-@pytest.mark.slow
 def test_a_saved_model_is_read_without_firstnan() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     file = io.BytesIO()
