@@ -1,11 +1,15 @@
-# make demo: a failing training, found and explained.   make test: lint, types and tests.
+# make demo      a failing training, found and explained
+# make test      lint, types and all tests
+# make quick     lint, types and the fast tests, in less than a minute
+# make versions  all tests under the oldest, the pinned and the newest torch; downloads several gigabytes
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO ?= siamese
+VERSIONS_DIR ?= .versions
 
-.PHONY: demo test lint types unit install clean
+.PHONY: demo test quick lint types unit versions install clean
 
 demo: install
 	@$(BIN)/firstnan demo $(DEMO); code=$$?; \
@@ -13,6 +17,9 @@ demo: install
 	echo "make demo: exit code 3, a non-finite value was found as expected. More demos: $(BIN)/firstnan demo"
 
 test: lint types unit
+
+quick: lint types
+	$(BIN)/python -m pytest -q -n 2 --timeout=60 -m "not slow"
 
 lint: install
 	$(BIN)/ruff check .
@@ -23,6 +30,10 @@ types: install
 
 unit: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout=180
+
+# ARGS are handed to pytest: make versions ARGS=tests/test_tracer.py
+versions:
+	$(PYTHON) tools/versions.py --folder $(VERSIONS_DIR) $(ARGS)
 
 install: $(STAMP)
 

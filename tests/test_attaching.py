@@ -23,6 +23,8 @@ from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership
 from loops import Net, batches, birthplace, differences, seeded, state_of, with_bad_target
 
+pytestmark = pytest.mark.slow
+
 
 def setup(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
     model = seeded(seed=seed)

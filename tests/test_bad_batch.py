@@ -27,6 +27,8 @@ from firstnan.tensors.names import Models
 from firstnan.tensors.randomness import RandomState
 from firstnan.tensors.snapshot import Snapshot
 
+pytestmark = pytest.mark.slow
+
 Pair = tuple[Tensor, Tensor]
 
 

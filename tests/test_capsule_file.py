@@ -24,6 +24,8 @@ from firstnan.capsule.file import CapsuleError
 from firstnan.capsule.restore import Restorer
 from firstnan.capsule.training_objects import TrainingObjects
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 MANIFEST = {"format": file.FORMAT, "version": file.VERSION}
 

@@ -42,7 +42,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 
-@pytest.mark.parametrize("name", [*DTYPES, *RAW])
+@pytest.mark.parametrize("name", [name for name in (*DTYPES, *RAW) if hasattr(torch, name)])  # 2.6 lacks e8m0
 @pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
 def test_every_type_of_element(through: Any, name: str, shape: tuple[int, ...]) -> None:
     size = RAW.get(name) or torch.empty(0, dtype=getattr(torch, name)).element_size()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zygote import Result, Zygote
 
@@ -20,11 +21,22 @@ TRUTHS: dict[str, dict[str, Any]] = {
     if line.strip()
     for truth in [json.loads(line)]
 }
-FAILING = sorted(name for name, truth in TRUTHS.items() if truth["phase"] != "none")
-HEALTHY = sorted(name for name, truth in TRUTHS.items() if truth["phase"] == "none")
+
+_edge = torch.ones(1, requires_grad=True)
+_slope = torch.autograd.grad(_edge.clamp(max=1.0), _edge)[0]
+# From 2.15 on the derivative of `clamp` at its bound is 0, so the infinite slope of acos no longer reaches the weights.
+HEALED = {"u04_joint_rotation_angle"} if not _slope else set()
+HEALTHY = sorted({name for name, truth in TRUTHS.items() if truth["phase"] == "none"} | HEALED)
+FAILING = sorted(set(TRUTHS) - set(HEALTHY))
 
 # The first sorts its rows and stops by itself: nothing can be played again. The other sees one sample at a time.
 SAMPLES_NOT_KNOWN = {"t35_cox_hazard", "v22_per_sample_gradients"}
+
+# These draw with `multinomial`, which gives other numbers in old versions of torch (2.6). Another step fails there,
+# with other samples.
+DRAWN = {"t05_masked_policy_entropy", "t15_balanced_class_weights", "u11_a2c_entropy_function"}
+_draws = torch.multinomial(torch.ones(5), 4, generator=torch.Generator().manual_seed(0)).tolist()
+DRAWN_OTHERWISE = DRAWN if _draws != [2, 4, 1, 3] else set()
 
 # Operators that do the same and go by several names, depending on how the program was written.
 SAME = [
@@ -85,8 +97,10 @@ def _step_fits(step: Any, truth: dict[str, Any]) -> bool:
 def test_the_first_nonfinite_value_is_found_and_explained(firstnan: Zygote, tmp_path: Path, name: str) -> None:
     result = firstnan(["run", CASES / f"{name}.py"], cwd=tmp_path)
     wrong = wrong_points(TRUTHS[name], result)
+    if name in DRAWN_OTHERWISE:
+        wrong = [point for point in wrong if not point.startswith("step: ")]
     assert not wrong, "\n".join([TRUTHS[name]["note"], *wrong])
-    if (bad := TRUTHS[name]["bad_samples"]) and name not in SAMPLES_NOT_KNOWN:
+    if (bad := TRUTHS[name]["bad_samples"]) and name not in SAMPLES_NOT_KNOWN | DRAWN_OTHERWISE:
         assert result.found["batch"]["bad_samples"] == bad
     assert "internal error" not in result.stderr
 

@@ -54,7 +54,7 @@ NEAR_MISSES = {
         "where_grad_trap",
     ),
     "pow_grad_at_zero": ("** 0.45 - y", "** 1.45 - y", "clean"),
-    "acos_grad_at_one": ("clamp(-1, 1)", "clamp(-0.999, 0.999)", "clean"),
+    "acos_grad_at_one": ("scale * x", "0.999 * scale * x", "clean"),
     "xlogy_grad_at_zero": ("torch.xlogy(p, p)", "(p * torch.log(p))", "log_of_zero"),
     "logsumexp_grad_all_inf": ("missing[33]", "missing[33, 1:]", "clean"),
     "where_grad_trap": ("torch.where(x == 0, 1.0, torch.sin(x) / x)", "torch.sin(x) / x", "zero_over_zero"),

@@ -17,6 +17,8 @@ from firstnan.cli import main as cli
 from firstnan.records import Report
 from firstnan.report import write
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(firstnan.__file__).parents[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -109,6 +110,7 @@ def must_be_seen(
     assert all(map(torch.equal, model.parameters(), weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_what_is_written_after_clipping_is_seen(how: str, layer: int) -> None:
@@ -211,7 +213,7 @@ def test_nothing_is_left_in_torch() -> None:
 
 
 def test_clipping_gives_the_same_numbers_and_the_same_warning() -> None:
-    results = []
+    results, told = [], []
     for watched in (False, True):
         model, optimizer = training()
         detector = NaNDetector(model, optimizer)
@@ -223,14 +225,17 @@ def test_clipping_gives_the_same_numbers_and_the_same_warning() -> None:
             (30 * model(torch.ones(2, 1200))).square().mean().backward()
             norms.append(clip_grad_norm_(model.parameters(), 0.3))
             optimizer.step()
-        with pytest.warns(UserWarning, match="empty generator"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             clip_grad_norm_((p for p in ()), 1.0)
+        told.append([str(w.message) for w in caught])  # "empty generator"; nothing in torch 2.6
         with pytest.raises(RuntimeError, match="non-finite"):
             model[0].weight.grad.fill_(math.nan)
             clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         detector.detach()
         results.append([*norms, *model.parameters()])
     assert all(map(torch.equal, *results))
+    assert told[0] == told[1]
 
 
 def test_an_alias_is_not_the_tensor_that_was_looked_at() -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from firstnan.cli.demos import Demo, demos, find
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Expected:

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from firstnan import NaNDetector, NonFiniteError, Report
 from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
 
+pytestmark = pytest.mark.slow
+
 
 def sgd(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)

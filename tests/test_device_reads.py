@@ -23,6 +23,8 @@ from firstnan.gate.device_reads import DeviceReads
 from firstnan.records import Noticed
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
+pytestmark = pytest.mark.slow
+
 
 class Reading(TorchDispatchMode):
     """Counts single values that are read."""

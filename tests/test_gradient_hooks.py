@@ -46,6 +46,7 @@ def test_the_norm_is_that_of_all_gradients() -> None:
             assert detector._session.gate.norm == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_what_is_written_after_backward_is_seen(how: str, layer: int) -> None:

@@ -414,6 +414,7 @@ def name_of(training: Training) -> str:
     return training.__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", HEALTHY, ids=name_of)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_healthy_training_causes_no_warning(training: Training, seed: int) -> None:

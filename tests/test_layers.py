@@ -280,6 +280,7 @@ def test_where_reads_wait_no_hook_reads(name: str, statistics: bool) -> None:
     assert sink.found == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("reads_wait")
 def test_values_that_wait_keep_no_tensor_alive_and_are_bounded() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

@@ -14,6 +14,8 @@ from firstnan import NaNDetector, NonFiniteError
 from firstnan.engine import recovery
 from loops import birthplace, differences, state_of
 
+pytestmark = pytest.mark.slow
+
 
 class Signs(torch.optim.Optimizer):
     """Divides a gradient by its own size, which may be zero; counts its steps."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from firstnan import NaNDetector, NonFiniteError
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),

@@ -15,6 +15,8 @@ from capsules import signed, taken_apart
 from firstnan.capsule.content import load
 from zygote import Result, Zygote
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["zygote"]
 
 HEAD = """

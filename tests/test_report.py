@@ -232,6 +232,7 @@ NASTY: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_fuzz_mutations_are_refused_or_rendered(seed: int) -> None:
     """Whatever one value of a report is replaced with: a ReportError, or a report that shows and saves again."""

@@ -15,6 +15,8 @@ import pytest
 
 from firstnan.observe import runner
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(runner.__file__).parents[2]
 
 # Runs its arguments under a watcher that writes down what it is told, in the file that WATCHED names.

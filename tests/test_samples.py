@@ -33,6 +33,8 @@ from firstnan.records import Batch, Report
 from firstnan.tensors.batches import sample_count
 from zygote import Zygote
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["zygote"]
 
 

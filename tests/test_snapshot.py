@@ -316,6 +316,7 @@ SCHEDULERS: dict[str, Callable[[Any], lrs.LRScheduler]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("done", [0, 2, 3])

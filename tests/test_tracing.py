@@ -20,6 +20,8 @@ from firstnan.tracing import tracer
 from firstnan.tracing.tracer import Tracer
 from loops import Rooted, batches, birthplace, differences, randomness, seeded, state_of, with_bad_target
 
+pytestmark = pytest.mark.slow
+
 
 def found(caught: Any) -> Report:
     report: Report = caught.value.report
@@ -602,7 +604,7 @@ def test_the_derivative_of_a_view() -> None:
 
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_long_block_without_steps_does_not_grow(bad: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tracer, "_MOST_EVENTS", 50)
+    monkeypatch.setattr(tracer, "_MAX_EVENTS", 50)
     model = seeded().eval()
     kept = []
     expected = pytest.raises(NonFiniteError) if bad else contextlib.nullcontext()
@@ -619,7 +621,7 @@ def test_a_long_block_without_steps_does_not_grow(bad: bool, monkeypatch: Any) -
 
 
 def test_what_backward_may_come_back_to_is_kept(monkeypatch: Any) -> None:
-    monkeypatch.setattr(tracer, "_MOST_EVENTS", 10)
+    monkeypatch.setattr(tracer, "_MAX_EVENTS", 10)
     x = torch.zeros(3, requires_grad=True)
     with pytest.raises(NonFiniteError) as caught, firstnan.trace():
         y = x.sqrt()  # born: fifty operators ago

@@ -15,6 +15,8 @@ from firstnan.tracing.compare import Difference, digest, first_difference
 from firstnan.tracing.tracer import Tracer
 from zygote import Zygote
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["zygote"]
 
 

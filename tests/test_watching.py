@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from firstnan import NaNDetector, NaNEvent, NonFiniteError
 
+pytestmark = pytest.mark.slow
+
 
 class Logs(nn.Module):
     """Healthy until `shift` makes it take the logarithm of a negative number."""

@@ -8,6 +8,7 @@ PYTEST_DONT_REWRITE: tests import it before pytest does.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -153,6 +154,8 @@ def load_everything() -> None:
     sys.modules["torch"].set_num_threads(1)
     # Whoever looks at all objects of its process would otherwise have every page of memory copied.
     gc.freeze()
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)  # At exit it prints what was not collected.
 
 
 # --- the client ---------------------------------------------------------------------------------------------------
@@ -278,6 +281,13 @@ if __name__ == "__main__":
     act(request)
 else:
     import pytest
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        """Every test that runs whole programs is a slow one."""
+        for item in items:
+            if "firstnan" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.slow)
 
     @pytest.fixture(scope="session")
     def firstnan() -> Iterator[Zygote]:

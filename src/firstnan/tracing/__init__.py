@@ -1,1 +1,1 @@
-"""One step, operator by operator: what each read and wrote, and where in the source."""
+"""Records one step operator by operator: what each read and wrote, and where in the source."""

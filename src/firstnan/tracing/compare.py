@@ -1,4 +1,4 @@
-"""Two traces of one step, operator by operator: where the second began to differ from the first."""
+"""Compares two traces of one step and finds the first operator that differs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from firstnan.tracing.recording import Raw
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Mark(NamedTuple):
-    """All that an operator was given from outside the trace, and what it made of it, as numbers to compare."""
+class Fingerprint(NamedTuple):
+    """What an operator was given from outside the trace and what it returned, as numbers to compare."""
 
     scalars: tuple[tuple[str, Any], ...]
     outside: tuple[int | None, ...]
@@ -26,15 +26,15 @@ class Mark(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Whose doing it is: the program's (it did or read something else), or the machine's, given the same numbers."""
+    """Who differed: the program (it ran or read something else) or the machine (same inputs, other results)."""
 
     whose: Literal["program", "machine"]
     text: str
 
 
-def mark(op: OpInfo, args: Any, kwargs: Any, outside: list[Tensor], results: list[Tensor]) -> Mark:
-    made = () if op.empty or op.view else tuple(map(digest, results))
-    return Mark(numbers_in(op, args, kwargs), tuple(map(digest, outside)), made)
+def fingerprint(op: OpInfo, args: Any, kwargs: Any, outside: list[Tensor], results: list[Tensor]) -> Fingerprint:
+    returned = () if op.empty or op.view else tuple(map(digest, results))
+    return Fingerprint(numbers_in(op, args, kwargs), tuple(map(digest, outside)), returned)
 
 
 def digest(t: Tensor) -> int | None:
@@ -45,39 +45,39 @@ def digest(t: Tensor) -> int | None:
         plain = readable(t)
     if plain is None or not plain.numel():
         return None
-    # As sums of whole words: nothing else reads a large tensor as quickly.
-    flat, wide = plain.reshape(-1), 8 // plain.element_size()
-    if flat.stride(0) != 1 or flat.storage_offset() % wide:
+    # A sum of 8-byte words is the fastest way to read a large tensor.
+    flat, per_word = plain.reshape(-1), 8 // plain.element_size()
+    if flat.stride(0) != 1 or flat.storage_offset() % per_word:
         flat = flat.clone(memory_format=torch.contiguous_format)
-    whole = flat.numel() // wide * wide
-    return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].view(_BITS[flat.element_size()]).sum())
+    words = flat.numel() // per_word * per_word
+    return int(flat[:words].view(torch.int64).sum()) + int(flat[words:].view(_BITS[flat.element_size()]).sum())
 
 
 def first_difference(before: list[Raw], after: list[Raw]) -> Difference | None:
-    """None where every operator of the step that both traces have gave the same."""
-    # One of them may have seen how the batch was made, the other was given it.
+    """The first difference between two traces of a step; None if all operators in both agree."""
+    # Only one of them may include how the batch was made.
     steps = [[raw for raw in raws if raw.region == "step"] for raws in (before, after)]
     for one, other in zip(*steps, strict=False):
         if one.func is not other.func or one.spot != other.spot:
             return Difference("program", f"{_at(one)} ran the first time, {_at(other)} the second time")
-        a, b = one.mark, other.mark
+        a, b = one.fingerprint, other.fingerprint
         if a is None or b is None:
             continue
-        if repr(a.scalars) != repr(b.scalars):  # a NaN is equal to nothing
+        if repr(a.scalars) != repr(b.scalars):  # repr, because NaN != NaN
             return Difference("program", f"{_at(one)} was called with {_numbers(a)}, then with {_numbers(b)}")
         if a.outside != b.outside:
-            return Difference("program", f"{_at(one)} read other values, which were made before the step")
+            return Difference("program", f"{_at(one)} read different values, which were made before the step")
         if a.results != b.results:
-            return _judged(one, other, after)
+            return _different_results(one, other, after)
     return None
 
 
-def _judged(one: Raw, other: Raw, raws: list[Raw]) -> Difference:
+def _different_results(one: Raw, other: Raw, raws: list[Raw]) -> Difference:
     values = f"{_at(one)} gave {_range(one)}, then {_range(other)}"
     if one.func.name == "tensor":
-        return Difference("program", f"{values}, from numbers of the program's own")
+        return Difference("program", f"{values}, from Python numbers of the program")
     if one.func.name in RANDOM:
-        return Difference("program", f"{values}: it draws from a generator that the program keeps itself")
+        return Difference("program", f"{values}: it draws from a random generator of the program's own")
     if any(read.writer is not None and raws[read.writer].uninitialized for read in other.reads):
         return Difference("machine", f"{values}: it read memory that was never written")
     return Difference("machine", f"{values}, from the same numbers")
@@ -85,12 +85,12 @@ def _judged(one: Raw, other: Raw, raws: list[Raw]) -> Difference:
 
 def _at(raw: Raw) -> str:
     site = resolve(raw.spot) if raw.spot else None
-    turn = "backward of " if raw.backward == "backward" else ""
-    return turn + raw.func.name + (f" in line {site.line}" if site else "")
+    prefix = "backward of " if raw.backward == "backward" else ""
+    return prefix + raw.func.name + (f" in line {site.line}" if site else "")
 
 
-def _numbers(m: Mark) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in m.scalars) or "nothing"
+def _numbers(given: Fingerprint) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in given.scalars) or "no numbers"
 
 
 def _range(raw: Raw) -> str:

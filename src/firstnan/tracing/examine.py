@@ -1,4 +1,4 @@
-"""Looks closely at one operator that wrote something non-finite: what was born here, what was only handed on."""
+"""Examines one operator call that returned non-finite values: which originated here, and which were passed on."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def examine(
     scalars: tuple[tuple[str, Any], ...],
     before: dict[int, Tensor] | None = None,
 ) -> Detail:
-    """The full evidence of one call; `before` holds what arguments were that the call has overwritten.
+    """The full evidence of one call; `before` holds copies of arguments that the call overwrote.
 
-    Of an overwritten argument that is not in there only one thing is known: it was finite.
+    An overwritten argument without a copy was finite.
     """
     before = before or {}
     overwritten = {id(t) for t in results}
@@ -52,15 +52,15 @@ def examine(
     result = readable(bad_result)
     assert result is not None
     flow = _flow(op, inputs, results, result, scalars, stats, outputs)
-    born_of_grad = any(t is not None and t.requires_grad for _, t in tensors)
-    purpose = _on_purpose(op, scalars, stats, outputs, born_of_grad)
+    learned = any(t is not None and t.requires_grad for _, t in tensors)
+    purpose = _on_purpose(op, scalars, stats, outputs, learned)
     witness = _witness(inputs, bad_result, flow) if op.pointwise else ()
     rows = flow.bad_rows
     if not rows and result.dim() and bad_result.dim():
-        handed_on = not (flow.born or flow.nan_from_inf)
+        passed_on = not (flow.born or flow.nan_from_inf)
         source = next((t for (_, t), guilty in zip(inputs, flow.guilty, strict=True) if guilty), None)
-        given = readable(source) if handed_on else None
-        # What was only handed on may have been spread over all rows, as by batch norm: those it came in are meant.
+        given = readable(source) if passed_on else None
+        # An operator like batch norm spreads a value over all rows: the rows it came in are the bad ones.
         if given is None or given.shape[:1] != result.shape[:1]:
             given = result
         rows = _rows(~torch.isfinite(given), given)
@@ -69,7 +69,7 @@ def examine(
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """Which inputs handed something bad on, and how many elements went bad here."""
+    """Which inputs passed on non-finite values, and how many elements became non-finite here."""
 
     guilty: tuple[bool, ...]
     born: int = 0
@@ -88,19 +88,19 @@ def _flow(
 ) -> _Flow:
     values = [readable(t) if t is not None else None for _, t in inputs]
     if op.name == "where" and len(values) == 3:
-        return _pointwise(_selected(inputs), result)
+        return _by_element(_selected(inputs), result)
     if op.name == "masked_fill" and values[0] is not None:
-        return _pointwise(_unmasked(inputs), result)
+        return _by_element(_unmasked(inputs), result)
     if op.aten.startswith("aten._foreach_"):
         return _foreach(inputs, results, scalars)
     if op.pointwise or op.name in ("copy", "to", "clone"):
-        return _pointwise(values, result, scalars)
+        return _by_element(values, result, scalars)
     # A finite product added to the first argument, which may be a mask.
     if op.name in ADDED_PRODUCTS and values[0] is not None and all(v is None or _all_finite(v) for v in values[1:]):
-        return _pointwise([values[0], *(None for _ in values[1:])], result)
-    flow = _whole(stats, outputs)
+        return _by_element([values[0], *(None for _ in values[1:])], result)
+    flow = _by_tensor(stats, outputs)
     if op.name == "batch_norm" and flow.guilty[0]:
-        # Running statistics are written in training, not read: those that are bad already are no reason.
+        # Training writes the running statistics and does not read them, so bad ones are not responsible.
         names = [name for name, _ in inputs]
         return replace(flow, guilty=tuple(g and "running" not in n for n, g in zip(names, flow.guilty, strict=True)))
     return flow
@@ -110,8 +110,8 @@ def _all_finite(t: Tensor) -> bool:
     return bool(torch.isfinite(t).all())
 
 
-def _whole(stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]) -> _Flow:
-    """An operator that mixes its elements: judged by whole tensors."""
+def _by_tensor(stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]) -> _Flow:
+    """Judges by whole tensors, for an operator that mixes elements."""
     guilty = tuple(bool(s and s.bad) for s in stats)
     bad, nan = sum(o.bad for o in outputs), sum(o.nan for o in outputs)
     if not any(guilty):
@@ -119,8 +119,8 @@ def _whole(stats: tuple[TensorStat | None, ...], outputs: tuple[TensorStat, ...]
     return _Flow(guilty, nan_from_inf=nan if not any(s and s.nan for s in stats) else 0)
 
 
-def _pointwise(values: list[Tensor | None], result: Tensor, scalars: tuple[tuple[str, Any], ...] = ()) -> _Flow:
-    """An operator whose elements line up: judged element by element."""
+def _by_element(values: list[Tensor | None], result: Tensor, scalars: tuple[tuple[str, Any], ...] = ()) -> _Flow:
+    """Judges element by element, for an operator whose inputs and result line up."""
     bad = ~torch.isfinite(result)
     numbers = [v for _, v in scalars if isinstance(v, float)]
     known_nan = torch.full_like(bad, any(math.isnan(v) for v in numbers))
@@ -132,7 +132,7 @@ def _pointwise(values: list[Tensor | None], result: Tensor, scalars: tuple[tuple
             continue
         try:
             nan, inf = torch.isnan(v).expand(bad.shape), torch.isinf(v).expand(bad.shape)
-        except RuntimeError:  # Shapes that do not broadcast: a real view of a complex tensor.
+        except RuntimeError:  # Shapes that do not broadcast, as of a real view of a complex tensor.
             nan, inf = torch.isnan(v).any(), torch.isinf(v).any()
         known_nan |= nan
         known_inf |= inf
@@ -146,7 +146,7 @@ def _pointwise(values: list[Tensor | None], result: Tensor, scalars: tuple[tuple
 def _foreach(
     inputs: list[tuple[str, Tensor | None]], results: list[Tensor], scalars: tuple[tuple[str, Any], ...]
 ) -> _Flow:
-    """Many calls in one: the first of each list belong together, then the second."""
+    """Judges each position of the lists by itself: a foreach operator is many calls in one."""
     guilty = [False] * len(inputs)
     born = from_inf = 0
     places: dict[str, list[int]] = {}
@@ -157,15 +157,15 @@ def _foreach(
         if result is None:
             continue
         mine = [at[i] if len(at) > 1 else at[0] for at in places.values() if len(at) in (1, len(results))]
-        flow = _pointwise([readable(inputs[at][1]) for at in mine], result, scalars)
-        for at, handed_on in zip(mine, flow.guilty, strict=True):
-            guilty[at] = guilty[at] or handed_on
+        flow = _by_element([readable(inputs[at][1]) for at in mine], result, scalars)
+        for at, passed_on in zip(mine, flow.guilty, strict=True):
+            guilty[at] = guilty[at] or passed_on
         born, from_inf = born + flow.born, from_inf + flow.nan_from_inf
     return _Flow(tuple(guilty), born, from_inf)
 
 
 def _selected(inputs: list[tuple[str, Tensor | None]]) -> list[Tensor | None]:
-    """What `where` took from each side; the other elements count as zero."""
+    """What `where` selected from each side, with zeros in place of the rest."""
     condition, one, other = (t for _, t in inputs)
     a, b = readable(one), readable(other)
     if condition is None or a is None or b is None:
@@ -191,7 +191,7 @@ def _rows(where: Tensor, result: Tensor) -> tuple[int, ...]:
 
 
 def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flow) -> tuple[tuple[str, float], ...]:
-    """The values read and written at the first element that went wrong here; of complex ones the magnitudes."""
+    """The values read and written at the first element that went wrong here; magnitudes if they are complex."""
     if result.dtype.is_complex or any(t is not None and t.dtype.is_complex for _, t in inputs):
         inputs = [(name, t.detach().abs() if t is not None and t.dtype.is_complex else t) for name, t in inputs]
         result = result.detach().abs()
@@ -227,22 +227,22 @@ def _on_purpose(
     outputs: tuple[TensorStat, ...],
     learned: bool,
 ) -> bool:
-    """Whether the program asked for the infinity (or NaN): a constant, a mask, the logarithm of a mask."""
+    """Whether the program asked for the infinity or NaN: a constant, a mask, the logarithm of a mask."""
     if any(isinstance(v, float) and not math.isfinite(v) for _, v in scalars):
         return True
     if op.name == "tensor":
         return all(o.numel == 1 or (not o.nan and mask_like(o)) for o in outputs)
-    # Probabilities that the model computes can be exactly 0 or 1 too, and are no mask.
+    # Probabilities computed by the model can be exactly 0 or 1 as well, but are not a mask.
     return op.name == "log" and not learned and all(s is None or (s.binary and s.max == 1) for s in stats)
 
 
 def mask_like(s: TensorStat) -> bool:
-    """Infinities of one sign among elements that are all alike: an additive mask, a table of distances."""
+    """Whether infinities of one sign stand among equal elements, as in an additive mask or a distance table."""
     return s.nan == 0 and (s.posinf == 0 or s.neginf == 0) and (s.min is None or s.min == s.max)
 
 
 def numbers_in(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The arguments that are no tensors, by name."""
+    """The arguments that are not tensors, by name."""
     found: list[tuple[str, Any]] = []
     for name, value in [*zip(op.arguments, args, strict=False), *kwargs.items()]:
         if isinstance(value, bool | int | float | str):

@@ -1,4 +1,4 @@
-"""What is known of each aten operator before it runs: its name for people, what it mutates, what it aliases."""
+"""What is known about each aten operator before it runs: its common name, what it mutates, what it aliases."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _NAMES = {
     "index_put_impl": "index_put",
     "fused_rms_norm": "rms_norm",
 }
-_MOST_ARGUMENTS = 32
-# Arguments that are no tensors and hold none.
+_MAX_ARGUMENTS = 32
+# Types of arguments that are not tensors and hold none.
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
-# Views whose schema does not say so.
+# Views that their schema does not declare.
 _VIEWS = {"unsafe_view", "reshape_alias"}
 # In-place operators that never read what they write to.
 _OVERWRITES = {
     "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric",
     "log_normal", "cauchy",
 }  # fmt: skip
-# Finite in, finite out, whatever the numbers are: not worth reading the result.
-_TAME = {
+# Operators that return finite values for all finite inputs.
+_KEEP_FINITE = {
     "relu", "threshold_backward", "tanh", "tanh_backward", "sigmoid", "sigmoid_backward", "hardtanh",
     "hardtanh_backward", "neg", "abs", "sign", "clamp", "clamp_min", "clamp_max", "softmax",
     "max_pool2d_with_indices", "maximum", "minimum", "max", "min", "amax", "amin", "where", "masked_fill", "cat",
@@ -65,7 +65,7 @@ _TAME = {
 
 
 def plain_name(name: str) -> str:
-    """aten's name in the words people use: `aten::_log_softmax` -> `log_softmax`."""
+    """The common name of an aten operator: `aten::_log_softmax` -> `log_softmax`."""
     name = name.split("::")[-1].split(".")[0].removeprefix("_foreach_").strip("_")
     if name.startswith(("scaled_dot_product", "flash_attention")):
         return "scaled_dot_product_attention"
@@ -74,28 +74,28 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """The facts of one overload that never change."""
+    """What is fixed for one operator overload."""
 
     name: str
     aten: str
     arguments: tuple[str, ...]
     mutated: frozenset[str]
     overwritten: frozenset[str]
-    """Those of the mutated arguments whose old content is not read: `out=`, the target of a copy."""
+    """Mutated arguments whose old content is not read: `out=`, the target of a copy."""
     view: bool
     pointwise: bool
     empty: bool
-    tame: bool
-    """Finite in, finite out: its result need not be read when what it reads is known to be finite."""
-    inert: bool
-    """Neither computes nor writes: not worth an event."""
+    keeps_finite: bool
+    """Returns finite values for all finite inputs, so the result of finite inputs need not be read."""
+    ignored: bool
+    """Neither computes nor writes, so it is not recorded."""
 
 
 _known: dict[int, tuple[OpInfo, Any]] = {}
 
 
 def info(func: Any) -> OpInfo:
-    # By identity: the hash of an overload is computed in Python.
+    # By identity, because hashing an overload runs Python code.
     known = _known.get(id(func))
     if known is None:
         known = _known[id(func)] = (_describe(func), func)
@@ -109,7 +109,7 @@ def _describe(func: Any) -> OpInfo:
     name = plain_name(schema.name)
     mutated = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     if name == "batch_norm":
-        mutated |= {"running_mean", "running_var"}  # written in training, though the schema does not say so
+        mutated |= {"running_mean", "running_var"}  # written in training, which the schema does not declare
     overwritten = frozenset(a.name for a in schema.arguments if a.is_out)
     if name in _OVERWRITES and "self" in mutated:
         overwritten |= {"self"}
@@ -124,34 +124,34 @@ def _describe(func: Any) -> OpInfo:
         view=view and name != "tensor",
         pointwise=torch.Tag.pointwise in tags,
         empty=name in UNWRITTEN,
-        tame=name in _TAME,
-        inert=name in ("detach", "alias", "is_pinned")
+        keeps_finite=name in _KEEP_FINITE,
+        ignored=name in ("detach", "alias", "is_pinned")
         or name.startswith("sym_")
         or schema.name.startswith("profiler::"),
     )
 
 
 def _higher_order(func: Any) -> OpInfo:
-    """An operator that calls functions (`cond`, `flex_attention`): it has no schema."""
+    """An operator that calls functions (`while_loop`, `flex_attention`), which has no schema."""
     name = func.name()
     return OpInfo(
         name=plain_name(name),
         aten=name,
-        arguments=tuple(f"argument {i}" for i in range(_MOST_ARGUMENTS)),
+        arguments=tuple(f"argument {i}" for i in range(_MAX_ARGUMENTS)),
         mutated=frozenset(),
         overwritten=frozenset(),
         view=False,
         pointwise=False,
         empty=False,
-        tame=False,
-        inert=False,
+        keeps_finite=False,
+        ignored=False,
     )
 
 
 def tensors_of(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """The tensor arguments with the names that the schema gives them."""
+    """The tensor arguments, named as in the schema."""
     found: list[tuple[str, Tensor]] = []
-    for name, a in zip(op.arguments, args):  # noqa: B905  # `strict` costs more than the rest
+    for name, a in zip(op.arguments, args):  # noqa: B905  # `strict` costs more than the rest of the loop
         kind = type(a)
         if kind is Tensor or kind is Parameter:
             found.append((name, a))
@@ -169,8 +169,8 @@ def _inside(name: str, a: Any) -> list[tuple[str, Tensor]]:
     return [(name, t) for t in a if isinstance(t, Tensor)] if isinstance(a, list | tuple) else []
 
 
-def stay_finite(args: tuple[Any, ...]) -> bool:
-    """Whether the numbers among the arguments are finite and no tensor is copied into one of another type."""
+def arguments_keep_finite(args: tuple[Any, ...]) -> bool:
+    """Whether all numbers among the arguments are finite and all floating-point tensors have one dtype."""
     dtype = None
     for a in args:
         if isinstance(a, Tensor):

@@ -1,4 +1,4 @@
-"""What the tracer keeps of each operator while the program runs, and how it becomes a Trace afterwards."""
+"""What the tracer keeps about each operator while the program runs, and how that becomes a Trace."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Read:
 
     name: str
     writer: int | None
-    """The event that wrote to it last; None: it came from outside."""
+    """The event that wrote to it last; None if it is from before the trace."""
     key: int | None
-    """Its memory."""
+    """Its storage."""
     bad_writers: tuple[int, ...] = ()
-    """The events that left something non-finite there."""
+    """The events that left non-finite values in it."""
 
 
 class Raw:
-    """One operator call as it is kept while the program runs: no strings are made, no source is read."""
+    """One operator call while the program runs: no text is formatted and no source is read yet."""
 
     __slots__ = (
-        "backward", "detail", "engine", "forward", "func", "grad", "inner", "mark", "module", "node", "outputs",
+        "backward", "detail", "engine", "fingerprint", "forward", "func", "grad", "inner", "module", "node", "outputs",
         "python_backward", "raised", "reads", "region", "scalars", "spot", "step", "uninitialized", "writes",
     )  # fmt: skip
     func: OpInfo
@@ -48,8 +48,8 @@ class Raw:
     outputs: list[tuple[Any, torch.dtype, float | None, float | None]]
     writes: list[int]
     detail: Detail | None
-    mark: Any
-    """What to compare with another run of the same step, where that is wanted."""
+    fingerprint: Any
+    """What to compare with a replay of the same step, if that was asked for."""
     scalars: tuple[tuple[str, Any], ...]
     step: int
     region: str
@@ -59,8 +59,8 @@ class Raw:
     grad: bool
 
 
-def finished(raws: list[Raw], memory: Memory, parts: Parts) -> Trace:
-    """Everything recorded so far, as plain values; source is read only now, and paths begin at the models."""
+def to_trace(raws: list[Raw], memory: Memory, parts: Parts) -> Trace:
+    """Everything recorded so far as plain values. Source is read now; module paths start at the models."""
     return Trace(tuple(_event(raws, memory, i, raw, whole_path(raw.module, parts)) for i, raw in enumerate(raws)))
 
 
@@ -69,7 +69,7 @@ def _event(raws: list[Raw], memory: Memory, index: int, raw: Raw, module: str) -
     role, label = next((roles[k] for k in raw.writes if k in roles), (None, ""))
     return OpEvent(
         index=index,
-        op=_given_name(raw) if raw.func.name == "tensor" else raw.func.name,
+        op=_constructor_name(raw) if raw.func.name == "tensor" else raw.func.name,
         aten=raw.func.aten,
         phase=raw.backward,  # type: ignore[arg-type]
         step=raw.step,
@@ -101,21 +101,20 @@ def _event(raws: list[Raw], memory: Memory, index: int, raw: Raw, module: str) -
 def _operand(raws: list[Raw], memory: Memory, detail: Detail | None, position: int, read: Read) -> Operand:
     role, label = memory.roles.get(read.key, (None, "")) if read.key is not None else (None, "")
     if detail is None:
-        seen = None
-        if read.writer is not None and len(raws[read.writer].outputs) == 1:
-            seen = _range(read.name, *raws[read.writer].outputs[0])
+        outputs = raws[read.writer].outputs if read.writer is not None else ()
+        seen = _range(read.name, *outputs[0]) if len(outputs) == 1 else None
         return Operand(read.name, seen, read.writer, role, label)
     given, guilty = detail.inputs[position], detail.guilty[position]
     if not guilty:
         return Operand(read.name, given, read.writer, role, label)
-    # What was last written is not always what was bad: views of one memory are written one by one.
-    # Where nobody left something bad, it comes from outside.
+    # The last writer need not be the bad one: views of one storage are written one by one.
+    # If no event left a bad value, it is from before the trace.
     *also, writer = read.bad_writers or (None,)
     return Operand(read.name, given, writer, role, label, guilty, tuple(i for i in also if i is not None))
 
 
-def _given_name(raw: Raw) -> str:
-    """`torch.from_numpy` and the like reach the dispatcher as one operator: the source tells them apart."""
+def _constructor_name(raw: Raw) -> str:
+    """`torch.from_numpy` and the like are one operator to the dispatcher; the source tells them apart."""
     code = resolve(raw.spot).code if raw.spot else ""
     return next((n for n in ("from_numpy", "as_tensor", "asarray", "frombuffer") if f"{n}(" in code), "tensor")
 

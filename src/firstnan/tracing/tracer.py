@@ -1,4 +1,4 @@
-"""The dispatch mode that records a Trace: every operator of a block, forward and backward, with module paths."""
+"""Records every operator of a block, forward and backward, with a dispatch mode."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from firstnan.observe.higher_order import accept, call_chosen_branch
 from firstnan.observe.module_stack import ModuleStack
+from firstnan.observe.patches import Patches
 from firstnan.observe.sites import Ownership
 from firstnan.records import Role, Trace
 from firstnan.tensors.finite import extremes, readable, surely_finite
 from firstnan.tensors.names import Parts
 from firstnan.tensors.safe_updates import is_safe
-from firstnan.tracing.compare import mark
+from firstnan.tracing.compare import fingerprint
 from firstnan.tracing.examine import examine, numbers_in
 from firstnan.tracing.float64_check import in_float64
 from firstnan.tracing.memory import Memory
-from firstnan.tracing.operators import OpInfo, info, stay_finite, tensors_of
-from firstnan.tracing.recording import Raw, Read, finished
+from firstnan.tracing.operators import OpInfo, arguments_keep_finite, info, tensors_of
+from firstnan.tracing.recording import Raw, Read, to_trace
 
-_MOST_RAISED = 16
-_SMALL = 1 << 14  # Up to here a copy of what an in-place operator overwrites costs little.
+_MAX_RAISED = 16
+_SMALL = 1 << 14  # Elements; up to this size an argument is copied before an in-place operator overwrites it.
 _LARGE = 1 << 18
-_MOST_EVENTS = 1 << 14
+_MAX_EVENTS = 1 << 14
 _sequence_number = torch._C._autograd._get_sequence_nr
-_NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like carry no usable sequence number.
+_NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like have no usable sequence number.
 
 
 class Tracer:
-    """Records the operators of the thread that starts it, or trains; `trace()` gives the finished record."""
+    """Records the operators of the thread that starts it, or trains; `trace()` returns the finished record."""
 
     def __init__(self, ownership: Ownership | None = None) -> None:
         self.ownership = ownership or Ownership()
@@ -46,22 +48,25 @@ class Tracer:
         self.region = "setup"
         self.in_optimizer = False
         self.in_closure = False
-        """The optimizer calls the program back for its loss (LBFGS): what runs with gradients on is forward."""
+        """The optimizer computes its loss through a closure (LBFGS): what runs there with gradients on is forward."""
         self.raws: list[Raw] = []
         self.memory = Memory()
         self.modules = ModuleStack(self._called)
         self.looks_for_training = False
-        """Until a step is seen, whichever thread calls a module with gradients on is taken for the one that trains."""
+        """Until the first step, whichever thread calls a module with gradients on counts as the one that trains."""
         self.marks = False
-        """Keeps of every operator what can be compared with another run of the same step."""
+        """Keeps what is needed to compare every operator with a replay of the same step."""
         self.trouble: str | None = None
+        """The first error of our own while recording."""
         self._sequence: dict[int, int] = {}
-        self._claimed = -1
-        """Autograd nodes up to this number belong to an event, or to nobody."""
+        """Sequence number of an autograd node -> the event that made it."""
+        self._last_node = -1
+        """Autograd nodes up to this number have their event, or have none."""
         self._mode: _Mode | None = None
-        self._held = 0
-        self._rests = False
-        self._enough = _MOST_EVENTS
+        self._patches = Patches()
+        self._pauses = 0
+        self._skips_update = False
+        self._cleanup_at = _MAX_EVENTS
 
     @property
     def running(self) -> bool:
@@ -70,13 +75,15 @@ class Tracer:
     def start(self) -> None:
         if self._mode is None:
             self.modules.attach()
+            accept(_Mode)
+            call_chosen_branch(self._patches, _Mode)
             self._enter()
 
     def follow(self) -> None:
-        """The program trains in another thread than the one that was recorded until now."""
+        """Records this thread from now on: the program trains here, not in the thread recorded so far."""
         if self._mode is not None and self._mode.thread != threading.get_ident():
             self._mode.on = False
-            self._sequence.clear()  # Autograd numbers its nodes for each thread anew.
+            self._sequence.clear()  # Autograd numbers its nodes per thread.
             self._enter()
 
     def _called(self) -> None:
@@ -85,22 +92,22 @@ class Tracer:
             self.follow()
 
     def _enter(self) -> None:
-        self._claimed = _sequence_number() - 1
+        self._last_node = _sequence_number() - 1
         self._mode = _Mode(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-        if self._held:
-            self._mode.leave()
+        if self._pauses:
+            self._mode.suspend()
 
     def stop(self) -> None:
         if self._mode is not None:
             mode, self._mode = self._mode, None
-            if self._held:
-                mode.come_back()
+            if self._pauses:
+                mode.resume()
             mode.on = False
             self.modules.detach()
-            if (
-                mode.thread == threading.get_ident()
-            ):  # Modes belong to their thread: elsewhere it stays, and does nothing.
+            self._patches.remove()
+            # A mode belongs to its thread. In another one it stays on the stack and does nothing.
+            if mode.thread == threading.get_ident():
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
 
     def __enter__(self) -> Tracer:
@@ -112,64 +119,64 @@ class Tracer:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What runs inside is our own: it is no part of the program."""
-        self._hold()
+        """Does not record what runs inside, which is firstnan's own code."""
+        self._suspend()
         try:
             yield
         finally:
-            self._release()
+            self._resume()
 
-    def _hold(self) -> None:
-        self._held += 1
-        if self._held == 1 and self._mode is not None:
-            self._mode.leave()
+    def _suspend(self) -> None:
+        self._pauses += 1
+        if self._pauses == 1 and self._mode is not None:
+            self._mode.suspend()
 
-    def _release(self) -> None:
-        self._held -= 1
-        if self._held == 0 and self._mode is not None:
-            self._mode.come_back()
+    def _resume(self) -> None:
+        self._pauses -= 1
+        if self._pauses == 0 and self._mode is not None:
+            self._mode.resume()
 
     def update_begins(self, optimizer: Any, closure: bool, grad_norm: float | None) -> bool:
-        """The optimizer's step, which is not recorded where it is known to stay finite: whether it is."""
-        self.update_ended()  # the one before, if an exception ended it
+        """Called before the optimizer's step; returns whether it is certain to stay finite and is not recorded."""
+        self.update_ended()  # the previous one, if an exception ended it
         self.in_optimizer, self.in_closure = True, closure
-        self._rests = not closure and is_safe(optimizer, grad_norm)
-        if self._rests:
-            self._hold()
-        return self._rests
+        self._skips_update = not closure and is_safe(optimizer, grad_norm)
+        if self._skips_update:
+            self._suspend()
+        return self._skips_update
 
     def goes_on(self) -> None:
-        """The program computes again: an update that was left out is over, also one that an exception ended."""
-        if self._rests:
+        """Called when the program computes again: an unrecorded update is over, even if an exception ended it."""
+        if self._skips_update:
             self.update_ended()
 
     def update_ended(self) -> None:
-        if self._rests:
-            self._release()
-        self.in_optimizer = self._rests = False
+        if self._skips_update:
+            self._resume()
+        self.in_optimizer = self._skips_update = False
 
     def relabel(self, old: str, new: str) -> None:
-        """Gives the latest events another region."""
+        """Changes the region of the latest events."""
         for raw in reversed(self.raws):
             if raw.region != old:
                 break
             raw.region = new
 
     def give_role(self, tensor: Tensor, role: Role, label: str) -> None:
-        """Says what a tensor is to the program: later records name it so."""
+        """Notes what a tensor is to the program, to name it in the trace."""
         key = self.memory.key(tensor)
         if key is not None:
             self.memory.roles[key] = (role, label)
 
     def last_bad(self, tensor: Tensor) -> int | None:
-        """The event that last wrote something non-finite where this tensor lies."""
+        """The event that last wrote non-finite values into this tensor's elements."""
         bad = self.memory.bad_writers(self.memory.key(tensor), tensor)
         return bad[-1] if bad else None
 
     def forget_healthy(self) -> None:
-        """Drops what is not needed to explain a later failure; keeps memory bounded when tracing many steps."""
+        """Drops events that no later failure can depend on, so that tracing many steps uses bounded memory."""
         raised = [i for i, r in enumerate(self.raws) if r.raised]
-        roots = self.memory.roots() | set(raised[-_MOST_RAISED:])
+        roots = self.memory.roots() | set(raised[-_MAX_RAISED:])
         self._sequence.clear()
         if not roots:
             self.raws = []
@@ -185,14 +192,14 @@ class Tracer:
             r.forward = None if r.forward is None else new[r.forward]
         self.memory.renumber(new, {k for r in self.raws for k in (*r.writes, *(read.key for read in r.reads))})
 
-    def _forget_in_time(self) -> None:
-        """Where nothing is trained no step ever ends; what backward may come back to is kept."""
+    def _clean_up(self) -> None:
+        """Drops events while nothing is trained, since no step ends then; keeps what backward may refer to."""
         if not self._sequence:
             self.forget_healthy()
-        self._enough = len(self.raws) + _MOST_EVENTS
+        self._cleanup_at = len(self.raws) + _MAX_EVENTS
 
     def _ancestors(self, roots: set[int]) -> set[int]:
-        """These events and all that their non-finite values came from."""
+        """These events and all those that their non-finite values came from."""
         found, stack = set(roots), list(roots)
         while stack:
             raw = self.raws[stack.pop()]
@@ -203,15 +210,14 @@ class Tracer:
             found |= before
         return found
 
-    # The hot path: one call an operator.
-
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one operator and records it. Called for every operator, so it has to be fast."""
         op = info(func)
-        if op.inert or (op.view and not self.marks and not torch.is_grad_enabled()):
-            return func(*args, **kwargs)  # A view is the same memory; where autograd notes it, so do we.
-        if len(self.raws) >= self._enough:
-            self._forget_in_time()
-        # `torch.tensor` and `from_numpy` make a tensor out of something that is none: they read no tensor.
+        if op.ignored or (op.view and not self.marks and not torch.is_grad_enabled()):
+            return func(*args, **kwargs)  # A view shares its storage; it is recorded only where autograd makes a node.
+        if len(self.raws) >= self._cleanup_at:
+            self._clean_up()
+        # `torch.tensor` and `from_numpy` read no tensor.
         given = tensors_of(op, args, kwargs) if op.name != "tensor" else []
         tensors = [(n, t) for n, t in given if n not in op.overwritten] if op.overwritten else given
         try:
@@ -219,11 +225,11 @@ class Tracer:
             reads, dirty = self._read(tensors)
             before = {}
             if op.mutated:
-                # What is large is copied only where it may matter.
+                # A large argument is copied only if it may hold non-finite values.
                 kept = [t for n, t in tensors if n in op.mutated and (id(t) in dirty or t.numel() <= _SMALL)]
                 before = {id(t): t.detach().clone() for t in kept}
         except Exception as error:
-            self._trouble(op, error)
+            self._note_error(op, error)
             return func(*args, **kwargs)
         raised = None
         results: list[Tensor] = []
@@ -241,18 +247,18 @@ class Tracer:
             try:
                 if op.mutated:
                     results += [t for n, t in given if n in op.mutated and all(t is not r for r in results)]
-                raw = self._note(op, args, kwargs, tensors, results, before, reads, dirty, raised)
+                raw = self._append(op, args, kwargs, tensors, results, before, reads, dirty, raised)
                 if raw.detail is not None and raw.detail.born and not raw.detail.on_purpose:
                     raw.detail = replace(raw.detail, in_float64=in_float64(func, op, args, kwargs, before))
             except Exception as error:
-                self._trouble(op, error)
+                self._note_error(op, error)
 
-    def _trouble(self, op: OpInfo, error: Exception) -> None:
-        """An error of ours is remembered and never reaches the program."""
+    def _note_error(self, op: OpInfo, error: Exception) -> None:
+        """Remembers an error of our own, which must never reach the program."""
         self.trouble = self.trouble or f"{op.aten}: {type(error).__name__}: {error}"
 
     def _read(self, tensors: list[tuple[str, Tensor]]) -> tuple[list[Read], set[int]]:
-        """What is read, with who wrote it, and the identities of those tensors that may hold something non-finite."""
+        """What is read and who wrote it, and the ids of the tensors that may hold non-finite values."""
         reads: list[Read] = []
         dirty: set[int] = set()
         memory = self.memory
@@ -265,7 +271,7 @@ class Tracer:
             reads.append(read)
         return reads, dirty
 
-    def _note(
+    def _append(
         self,
         op: OpInfo,
         args: tuple[Any, ...],
@@ -278,19 +284,19 @@ class Tracer:
         raised: str | None,
     ) -> Raw:
         raw = Raw()
-        raw.func, raw.raised, raw.detail, raw.scalars, raw.mark = op, raised, None, (), None
+        raw.func, raw.raised, raw.detail, raw.scalars, raw.fingerprint = op, raised, None, (), None
         raw.step, raw.region, raw.reads = self.step, self.region, reads
         raw.outputs, raw.writes, raw.uninitialized = [], [], op.empty
-        self._place(raw, sys._getframe(3))
+        self._locate(raw, sys._getframe(3))
         index = len(self.raws)
         self.raws.append(raw)
         enabled = torch.is_grad_enabled()
         raw.grad = enabled and any(t.requires_grad for _, t in tensors)
         if raw.grad or not enabled:
-            self._claim(index)
+            self._assign_node(index)
         bad = False
-        # A scalar argument may itself be infinite (`masked_fill(mask, -inf)`).
-        known = op.tame and not dirty and stay_finite(args)
+        # A number may be infinite itself (`masked_fill(mask, -inf)`).
+        known = op.keeps_finite and not dirty and arguments_keep_finite(args)
         for t in results:
             if op.name == "set":
                 self.memory.arrived(t)
@@ -301,31 +307,31 @@ class Tracer:
             elif self._wrote(raw, t, index, known):
                 bad = True
         if self.marks:
-            outside = [t for read, (_, t) in zip(reads, tensors, strict=True) if not self._is_of_the_step(read.writer)]
-            raw.mark = mark(op, args, kwargs, outside, results)
+            outside = [t for read, (_, t) in zip(reads, tensors, strict=True) if not self._in_step(read.writer)]
+            raw.fingerprint = fingerprint(op, args, kwargs, outside, results)
         if bad or raised:
             raw.scalars = numbers_in(op, args, kwargs)
             raw.detail = examine(op, tensors, results, raw.scalars, before)
         return raw
 
-    def _is_of_the_step(self, writer: int | None) -> bool:
+    def _in_step(self, writer: int | None) -> bool:
         return writer is not None and self.raws[writer].region == "step"
 
-    def _claim(self, index: int) -> None:
-        """Gives the autograd node that was just made to this event.
+    def _assign_node(self, index: int) -> None:
+        """Assigns the autograd node that was just made to this event.
 
-        One that nobody claimed is that of an `autograd.Function` whose forward, which runs without gradients, begins.
+        A node without an event belongs to an `autograd.Function` whose forward, which runs without gradients, begins.
         """
         number = _sequence_number() - 1
-        if number > self._claimed:
-            self._claimed = number
+        if number > self._last_node:
+            self._last_node = number
             self._sequence[number] = index
 
     def _wrote(self, raw: Raw, t: Tensor, index: int, known: bool) -> bool:
-        """Notes a result; `known` to be finite it is not looked at."""
+        """Notes a result and returns whether it is non-finite; it is not read if it is `known` to be finite."""
         low: float | None = None
         high: float | None = None
-        # Ranges are evidence in forward; elsewhere, and of large results, it only matters whether all is well.
+        # Ranges are evidence in forward. Elsewhere, and for large results, it only matters whether all is finite.
         quick = raw.backward != "forward" or t.numel() > (_LARGE if raw.grad else _SMALL)
         if not (known or (quick and surely_finite(t))) and (plain := readable(t)) is not None:
             low, high = extremes(plain) or (None, None)
@@ -344,8 +350,8 @@ class Tracer:
             raw.writes.append(key)
             self.memory.allocated(key, index)
 
-    def _place(self, raw: Raw, frame: Any) -> None:
-        """Where in the source, in which layer and in which pass the operator runs."""
+    def _locate(self, raw: Raw, frame: Any) -> None:
+        """Notes the source line, the layer and the pass in which the operator runs."""
         raw.spot, raw.inner, raw.engine = self.ownership.spots(frame)
         node = torch._C._current_autograd_node()
         raw.node = raw.forward = None
@@ -361,14 +367,14 @@ class Tracer:
         raw.node = node.name()
         sequence = node._sequence_nr()
         if raw.node.endswith("CopySlices"):
-            # An in-place write to a view: this node was made right after that of the operator that wrote.
+            # An in-place write to a view: this node was made right after the one of the operator that wrote.
             sequence -= 1
         raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
         raw.module = self.modules.current() if recomputing or raw.forward is None else self.raws[raw.forward].module
 
     def trace(self, parts: Parts | None = None) -> Trace:
-        """Everything recorded so far, as plain values; layers that are parts of models have their paths in these."""
-        return finished(self.raws, self.memory, parts or {})
+        """Everything recorded so far as plain values; module paths start at the models in `parts`."""
+        return to_trace(self.raws, self.memory, parts or {})
 
 
 def _in_checkpoint(frame: Any) -> bool:
@@ -383,39 +389,39 @@ def _in_checkpoint(frame: Any) -> bool:
 
 
 class _Mode(TorchDispatchMode):
-    """The private half of the tracer: hands each operator over and never lets an error of ours out."""
+    """Passes each operator to the tracer."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.tracer = tracer
         self.on = True
-        self._mute = self._away = False
+        self._suspended = self._popped = False
         self.thread = threading.get_ident()
         _running.add(self)
 
-    def leave(self) -> None:
-        """Records nothing until it comes back; off the stack, where an operator that passes through costs nothing."""
-        self._mute = True
-        self._away = _get_current_dispatch_mode() is self  # Another mode may lie above, or this be another thread.
-        if self._away:
+    def suspend(self) -> None:
+        """Records nothing until `resume`; off the stack if possible, so that operators cost nothing meanwhile."""
+        self._suspended = True
+        self._popped = _get_current_dispatch_mode() is self  # Another mode may be above, or this is another thread.
+        if self._popped:
             _pop_mode()
 
-    def come_back(self) -> None:
-        if self._away and self.thread == threading.get_ident():
+    def resume(self) -> None:
+        if self._popped and self.thread == threading.get_ident():
             _push_mode(self)
-        self._mute = self._away = False
+        self._suspended = self._popped = False
 
-    # `cond`, `flex_attention` and the like: seen as one operator each, since what they call is run without modes.
+    # `while_loop`, `flex_attention` and the like are one operator each: torch runs what they call without modes.
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled while a trace runs, and the wrapper that this would add costs as much as a small operator.
+        # Nothing is compiled during a trace, and the wrapper this would add costs as much as a small operator.
         return False
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._mute or not self.on:
+        if self._suspended or not self.on:
             return func(*args, **kwargs)
         return self.tracer.record(func, args, kwargs)
 
@@ -424,7 +430,7 @@ _running: weakref.WeakSet[_Mode] = weakref.WeakSet()
 
 
 def _stop_in_child() -> None:
-    """A forked DataLoader worker inherits the mode of its parent and must not record."""
+    """Stops recording in a forked DataLoader worker, which inherits the mode of its parent."""
     for mode in _running:
         mode.on = False
 
