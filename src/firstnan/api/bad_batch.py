@@ -1,4 +1,4 @@
-"""`find_bad_batch`: the door to both searches."""
+"""`find_bad_batch`: the public function for both searches."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def find_bad_batch(
     all: bool = False,
     progress: bool = True,
 ) -> BatchSearch:
-    """Finds the first batch of a loader that breaks `step(batch)`, or the step from which a training went wrong.
+    """Finds the first batch of a loader that breaks `step(batch)`, or the step from which training went wrong.
 
         found = firstnan.find_bad_batch(train_step, loader, model=model, optimizer=optimizer)
         print(found)
 
-    `step` is one's own function: forward and loss, with or without backward and `optimizer.step()`. A batch is bad if
-    it holds a NaN, or if the loss, a gradient or a buffer is not finite after it; each is tried from the model's state
-    as it is now, and no update is made. `all` lists every bad batch.
+    `step` is your own function: forward and loss, with or without backward and `optimizer.step()`. A batch is bad if it
+    holds a NaN, or if the loss, a gradient or a buffer is non-finite after it. Every batch is tried from the model's
+    current state, without updates. `all` lists every bad batch.
 
-    `checkpoints` are states of a run that failed late: pairs (number of updates made by then, state), where a state
-    is a file of `torch.save`, a dict with the state dicts "model" and "optimizer", or a model's state dict. A binary
-    search finds the first state that is not finite or out of the healthy band of those before it; then the steps
-    from the last good one on are made again. Batch i of the loader is taken to belong to step i.
+    `checkpoints` are states of a run that failed late: pairs (number of updates made, state), where a state is a file
+    written by `torch.save`, a dict with the state dicts "model" and "optimizer", or a model's state dict. A binary
+    search finds the first state that is non-finite or much worse than the first one; then the steps after the last good
+    state are replayed. Batch i of the loader is assumed to belong to step i.
 
-    Model, optimizers, schedules, scalers, gradients and random generators are as before at the end, however it ends;
-    what else `step` changes is not known here.
+    Model, optimizers, schedules, scalers, gradients and random generators are restored at the end, even after an
+    exception. Anything else that `step` changes is not restored.
     """
     training = Training(model, optimizer)
     states = [SavedState(number, state) for number, state in checkpoints] if checkpoints is not None else None
     if states == []:
-        raise ValueError("there are no checkpoints to search")
+        raise ValueError("checkpoints must not be empty")
     if states is None and (bad := training.bad_state(optimizers=False)) is not None:
         return BatchSearch("scan", weights=bad)
     check = StepCheck(step, training.models, optimizers=training.all_optimizers, updated_by=training.optimizers)
@@ -70,7 +70,7 @@ def find_bad_batch(
 
 @contextmanager
 def _bar(wanted: bool, length: int | None) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal; called once a batch with what there is to say."""
+    """A progress bar, if stderr is a terminal; it is called once per batch with a text."""
     if not wanted or not sys.stderr.isatty():
         yield lambda text: None
         return

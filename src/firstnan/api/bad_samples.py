@@ -1,4 +1,4 @@
-"""`find_bad_samples`: which samples of a batch make a step of one's own non-finite."""
+"""`find_bad_samples`: which samples of a batch make the user's step non-finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from firstnan.tensors.randomness import RandomState
 
 
 def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
-    """Calls `step(batch)` with samples replaced by others of the batch until the bad ones are known.
+    """Finds the bad samples by calling `step(batch)` with samples replaced by others of the batch.
 
         found = firstnan.find_bad_samples(lambda batch: loss_of(model, batch), batch)
         print(found.bad_samples, found.confirmed, found.features)
@@ -33,7 +33,7 @@ def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
     try:
         pieces = cut(batch)
     except CutError as error:
-        return Batch(note=f"the batch cannot be cut into samples: {error}")
+        return Batch(note=f"the batch cannot be split into samples: {error}")
     with _kept_as_it_is(step) as is_finite:
         asking = search(pieces.size, bad_rows(batch))
         question = next(asking)

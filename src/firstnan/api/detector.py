@@ -1,4 +1,4 @@
-"""`NaNDetector`: protection inside a training loop that one owns."""
+"""`NaNDetector`: protection inside the user's own training loop."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class NaNDetector:
             for batch in detector.batches(loader):
                 ...  # the training step, unchanged
 
-    `model` is a module, several, or a mapping of names to modules; `optimizer` one or several, or None where the
-    weights are updated by hand. `on_nonfinite`: "raise" NonFiniteError with the report; "warn" and go on; "skip" the
-    step; "rollback" to the last good state, kept every `snapshot_every` steps. More than `streak` bad steps in a row
-    end training under "skip" and "rollback" too.
+    `model` is a module, several, or a mapping of names to modules; `optimizer` is one or several, or None if the
+    weights are updated by hand. `on_nonfinite`: "raise" NonFiniteError with the report; "warn" and continue; "skip" the
+    step; "rollback" to the last good snapshot, taken every `snapshot_every` steps. With "skip" and "rollback", training
+    still ends after more than `streak` bad steps in a row.
 
-    `layers` watches every leaf layer (or those that `trackable(name, module)` picks, without those that `skip` names
-    by type, name or glob); `stats` keeps magnitudes of the last so many steps per layer. `guard` watches the norm of
-    the gradients: "warn", "clip" or "off"; `max_grad_norm` is an absolute limit for it. `events` holds what was
-    noticed, at most `max_events`; `on_event` hears of each. `capsule_dir` is a folder for the failing step, one file of
-    at most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`.
+    `layers` watches every leaf layer (or those selected by `trackable(name, module)`, without those excluded by `skip`:
+    types, names or globs). `stats` keeps the magnitudes of that many last steps per layer. `guard` watches the gradient
+    norm: "warn", "clip" or "off"; `max_grad_norm` is an absolute limit for it. `events` keeps at most `max_events`
+    events; `on_event` is called with each. `capsule_dir` is a folder for capsules: the failing step in one file of at
+    most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`.
     """
 
     def __init__(
@@ -84,15 +84,13 @@ class NaNDetector:
         if on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite is one of {', '.join(get_args(OnNonfinite))}, not {on_nonfinite!r}")
         if on_nonfinite in ("skip", "rollback") and not self._optimizers:
-            raise ValueError(f"on_nonfinite={on_nonfinite!r} needs the optimizer")
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} needs an optimizer: NaNDetector(model, optimizer)")
         if guard not in ("warn", "clip", "off"):
-            raise ValueError(f"guard is warn, clip or off, not {guard!r}")
+            raise ValueError(f"guard must be 'warn', 'clip' or 'off', got {guard!r}")
         if max_grad_norm is not None:
             options.require_positive("max_grad_norm", max_grad_norm)
             if guard == "off":
-                raise ValueError(
-                    f"guard='off' and max_grad_norm={max_grad_norm!r} exclude each other: it is the guard's"
-                )
+                raise ValueError("max_grad_norm needs guard='warn' or 'clip' (got guard='off')")
         whole = {"streak": streak, "stats": stats, "max_events": max_events, "capsule_limit": capsule_limit}
         for name, value in whole.items():
             options.require_integer(name, value, 0)
@@ -107,9 +105,9 @@ class NaNDetector:
         self._policy = _policy(on_nonfinite, streak)
         self._layers, self._trackable, self._skip = layers, trackable, options.types_and_names("skip", skip)
         self.events = EventLog(max_events, on_event)
-        """What was noticed, as NaNEvent records: the first ones and the last ones."""
+        """The NaNEvent records so far: the first ones and the last ones."""
         self.stats = Statistics(stats) if stats else None
-        """Magnitudes per layer of the last steps: `dump()`, `select(pattern)`, `clear()`."""
+        """Magnitudes per layer in the last steps: `dump()`, `select(pattern)`, `clear()`."""
         self._ownership = Ownership(tuple(directories(sys._getframe(1))))
         self._source = NamelessSource()
         """Stands for the loader of steps that are functions."""
@@ -117,10 +115,10 @@ class NaNDetector:
         self._session: Session | None = None
         self._last: Session | None = None
         self._counts, self._before = Counts(), Counts()
-        """Like the events they go on where the detector is used again."""
+        """Like the events, these continue if the detector is attached again."""
 
     def attach(self) -> NaNDetector:
-        """Begins to watch; does nothing where it already does."""
+        """Starts watching; does nothing if already attached."""
         with self._lock:
             if self._session is None:
                 session = self._new_session()
@@ -195,11 +193,11 @@ class NaNDetector:
         )
 
     def _on_cpu(self) -> bool:
-        """Elsewhere the loss is known too late to decide what is looked at."""
+        """On a device the loss is known too late to decide which layers to read."""
         return all(p.is_cpu for root in self._roots.values() for p in root.parameters())
 
     def detach(self) -> None:
-        """Leaves model, optimizer and torch as they were; what was found stays here."""
+        """Stops watching, and leaves model, optimizer and torch as they were; the results are kept."""
         with self._lock:
             session, self._session = self._session, None
             if session is None:
@@ -222,7 +220,7 @@ class NaNDetector:
             self.detach()
         if report is None:
             return
-        if searching and isinstance(error, Exception):  # raised by what only we wanted to be done
+        if searching and isinstance(error, Exception):  # raised in a replay, not by the program itself
             raise nonfinite_error(report) from None
         if error is not None:
             error.add_note(str(nonfinite_error(report)))
@@ -232,11 +230,11 @@ class NaNDetector:
             log.warning("%s", nonfinite_error(report))
 
     def batches(self, loader: Iterable[Any]) -> Batches:
-        """The loader's batches; one that fails is handed out again, so that the loop body shows why."""
+        """The loader's batches; one that fails is handed out again, so the loop body can be traced."""
         return Batches(self._attached, loader)
 
     def step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, which makes one training step; where that fails it is called again, and explained."""
+        """Calls the function, which makes one training step; if that fails, it is called again and explained."""
         session = self._attached()
         session.through_the_loop()
         session.body_ended()
@@ -252,11 +250,11 @@ class NaNDetector:
 
     @property
     def report(self) -> Report | None:
-        """The last failure."""
+        """The report of the last failure."""
         return self._last.report if self._last is not None else None
 
     def summary(self) -> dict[str, int]:
-        """How many steps were made, and how many were not finite, skipped, rolled back, clipped or warned of."""
+        """The number of steps, and how many were non-finite, skipped, rolled back, clipped or caused a warning."""
         return {**asdict(self._counts), "events": len(self.events), "events_dropped": self.events.dropped}
 
     def _attached(self) -> Session:
@@ -266,13 +264,13 @@ class NaNDetector:
 
 
 class Batches:
-    """A loader's batches, each pass over them an epoch; a batch whose step fails comes a second time."""
+    """A loader's batches; each pass over them is an epoch, and a batch whose step fails comes again."""
 
     def __init__(self, session: Callable[[], Session], loader: Iterable[Any]) -> None:
         self._session, self._loader = session, loader
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length says so itself
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length raises its own error
 
     def __iter__(self) -> Iterator[Any]:
         session = self._session()
@@ -318,7 +316,7 @@ def _policy(name: OnNonfinite, streak: int) -> Policy:
 
 
 def models_given(model: Any) -> dict[str, Module]:
-    """Each model with the prefix of its names: none for a single one."""
+    """Name prefix -> model; a single model has no prefix."""
     if isinstance(model, Module):
         return {"": model}
     if isinstance(model, Mapping):
@@ -329,9 +327,9 @@ def models_given(model: Any) -> dict[str, Module]:
         found = {"": model}
     for name, one in found.items():
         if not isinstance(one, Module):
-            raise TypeError(f"model{f'[{name}]' if name else ''} is no torch.nn.Module but {type(one).__name__}")
+            raise TypeError(f"model{f'[{name}]' if name else ''} must be a torch.nn.Module, got {type(one).__name__}")
     if not found:
-        raise ValueError("there is no model to watch")
+        raise ValueError("model must hold at least one torch.nn.Module, got none")
     return found
 
 
@@ -339,7 +337,7 @@ def optimizers_given(optimizer: Any) -> list[Any]:
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
     for one in given:
         if not hasattr(one, "register_step_pre_hook") or not hasattr(one, "param_groups"):
-            raise TypeError(f"optimizer is no torch.optim.Optimizer but {type(one).__name__}")
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(one).__name__}")
     return given
 
 

@@ -35,8 +35,8 @@ def replay(
 
         report = firstnan.replay("firstnan-step000011.capsule", step=train_step, model=model, optimizer=optimizer)
 
-    `step` is called once for each batch of the step (with None where no batch was captured). The report's verdict is
-    "clean" where everything was finite. Model and optimizer are left as the step leaves them.
+    `step` is called once for each batch of the step (with None if no batch was captured). The report's verdict is
+    "clean" if everything was finite. Model and optimizer are left as the step leaves them.
     """
     caller = sys._getframe(1)
     roots, optimizers = models_given(model), optimizers_given(optimizer)

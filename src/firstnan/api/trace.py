@@ -1,4 +1,4 @@
-"""`trace()`: every operator of a block, forward and backward, from its first line on."""
+"""`trace()`: records every operator of a block, forward and backward."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from firstnan.tensors.optimizers import parameters_of, reaches
 
 @contextmanager
 def trace() -> Iterator[Block]:
-    """Records every operator of the block and raises NonFiniteError where a bad value reaches training.
+    """Records every operator of the block and raises NonFiniteError when a non-finite value reaches training.
 
         with firstnan.trace():
             loss = model(x).log().mean()
             loss.backward()
 
-    That is at `backward()` for a bad loss, after it or at the optimizer's step for bad gradients, and at the end of
-    the block for what is left in weights, buffers and gradients; where nothing was trained, for any NaN that is still
-    in use there. The error says which line made it, from what, and why. Updates that are known to stay finite are left
-    out, and so are overflows that a gradient scaler deals with.
+    A bad loss raises at `backward()`, bad gradients after it or at the optimizer's step, and bad weights, buffers or
+    gradients at the end of the block. If nothing was trained, any NaN that is still in use raises there. The error
+    names the line that created the value, its inputs and the cause. Updates that are certain to stay finite are not
+    recorded, and overflows that a gradient scaler handles are ignored.
     """
     block = Block(Ownership(tuple(directories(sys._getframe(2)))))
     with block.session.running():
@@ -54,7 +54,7 @@ def trace() -> Iterator[Block]:
             block.end()
 
 
-# The optimizers that made a step in the last block: in the next one, backward for them is not the step itself.
+# The optimizers that made a step in the last block: in the next block, backward alone is not their step.
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -86,7 +86,7 @@ class Block(RaiseAsItRuns):
         _expected.update(self._stepped)
 
     def last_look(self) -> None:
-        """At the end of the block: what was born in it and is still there; where it trained, in what training keeps."""
+        """Checks at the end of the block for bad values created in it; if it trained, only in what training keeps."""
         if self.report is None:
             self.session.hooks.guarded(self._look_at_what_is_left)
 
@@ -102,7 +102,7 @@ class Block(RaiseAsItRuns):
             raise nonfinite_error(report)
 
     def _kept(self) -> Iterator[Tensor]:
-        """Weights, buffers, gradients and the state of optimizers (slow: every object is looked at)."""
+        """Weights, buffers, gradients and optimizer states (slow: it visits every object)."""
         models = self.session.scope.models()
         for t, _ in (*models.parameters.values(), *models.buffers.values()):
             yield t
@@ -115,7 +115,7 @@ class Block(RaiseAsItRuns):
                     yield leaf.grad
 
     def explain(self, error: Exception) -> None:
-        """The block ended by an error of its own: says in a note where a bad value came from, if there is one."""
+        """The block raised an exception: adds a note to it that explains a bad value, if there is one."""
         microscope = self.session.microscope
         with contextlib.suppress(Exception):
             if microscope.tracer is not None:

@@ -1,1 +1,1 @@
-"""One session: trip, replay, search, settle."""
+"""The session behind every entry point: trip, replay, sample search, result."""

@@ -1,4 +1,4 @@
-"""From a finished trace to a Report: blame, a look into the Dataset, causes, and the words around them."""
+"""Turns a finished trace into a Report: blame, a search in the Dataset, causes, notes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from firstnan.tracing.tracer import Tracer
 
 BAD_DATA = ("nan_input", "nan_label")
 AS_IT_RAN = "every operator was traced as it ran"
-"""How a trace was made where nothing was played again."""
+"""How a trace was made if nothing was replayed."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is at hand when something non-finite was noticed."""
+    """Everything known when something non-finite was noticed."""
 
     gate: Gate
     handouts: Handouts
@@ -40,7 +40,7 @@ class Evidence:
     noticed: Noticed
     tensors: list[Tensor]
     entry: Spot | None = None
-    """Where the program takes its batches."""
+    """Where the program gets its batches."""
 
     @property
     def step(self) -> int:
@@ -48,7 +48,7 @@ class Evidence:
         return max(self.gate.steps.current - (self.noticed.what == "parameter"), 0)
 
     def preliminary(self) -> Report:
-        """What is known before anything was traced."""
+        """The report before anything was traced."""
         return Report(
             "nonfinite",
             self.step,
@@ -59,7 +59,7 @@ class Evidence:
         )
 
     def conclude(self, tracer: Tracer, events: list[int], how: str) -> Report | None:
-        """The report, or None where everything that was seen was put there on purpose."""
+        """The report, or None if every non-finite value was intended."""
         starts = events + [e for t in self.tensors if (e := tracer.last_bad(t)) is not None]
         trace = tracer.trace(self.models.parts())
         finite = self.noticed.what not in ("loss", "output", "value")
@@ -75,8 +75,8 @@ class Evidence:
         batch = None
         try:
             batch = self.batch(origin, trace, tracer.modules.batch_size)
-        except Exception as error:  # an odd batch must cost no more than the word of its samples
-            notes.append(f"the samples of the batch could not be looked at ({type(error).__name__}: {error})")
+        except Exception as error:  # a problem with the batch must not cost more than the information about its samples
+            notes.append(f"the samples of the batch could not be examined ({type(error).__name__}: {error})")
         report = replace(
             self.preliminary(),
             step=self._step_of(origin),
@@ -91,7 +91,7 @@ class Evidence:
             return report
         causes = explain(origin, trace, report.history)
         if causes[0].slug in BAD_DATA and seen is not None:
-            # Whether it is an input or a target shows where the step reads it, not inside the Dataset.
+            # Whether it is an input or a target depends on where the step reads it, not on the Dataset.
             causes = explain(seen, steps, report.history)
         remedies = propose(origin, trace, report.history, causes)
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
@@ -108,7 +108,7 @@ class Evidence:
         return max(origin.step - (afterwards or by_hand), 0)
 
     def _at_the_loop(self, origin: Origin | None) -> Origin | None:
-        """Bad data enters where the program takes its batch, not where the first operator reads it."""
+        """Bad data enters where the program gets its batch, not where the first operator reads it."""
         if origin is None or origin.event is None or origin.role != "input" or self.entry is None:
             return origin
         if origin.event.region in ("setup", "data"):
@@ -116,7 +116,7 @@ class Evidence:
         return replace(origin, site=resolve(self.entry), module="", module_type="")
 
     def _look_into_dataset(self, verdict: Verdict, trace: Trace) -> tuple[Verdict, Trace]:
-        """Bad data that came out of a Dataset: the line in there that made it, if it does so again."""
+        """For bad data from a Dataset: the line in the Dataset that creates it, if it is created again."""
         origin, handout = verdict.origin, self.handouts.latest
         iterator = self.handouts.latest_iterator() if self.handouts.latest_iterator else None
         if origin is None or origin.phase != "input" or handout is None or not came_from_outside(origin):
@@ -128,7 +128,7 @@ class Evidence:
         return replace(verdict, origin=replace(found[0], arrived=arrived)), found[1]
 
     def _untraced(self) -> Origin | None:
-        """Bad before anything was traced: a weight, or data from outside."""
+        """The origin of a value that was bad before anything was traced: a weight, or external data."""
         if not self.tensors:
             return None
         name = self._named().name
@@ -144,7 +144,7 @@ class Evidence:
         return Noticed(self.noticed.what, names[0] if names else "")
 
     def batch(self, origin: Origin | None, trace: Trace, given: int | None = None) -> Batch | None:
-        """The failing batch; without a loader all that is known is how many samples the model was `given`."""
+        """The failing batch; without a loader only the number of samples the model was `given` is known."""
         latest = self.handouts.latest
         batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
         size = sample_count(batch, latest.indices) if latest is not None else given
@@ -154,27 +154,27 @@ class Evidence:
             return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
         size = _averaged(trace)
         rows = _bad_samples(origin, trace, None, size) if origin is not None and size is not None else None
-        # That they are samples is only likely: a few rows are worth telling, and 64 are as many as are kept.
+        # These are probably samples, but not certainly, so only a few rows are reported; 64 is as many as are kept.
         return Batch(None, size, rows) if rows and len(rows) < min(size or 0, 16) else None
 
 
 def not_repeated(report: Report, difference: Difference | None) -> Report:
-    """The report of a step that failed at one time and was finite at another, from the same state."""
-    how = "The step was finite when it was played again with the same batch, random numbers, buffers and weights"
+    """The report of a step that failed once and was finite another time, from the same state."""
+    how = "The step was finite when replayed with the same batch, random numbers, buffers and weights"
     own = difference.whose == "program" if difference is not None else None
     found = transient(how, difference.text if difference else "", programs_own=own)
     known = [c for c in (report.cause, *report.other_causes) if c is not None and c.slug != found.slug]
-    # What the program did otherwise, or memory that nobody wrote, explains both; the machine's moods do not.
+    # A difference in the program, or unwritten memory, explains both results; hardware nondeterminism does not.
     first = bool(known) and (bool(own) or known[0].slug == "uninitialized_memory")
     causes = [known[0], found, *known[1:]] if first else [found, *known]
-    notes = (f"played again, the step was finite; {found.evidence[0]}",) if first and difference is not None else ()
+    notes = (f"the step was finite when replayed; {found.evidence[0]}",) if first and difference is not None else ()
     return replace(
         report, reproduced="transient", cause=causes[0], other_causes=tuple(causes[1:]), notes=report.notes + notes
     )
 
 
 def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[int, ...] | None:
-    """The samples that the origin points at: none where it points at most of them, which is no sample's fault."""
+    """The samples that the origin points to; none if it points to most of them, since then no sample is to blame."""
     rows: tuple[int, ...] = ()
     if size == 1 and origin.phase in ("forward", "backward"):
         return (0,)
@@ -188,9 +188,9 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
 
 
 def _are_averaged(size: int, trace: Trace) -> bool:
-    """Whether what a model was called with may be samples: some loss is made of as many numbers, or of several of each.
+    """Whether the rows a model was called with may be samples: some loss is computed from that many numbers, or more.
 
-    A model that is called with one row may be called for each sample: then the loss is made of more.
+    A model that is called with one row may be called once per sample; then the loss is computed from more numbers.
     """
     losses = [e for e in trace.events if e.phase == "forward" and e.grad and e.outputs and not e.outputs[0].shape]
     numbers = [prod(i.stat.shape) for e in losses for i in e.inputs[:1] if i.stat is not None and i.stat.shape]
@@ -200,7 +200,7 @@ def _are_averaged(size: int, trace: Trace) -> bool:
 
 
 def _averaged(trace: Trace) -> int | None:
-    """How many samples there are where no model was called with them: the rows of what became the loss at last."""
+    """The number of samples if no model was called with them: the rows of the tensor that the loss was reduced from."""
     for event in reversed(trace.events):
         read = event.inputs[0].stat if event.inputs and event.op in ("mean", "sum") else None
         if (
@@ -215,7 +215,7 @@ def _averaged(trace: Trace) -> int | None:
 
 
 def _rows_after(event: OpEvent, trace: Trace, size: int) -> tuple[int, ...]:
-    """The bad rows of the first tensor with a row for each sample that the value came to."""
+    """The bad rows of the first tensor on the path that has one row per sample."""
     reached = {event.index}
     for later in trace.events[event.index + 1 :]:
         if any(i.guilty and not reached.isdisjoint((i.producer, *i.also)) for i in later.inputs):
@@ -226,7 +226,7 @@ def _rows_after(event: OpEvent, trace: Trace, size: int) -> tuple[int, ...]:
 
 
 def came_from_outside(origin: Origin) -> bool:
-    """Whether the trace shows only that the value was bad, not what made it so."""
+    """Whether the trace only shows that the value was bad, not what created it."""
     if origin.phase not in ("input", "parameter"):
         return False
     event = origin.event
@@ -240,7 +240,7 @@ def environment() -> dict[str, Any]:
 
 
 def bad_values(error: BaseException) -> list[Tensor]:
-    """NaN tensors (and infinite ones that are part of a graph) in the frames that the exception passed."""
+    """NaN tensors (and infinite ones that are part of a graph) in the frames of the exception's traceback."""
     found: list[Tensor] = []
     at = error.__traceback__
     while at is not None and len(found) < 32:

@@ -1,4 +1,4 @@
-"""Where bad data was made: fetches the samples of a batch again, one by one, and looks inside the Dataset."""
+"""Where bad data was created: fetches the samples of a batch again, one by one, and looks inside the Dataset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_SAMPLES = 512
 
 
 def find_maker(iterator: Any, handout: Handout, ownership: Ownership) -> tuple[Origin, Trace] | None:
-    """The line inside the Dataset that made a non-finite value of this batch, where it does so again."""
+    """The line inside the Dataset that creates a non-finite value of this batch, if it is created again."""
     dataset, indices = getattr(iterator, "_dataset", None), handout.indices
     if dataset is None or not isinstance(indices, list | tuple) or not hasattr(dataset, "__getitem__"):
         return None
@@ -40,7 +40,7 @@ def find_maker(iterator: Any, handout: Handout, ownership: Ownership) -> tuple[O
 
 
 def bad_rows(batch: Any, size: int | None = None) -> tuple[int, ...]:
-    """The samples of a batch that hold something non-finite; of tensors with `size` rows, where that is known."""
+    """The samples of a batch that hold a non-finite value; only tensors with `size` rows count, if that is known."""
     rows: set[int] = set()
     for _, t in tensors_in(batch, "batch"):
         if t.dim() and size in (None, t.shape[0]) and not is_finite(t):
@@ -60,7 +60,7 @@ def _fetch(dataset: Any, index: Any, ownership: Ownership) -> tuple[Origin, Trac
     try:
         with tracer, lines.watching():
             sample = dataset[index]
-    except Exception:  # Fetching again is our idea: whatever goes wrong with it is no news to the program.
+    except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
         return None
     events = [e for _, t in tensors_in(sample) if (e := tracer.last_bad(t)) is not None]
     trace = tracer.trace()
@@ -78,13 +78,13 @@ def _fetch(dataset: Any, index: Any, ownership: Ownership) -> tuple[Origin, Trac
 
 
 class LineWatch:
-    """Looks at the variables of user code after each line and keeps the first line that made one non-finite."""
+    """Checks the variables of user code after each line and keeps the first line that makes one non-finite."""
 
     def __init__(self, ownership: Ownership) -> None:
         self.ownership = ownership
         self._found: tuple[Spot, str, Tensor] | None = None
         self._infinite: tuple[Spot, str, Tensor] | None = None
-        """A Python number that is infinite: often only the start of a minimum, so anything else comes before it."""
+        """A Python number that is infinite; often only the start of a minimum, so any other finding is preferred."""
         self._before: dict[int, tuple[Spot, set[str]]] = {}
 
     @property

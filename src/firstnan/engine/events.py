@@ -1,4 +1,4 @@
-"""What the detector noticed, kept within bounds: the first events and the last ones, logged and told as they come."""
+"""The events of a detector: logs them, calls the user's function, and keeps the first and the last ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LOGGER = logging.getLogger("firstnan")
 
 
 class EventLog(Sequence[NaNEvent]):
-    """Keeps half of `max_events` from the beginning and half from the end; any thread may add.
+    """Keeps half of `max_events` from the beginning and half from the end; any thread may add events.
 
-    `on_event` is told of every event in the thread that noticed it, but not of what it causes itself.
+    `on_event` is called for every event, in the thread that noticed it, but not for events that it causes itself.
     """
 
     def __init__(self, max_events: int = 1000, on_event: Callable[[NaNEvent], None] | None = None) -> None:
@@ -31,7 +31,7 @@ class EventLog(Sequence[NaNEvent]):
         self._telling = threading.local()
 
     def add(self, event: NaNEvent, *, level: int | None = None) -> None:
-        """Keeps the event, logs it (at `level`, or as loud as its kind deserves), and tells the callback."""
+        """Keeps the event, logs it (at `level`, or at the level of its kind), and calls the callback."""
         with self._lock:
             self._seen += 1
             (self._first if len(self._first) < self._most_first else self._last).append(event)
@@ -40,20 +40,24 @@ class EventLog(Sequence[NaNEvent]):
             self._tell(self._on_event, event)
 
     def _tell(self, callback: Callable[[NaNEvent], None], event: NaNEvent) -> None:
-        """Outside the lock: the callback may ask the detector something, or run the model."""
+        """Runs outside the lock, since the callback may use the detector or run the model."""
         self._telling.now = True
         try:
             callback(event)
         except Exception:
             if not self._callback_failed:
                 self._callback_failed = True
-                _say(logging.ERROR, "on_event raised; training goes on, and this is not said again", trace=True)
+                _say(
+                    logging.ERROR,
+                    "on_event raised an exception; training continues, and others are not logged",
+                    trace=True,
+                )
         finally:
             del self._telling.now
 
     @property
     def dropped(self) -> int:
-        """How many came between the first ones and the last ones and are not kept."""
+        """The number of events between the first and the last ones that were not kept."""
         with self._lock:
             return self._seen - len(self._first) - len(self._last)
 
@@ -80,11 +84,11 @@ class EventLog(Sequence[NaNEvent]):
 
 
 def _level(event: NaNEvent) -> int:
-    """Layers see much that is harmless: masks, values that vanish before they reach the loss."""
+    """The log level of an event. Layer events are often harmless: masks, values that never reach the loss."""
     harmless = event.kind == "nonfinite" and event.layer and event.what in ("input", "output")
     return logging.INFO if harmless else logging.WARNING
 
 
 def _say(level: int, message: str, *, trace: bool = False) -> None:
-    with contextlib.suppress(Exception):  # a handler of the user's that fails must not stop training
+    with contextlib.suppress(Exception):  # a failing log handler of the user's must not stop training
         _LOGGER.log(level, "firstnan: %s", message, exc_info=trace)

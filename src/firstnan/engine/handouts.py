@@ -15,38 +15,38 @@ from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.names import Slot
 from firstnan.tensors.randomness import RandomState
 
-# What is kept of one step; a step that takes more is replayed by a second run of the program.
+# The most batches kept for one step; a step with more is replayed by a second run of the program.
 _MOST_BATCHES = 64
 _MOST_BYTES = 256 << 20
 _MOST_UPDATES = 16
 _MOST_SEARCHED = 8
-_TESTED, _EVERY = 16, 64  # So many steps are looked at from both ends, and then every so manieth.
+_TESTED, _EVERY = 16, 64  # Random state is compared before and after each of the first steps, then in every n-th step.
 _BUFFER_BYTES = 256 << 20
 SMALL_BUFFER = 1 << 16
 
 
 @dataclass(slots=True)
 class Loader:
-    """What one loader's iterator handed out since the last update."""
+    """The batches that one loader's iterator has handed out since the last update."""
 
     recent: list[Handout] = field(default_factory=list)
     count: int = 0
     pending_indices: deque[Any] = field(default_factory=deque)
     again: list[Handout] = field(default_factory=list)
-    """What a replay has still to give out."""
+    """The batches that a replay still has to hand out."""
 
     def is_full(self) -> bool:
-        """Whether the step under way has taken more batches than may be kept."""
+        """Whether the current step has used more batches than are kept."""
         tensors = (t for h in self.recent for _, t in tensors_in(h.batch))
         return len(self.recent) >= _MOST_BATCHES or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES
 
 
 class ReplayError(Exception):
-    """The program asked for something that the replay does not have."""
+    """The program asked for a batch that the replay does not have."""
 
 
 class Handouts:
-    """Remembers the batches of the step under way and can give them out again."""
+    """Remembers the batches of the current step and can hand them out again."""
 
     def __init__(self) -> None:
         self.sources: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
@@ -59,18 +59,18 @@ class Handouts:
         """The most updates that were made with one batch."""
         self._handouts = 0
         self._draws = False
-        """Steps draw random numbers."""
+        """Whether steps draw random numbers."""
         self._testing: RandomState | None = None
         self._buffers: list[tuple[Slot, int]] = []
         self._kept: list[tuple[Slot, Tensor, Tensor]] = []
         self._kept_lists: tuple[list[Tensor], list[Tensor]] = [], []
-        """The copies, and the buffers that they are copies of."""
+        """Copies of buffers, with the buffers themselves."""
         self._kept_at: int | None = None
 
     # While the program is healthy.
 
     def fetched(self, iterator: Any, batch: Any, updates: int) -> Handout:
-        """A batch is handed out for training, after so many updates."""
+        """A batch is handed out for training, after `updates` updates."""
         if self._next_as_usual(iterator, batch, updates):
             assert self.latest is not None
             return self.latest
@@ -95,9 +95,9 @@ class Handouts:
         return handout
 
     def _next_as_usual(self, iterator: Any, batch: Any, updates: int) -> bool:
-        """One batch a step from the same loader, a hundred thousand times: one object serves for all of them.
+        """The fast path for one batch a step from the same loader: reuses one object for all of them.
 
-        Not where something is tested in this step, or batches are copied.
+        Not used if something is tested in this step, or if batches are copied.
         """
         latest, source, number = self.latest, self._latest_source, self._handouts
         if number <= _TESTED or not 0 < number % _EVERY < _EVERY - 1 or self.modified:
@@ -118,13 +118,13 @@ class Handouts:
         return True
 
     def body_ended(self) -> None:
-        """The program is done with the batch: did it draw random numbers?"""
+        """The program is done with the batch: checks whether it drew random numbers."""
         if self._testing is not None:
             self._draws = self._draws or self._testing != RandomState.now()
             self._testing = None
 
     def _random(self) -> RandomState:
-        """The state of the generators; an older one serves as well where steps were seen to draw nothing."""
+        """The state of the generators; an older copy if steps draw no random numbers."""
         self._handouts += 1
         latest = self.latest
         if latest is not None and not self._draws and self._handouts > _TESTED and self._handouts % _EVERY:
@@ -134,7 +134,7 @@ class Handouts:
         return now
 
     def passed(self, iterator: Any) -> None:
-        """A batch was handed out that is not for training."""
+        """A batch that is not for training was handed out."""
         source = self._source(iterator)
         source.count += 1
         if source.pending_indices:
@@ -149,25 +149,25 @@ class Handouts:
         return source
 
     def epoch_begins(self, iterator: Any) -> None:
-        """Workers that stay alive keep their iterator over all epochs; its batches are counted anew."""
+        """Counts batches from 0 again: persistent workers keep their iterator over all epochs."""
         source = self._source(iterator)
         source.count = 0
         source.pending_indices.clear()
 
     def sampled(self, iterator: Any, indices: Any) -> None:
-        """The sampler chose these for a batch to come: batches arrive in the order in which they were chosen."""
+        """The sampler chose these indices for a future batch; batches arrive in the order in which they were chosen."""
         if getattr(iterator, "_in_order", True):
             self._source(iterator).pending_indices.append(indices)
 
     def _look_for_changes(self, handout: Handout) -> None:
-        # Where the program writes into its batches, only a copy can be handed out again.
+        # If the program writes into its batches, only a copy can be handed out again.
         self.modified = self.modified or was_written(handout)
 
     def watch_buffers(self, slots: list[Slot]) -> None:
         self._buffers = [(slot, b._version) for slot in slots if (b := slot.tensor()) is not None]
 
     def _step_buffers(self, updates: int) -> list[tuple[Slot, Tensor, Tensor]]:
-        """The buffers as they are when a step begins, copied into the same memory in every step."""
+        """Copies of the buffers at the start of a step, in the same memory every step."""
         if updates == self._kept_at and self._kept:
             return self._kept
         self._kept_at = updates
@@ -180,21 +180,21 @@ class Handouts:
         return self._kept
 
     def copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
-        """Copies of the buffers that a step may change: all small ones, and large ones that were seen to change."""
+        """Copies of the buffers that a step may change: all small ones, and large ones that have changed before."""
         budget, copies = _BUFFER_BYTES, []
         for slot, version in self._buffers:
             buffer = slot.tensor()
             if buffer is None:
                 continue
             size = buffer.numel() * buffer.element_size()
-            # Batch norm writes its running statistics without counting a version.
+            # Batch norm writes its running statistics without increasing their version.
             if size <= budget and (size <= SMALL_BUFFER or buffer._version != version):
                 budget -= size
                 copies.append((slot, buffer, buffer.detach().clone()))
         return copies
 
     def of_this_step(self) -> list[list[Handout]]:
-        """The batches of the step under way, by the loaders that they came from."""
+        """The batches of the current step, by the loaders they came from."""
         latest, sources = self.latest, list(self.sources.values())
         if self._latest_source is not None and all(s is not self._latest_source for s in sources):
             sources.append(self._latest_source)  # its iterator is gone
@@ -202,19 +202,19 @@ class Handouts:
         return [step for step in steps if step]
 
     def forget(self) -> None:
-        """Lets go of every batch."""
+        """Drops every batch."""
         self.sources.clear()
         self.latest = self.latest_iterator = self._latest_source = None
 
     # After a trip.
 
     def possible(self, updates: int) -> bool:
-        """Whether the step under way began with a batch that is still here."""
+        """Whether the batch that the current step began with is still available."""
         latest = self.latest
         return latest is not None and 0 <= updates - latest.updates <= _MOST_UPDATES and not was_written(latest)
 
     def begin(self, iterator: Any, updates: int) -> int:
-        """Puts random state and buffers back; returns how many updates of this step are already in the weights."""
+        """Restores random state and buffers; returns the number of updates of this step already in the weights."""
         source = self.sources.get(iterator)
         latest = self.latest
         if latest is None or source is None or not source.recent or source.recent[-1].updates != latest.updates:
@@ -231,14 +231,14 @@ class Handouts:
         return updates - latest.updates
 
     def latest_first(self) -> list[Handout]:
-        """The batches that the step under way was given, the latest first; that one alone where there are many."""
+        """The batches of the current step, the latest first; only that one if there are many."""
         if self.latest is None:
             return []
         others = [h for step in self.of_this_step() for h in step if h is not self.latest]
         return [self.latest, *others] if len(others) < _MOST_SEARCHED else [self.latest]
 
     def first_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
-        """As they were when the step under way began, which may have taken several batches."""
+        """The buffers at the beginning of the current step, which may have used several batches."""
         step = self.of_this_step()
         return step[0][0].buffers if step else []
 
@@ -246,17 +246,17 @@ class Handouts:
         return iterator in self.sources
 
     def iterator_of(self, handout: Handout) -> Any:
-        """What gave out this batch; None where it is gone."""
+        """The iterator that handed out this batch; None if it is gone."""
         return next((it for it, s in list(self.sources.items()) if any(h is handout for h in s.recent)), None)
 
     def stop_again(self) -> None:
-        """What is left of a replay is not handed out any more."""
+        """Ends a replay: its remaining batches are not handed out."""
         for source in self.sources.values():
             source.again = []
 
     @property
     def more_to_come(self) -> bool:
-        """In the middle of a replay a loop that counts its batches may want to update its weights too early."""
+        """Whether a replay has batches left; a loop that counts its batches may then try to update too early."""
         return any(source.again for source in self.sources.values())
 
     def has_more(self, iterator: Any) -> bool:

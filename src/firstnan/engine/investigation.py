@@ -1,4 +1,4 @@
-"""The one conductor: gate, trip, replay, trace, blame, rules, report."""
+"""Runs a whole investigation of a program: gate, trip, replay, trace, blame, rules, report."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 FOUND = 3
 _FINITE = "the second run did not fail in the same way"
-_UNFINISHED = "the second run was not finished"
+_UNFINISHED = "the second run did not finish"
 _OWN_STATE = (
-    "the step was finite when it was played again in the first run: it depends on something that the program keeps "
-    "besides weights, batch and random numbers, a counter or a cache"
+    "the step was finite when replayed in the first run, so it depends on other program state, such as a counter or a "
+    "cache"
 )
 
 
@@ -47,16 +47,16 @@ class Options:
     replay: Literal["auto", "never"]
     program: Program
     verify: int | None = None
-    """How many steps a remedy has to stand, 0 to try none; None where nobody said."""
+    """How many steps past the failing one a trial runs; 0 for no trials, None if not given."""
     fix: Path | None = None
-    """Where the best proven change is written."""
+    """Where to write the best proven fix."""
     capsule: Wanted | None = None
     restart: Capsule | None = None
     """The captured step to begin with."""
 
 
 class Investigation:
-    """Stands beside a program from its first line to its last (a runner.Watcher)."""
+    """Investigates a program from its first line to its last (a runner.Watcher)."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -66,15 +66,15 @@ class Investigation:
             overlay.overlay_sources({path: text.encode("latin-1") for path, text in self.order.contents.items()})
         self.began = time.monotonic()
         self.seconds = 0.0
-        """How long the program itself ran."""
+        """The running time of the program itself."""
         self.watch: ProgramWatch[Any] | None = None
         self._trial: Trial | None = None
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
         self._fate = TrialOutcome()
-        """How the program ended; the exception itself would keep its tensors alive."""
+        """How the program ended, as text; the exception itself would keep tensors alive."""
 
-    # What the runner calls.
+    # Called by the runner.
 
     def begin(self) -> None:
         if self.order is not None:
@@ -116,7 +116,7 @@ class Investigation:
                 watch.internal_error(error)
 
     def _tell_of_restart(self) -> int | None:
-        """Says what became of the captured step, where one was to be played again; the exit code that follows."""
+        """Prints the result of replaying a captured step, if that was requested; returns the exit code."""
         replay = self._replay
         if replay is None:
             return None
@@ -127,7 +127,7 @@ class Investigation:
             say(replay.outcome)
         return 0 if replay.was_finite else None
 
-    # The rest.
+    # The report.
 
     def _torch_imported(self) -> None:
         self.start.torch_imported()
@@ -162,7 +162,7 @@ class Investigation:
         return self.options.capsule
 
     def _run_again(self, watch: ProgramWatch[Any]) -> None:
-        """Fills in what the program itself could not show, from a child that traces the failing step."""
+        """Completes the report from a child process that traces the failing step."""
         first, output = self.report, self.report.verdict == "clean"
         if self.options.replay == "never" or self.order is not None or self.options.trace:
             if output:
@@ -171,9 +171,9 @@ class Investigation:
         told = first.origin is not None
         if told and self.seconds > trials.PATIENCE:
             return
-        # An infinity that a program returns is mostly meant: nothing is said until that is known.
+        # An infinity that a program returns is usually intended, so nothing is printed until that is known.
         if not output or (watch.bad_output is not None and watch.bad_output.name):
-            why = "where the bad value was made" if told else "its operators"
+            why = "where the bad value was created" if told else "its operators"
             step = "" if output or first.step is None else f" in step {first.step}"
             say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
         try:
@@ -184,7 +184,7 @@ class Investigation:
         if second is not None and second.origin is not None:
             same = output or told or first.step is None or second.step is None or second.step <= first.step
             own_state = (_OWN_STATE,) if first.reproduced == "transient" else ()
-            # What came in two runs of the whole program comes again, whatever a replay of the step has shown.
+            # A failure in two runs of the whole program is reproducible, whatever a replay of the step has shown.
             causes = [c for c in (second.cause, *second.other_causes) if c is not None and c.slug != "transient"]
             self.report = replace(
                 second,
@@ -204,7 +204,7 @@ class Investigation:
                 self.report = replace(first, notes=(*first.notes, _FINITE), reproduced="transient", cause=cause)
 
     def _second_run(self, step: int | None) -> Report | None:
-        """The child's report; once more where a closer look shows that it began in an earlier step."""
+        """The child's report; the child runs once more if the failure turns out to begin in an earlier step."""
         what, program = "output" if step is None else "step", self.options.program
         report = self.start.run_again(program, step=step, what=what, capsule=self._still_wanted())
         if report is None or report.step is None or step is None or report.step >= step - 1:
@@ -215,13 +215,13 @@ class Investigation:
         return self.start.run_again(program, step=report.step, what=what, capsule=wanted) or report
 
     def _still_wanted(self) -> tuple[str, int] | None:
-        """Where the second run is to put the capsule that the first could not write."""
+        """Where the second run should write the capsule that the first could not write."""
         capsules = self.watch.capsules if self.watch is not None else None
         wanted = capsules.wanted if capsules is not None and not capsules.is_done else None
         return (str(wanted.folder), wanted.limit) if wanted is not None else None
 
     def _try_remedies(self) -> None:
-        """Runs the program with each change in place, until one is known to help."""
+        """Runs the program with each fix, until one is known to help."""
         options, report = self.options, self.report
         count = min(sum(1 for remedy in report.remedies if remedy.diff), trials.MOST)
         if not count:
@@ -231,8 +231,8 @@ class Investigation:
             self.report = report.with_(remedies=tuple(replace(r, note=why) for r in report.remedies))
             return
         self._save(report)
-        changes = "1 change in a copy" if count == 1 else f"{count} changes in copies"
-        say(f"trying {changes} of the program (its output is hidden; Ctrl-C skips this)")
+        changes = "1 fix in a copy" if count == 1 else f"{count} fixes in copies"
+        say(f"testing {changes} of the program (its output is hidden; Ctrl-C skips this)")
         steps = trials.STEPS if options.verify is None else options.verify
         attempts = trials.Trials(self.start, options.program, steps, trials.Limits.after(self.seconds))
         try:
@@ -251,7 +251,7 @@ class Investigation:
         write_whole(self.order.report, json.dumps(asdict(outcome)))
 
     def _save(self, report: Report) -> None:
-        """A finding is on disk the moment it is made."""
+        """Writes the report to disk as soon as something is found."""
         if self.order is not None:
             write(report, self.order.report)
         for path, extension in ((self.options.json, ".json"), (self.options.output, None)):
@@ -274,7 +274,7 @@ class Investigation:
     def _write_fix(self, path: Path) -> None:
         remedy = choose(self.report)
         if remedy is None:
-            say("no change is proven, so there is no patch")
+            say("no fix is proven, so no patch was written")
             return
         here = self.start.directory or ""
         diff, folder = portable(remedy, here)
@@ -284,7 +284,7 @@ class Investigation:
             say(f"can't write {path}: {error.strerror}")
         else:
             command = how_to_apply(folder, here, str(path))
-            say(f"the first change is in {path}" + (f"; {command} makes it" if command else ""))
+            say(f"wrote the best proven fix to {path}" + (f"; apply it with {command}" if command else ""))
 
 
 def say(text: str) -> None:
@@ -292,9 +292,9 @@ def say(text: str) -> None:
 
 
 def reason_not_to_try(report: Report, options: Options, seconds: float) -> str:
-    """Why the program is not started again with changes in it; empty where nothing speaks against it."""
+    """Why no fix is tested; empty if there is no reason not to."""
     if report.reproduced == "transient":
-        return "it did not happen again, so that a trial proves nothing"
+        return "the failure is not reproducible, so a trial would prove nothing"
     if options.verify == 0:
         return "--verify 0"
     if options.verify is None and options.replay == "never":
@@ -302,12 +302,12 @@ def reason_not_to_try(report: Report, options: Options, seconds: float) -> str:
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         return "one of several processes cannot be run alone"
     if options.verify is None and seconds > trials.PATIENCE:
-        return f"the program ran {seconds / 60:.0f} minutes; with --verify {trials.STEPS} it is tried all the same"
+        return f"the program ran for {seconds / 60:.0f} minutes; pass --verify {trials.STEPS} to try anyway"
     return ""
 
 
 def program_directories(program: Program) -> tuple[str, ...]:
-    """Where the program itself lives: that is the user's code even inside an installed package."""
+    """The folders of the program itself: user code even inside an installed package."""
     if not program.module:
         return (os.path.dirname(os.path.realpath(program.target)),)
     top = sys.modules.get(program.target.partition(".")[0])
@@ -315,7 +315,7 @@ def program_directories(program: Program) -> tuple[str, ...]:
 
 
 def strip_our_frames(error: BaseException | None, seen: set[int] | None = None) -> None:
-    """Takes the frames of this package out of a traceback and of those chained to it."""
+    """Removes the frames of this package from a traceback and from those chained to it."""
     seen = seen or set()
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     programs = tuple(

@@ -1,4 +1,4 @@
-"""What a detector has noticed, told as events, counts and one-line summaries."""
+"""The journal of a detector: events, counts and one-line summaries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PLACES: dict[str, tuple[Any, Any]] = {
 
 @dataclass
 class Counts:
-    """What happened so far."""
+    """Counts of what happened so far."""
 
     steps: int = 0
     nonfinite: int = 0
@@ -49,7 +49,7 @@ class Counts:
 
 
 class Journal:
-    """Completes events with where and when they happened, and reports with the events (a layers.Sink)."""
+    """Adds place and time to events, and the events to reports (a layers.Sink)."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Journal:
     ) -> None:
         self.events, self.stats, self.steps, self.handouts, self.models = events, stats, steps, handouts, models
         self._seen: Counter[tuple[str, str, str]] = Counter()
-        """How often each place of each layer was not finite."""
+        """How often each input and output of each layer was non-finite."""
         self.counts = counts
         self._names_layers = names_layers
         self.epoch: int | None = None
@@ -87,7 +87,7 @@ class Journal:
         )
 
     def layer_event(self, found: LayerFinding) -> None:
-        """A layer read or wrote something that is not finite; where training lives with it, ever fewer are told."""
+        """A layer read or wrote a non-finite value; if this keeps happening, fewer and fewer events are recorded."""
         key = (found.layer, found.phase, found.what)
         self._seen[key] = seen = self._seen[key] + 1
         if seen > _OFTEN and seen.bit_count() > 1:
@@ -118,7 +118,7 @@ class Journal:
             self.stats.add(self.steps.current, layer, phase, norm, low, high)  # type: ignore[arg-type]
 
     def tripped(self, noticed: Noticed, tensors: list[Tensor], step: int | None, norm: float | None) -> None:
-        """The trip itself, as an event."""
+        """Records the trip itself as an event."""
         self.counts.nonfinite += 1
         phase, what = _PLACES.get(noticed.what, ("forward", "loss"))
         name = noticed.name or next((n for t in tensors if (n := self.models.name(t))), "")
@@ -130,7 +130,7 @@ class Journal:
         self.add(event, level=logging.INFO)
 
     def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
-        """A warning, with the parameter that dominates."""
+        """Records a warning, with the parameter that dominates the norm."""
         self.counts.warnings += 1
         name, text = "", alarm.text
         spike = optimizer is not None and alarm.kind != "explosion"
@@ -151,7 +151,7 @@ class Journal:
         self.add(event)
 
     def clip(self, optimizer: Any, norm: float | None, limit: float | None) -> None:
-        """Cuts the gradients down where their norm is above the limit; of many times in a row ever fewer are told."""
+        """Clips the gradients if their norm exceeds the limit; of many clips in a row fewer and fewer are logged."""
         if optimizer is None or norm is None or not limit or not limit < norm < math.inf:
             return
         torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), limit)
@@ -172,7 +172,7 @@ class Journal:
         self.add(NaNEvent("rolled_back", text, report.step))
 
     def completed(self, report: Report) -> Report:
-        """With the events of its step, the statistics of the layers and the rank."""
+        """The report with the events of its step, the statistics of the layers and the rank."""
         where, size = world()
         if self._names_layers:
             self._name_layer(report)
@@ -181,7 +181,7 @@ class Journal:
         return replace(report, events=tuple(events), history=history, rank=where, world_size=size)
 
     def _name_layer(self, report: Report) -> None:
-        """Most steps are not looked at layer by layer; which one it was is then known from the replay."""
+        """Records the failing layer as an event if only the replay has shown it: most steps are not read by layer."""
         origin = report.origin
         if origin is None or not origin.module or origin.phase not in ("forward", "backward"):
             return
@@ -194,9 +194,9 @@ class Journal:
 
 
 def one_line(report: Report) -> str:
-    """What, where and why."""
+    """What was non-finite, where it originated and why, in one line."""
     noticed, origin = report.noticed, report.origin
     text = f"{noticed.what} {noticed.name}".strip() + " is not finite" if noticed else "not finite"
     if origin is not None and origin.site is not None:
-        text += f", born at {os.path.basename(origin.site.file)}:{origin.site.line}"
+        text += f", originated at {os.path.basename(origin.site.file)}:{origin.site.line}"
     return text + (f" [{report.cause.slug}]" if report.cause else "")

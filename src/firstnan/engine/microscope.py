@@ -1,4 +1,4 @@
-"""Looks at one step with everything there is: traces its operators and turns them into a report."""
+"""Traces the operators of one step and turns them into a report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class _Eager:
-    """Compiled functions run as they are written, in the whole process, while anyone asks for it."""
+    """Makes compiled functions run uncompiled, in the whole process, as long as anyone needs that."""
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
@@ -47,7 +47,7 @@ _eager = _Eager()
 
 
 class Microscope:
-    """The tracer with all that gives its record a meaning: names of tensors, batches, the gate's history."""
+    """The tracer, with what is needed to interpret its trace: tensor names, batches, the gate's history."""
 
     def __init__(
         self, ownership: Ownership, gate: Gate, handouts: Handouts, find_models: Callable[[], Models] = Models
@@ -65,12 +65,12 @@ class Microscope:
         return self.tracer is not None and self.tracer.running
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
-        """What runs inside is our own and no part of the trace."""
+        """Code run inside this context is our own and not part of the trace."""
         return _NOTHING if self.tracer is None else self.tracer.pause()
 
     def start(self, *, in_step: bool) -> Tracer:
-        """Records every operator from now on; `in_step` where a step is about to be replayed."""
-        # Compiled functions run as they are written; asking for it now would load the compiler for nothing.
+        """Records every operator from now on; `in_step` if a step is about to be replayed."""
+        # Compiled functions run uncompiled; but do not load the compiler just for that.
         self._call_off = when_imported("torch._dynamo", self._force_eager)
         self.tracer = tracer = Tracer(self.ownership)
         tracer.step = self.gate.steps.current
@@ -83,7 +83,7 @@ class Microscope:
         return tracer
 
     def stop(self) -> None:
-        """Ends the record; compiled functions run compiled again."""
+        """Stops recording; compiled functions run compiled again."""
         if self.tracer is not None:
             self.tracer.stop()
         self._call_off()
@@ -118,7 +118,7 @@ class Microscope:
             p.grad = None
 
     def raised(self) -> list[int]:
-        """The last operator that raised instead of returning, if one did."""
+        """The last operator that raised an exception, if any."""
         return [i for i, r in enumerate(self.tracer.raws) if r.raised][-1:] if self.tracer is not None else []
 
     def evidence(self, noticed: Noticed, tensors: list[Tensor]) -> Evidence:
@@ -126,7 +126,7 @@ class Microscope:
         return Evidence(self.gate, self.handouts, self.models, self.ownership, noticed, tensors, self._entry)
 
     def conclude(self, noticed: Noticed, tensors: list[Tensor], events: list[int], how: str) -> Report | None:
-        """Blames and explains; None, and the record goes on, where everything seen was put there on purpose."""
+        """Finds the origin and the cause; None, and recording continues, if every non-finite value was intended."""
         tracer = self.tracer
         assert tracer is not None
         running = tracer.running

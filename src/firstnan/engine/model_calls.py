@@ -27,7 +27,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(slots=True, weakref_slot=True)
 class Call:
-    """One call as it was made, and the gradients that came back to its outputs."""
+    """One call with its arguments, and the gradients that reached its outputs."""
 
     module: Module
     args: tuple[Any, ...]
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call gave when it was made again: tensors that are not finite, or word of why that says nothing."""
+    """The result of repeating a call: non-finite tensors, or why it shows nothing."""
 
     bad: list[Tensor]
     bad_gradient_given: bool = False
@@ -50,13 +50,13 @@ class Outcome:
 
 
 class ModelCalls:
-    """Follows the outermost calls of the models that train."""
+    """Records the outermost calls of the models being trained."""
 
     def __init__(self, roots: Iterable[Module], handouts: Handouts) -> None:
         self.roots, self._handouts = list(roots), handouts
         self.calls: list[Call] = []
         self.first: Call | None = None
-        """Of the step under way; it may have made too many since to keep them all."""
+        """The calls of the current step, or the last of them if there were too many to keep."""
         self._before_call: Callable[[], None] | None = None
         self._trouble: Callable[[Exception], None] = lambda error: None
         self._called = False
@@ -98,12 +98,12 @@ class ModelCalls:
         return called
 
     def forget(self) -> None:
-        """An update was made: another step begins."""
+        """An update was made: a new step begins."""
         self.calls, self.first, self._last = [], None, None
 
     def _before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._light and self._before_call is None:
-            # As little as possible: this may be every step of a model that takes less than a millisecond.
+            # Keep this short: it runs in every step, which may take less than a millisecond.
             if torch.is_grad_enabled() and not self._making:
                 self._last = (module, args, kwargs, threading.get_ident(), torch._C._is_any_autocast_enabled())
             return
@@ -114,7 +114,7 @@ class ModelCalls:
         if torch.is_grad_enabled():
             try:
                 self._keep(module, args, kwargs)
-            except Exception as error:  # of ours, or of an object among the arguments that wants no questions
+            except Exception as error:  # our own error, or that of an argument that does not support inspection
                 self._trouble(error)
 
     def _keep(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class ModelCalls:
             self._trouble(error)
 
     def mine(self) -> list[Call]:
-        """Those of this thread: another one may use the same model for something else."""
+        """The calls of this thread: another thread may use the same model for something else."""
         thread, latest = threading.get_ident(), self._handouts.latest
         if self._last is not None and latest is not None:
             module, args, kwargs, where, mixed = self._last
@@ -152,11 +152,11 @@ class ModelCalls:
         return [call for call in self.calls if call.thread == thread]
 
     def buffers_before(self) -> list[tuple[Slot, Tensor, Tensor]]:
-        """As they were when the step under way began, which may have taken several batches."""
+        """The buffers at the beginning of the current step, which may have used several batches."""
         return self.first.buffers if self.first is not None else self._handouts.first_buffers()
 
     def make_again(self, call: Call, microscope: Microscope) -> Outcome:
-        """Makes the call once more under the tracer, with its gradients if there are any; leaves all as it was."""
+        """Repeats the call under the tracer, with its gradients if there are any; restores everything afterwards."""
         parameters = [p for root in self.roots for p in root.parameters()]
         gradients, now = [p.grad for p in parameters], RandomState.now()
         buffers = [(slot, old, old.detach().clone()) for slot, old, _ in call.buffers]
@@ -167,7 +167,7 @@ class ModelCalls:
         try:
             restore_buffers(call.buffers)
             call.random.restore()
-            # Copies, since the graph that an input came out of may be gone.
+            # Copies, since the graph that an input came from may be freed.
             args, kwargs = copy_batch((call.args, call.kwargs))
             tracer = microscope.start(in_step=True)
             for label, t in tensors_in((args, kwargs)):
@@ -202,7 +202,7 @@ class ModelCalls:
 
 
 class _Keeper:
-    """Keeps the gradient of one output for as long as its call is kept."""
+    """Keeps the gradient of one output as long as its call is kept."""
 
     __slots__ = ("call", "index")
 

@@ -1,4 +1,4 @@
-"""What a step may have to give back: the weights before a bad update, the last good state, the schedule."""
+"""Copies of state to restore after a bad step: the weights before an update, the last good state, the schedule."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from firstnan.tensors.safe_updates import is_risky, is_torch_optimizer
 from firstnan.tensors.snapshot import Schedules, Snapshot
 
 _ORDINARY = 100.0
-"""No gradient of this norm does harm by its size, in any precision."""
+"""Gradients up to this norm cannot overflow, in any precision."""
 _EVERY = 16
 _SMALL = 1 << 20
-"""Elements: the state of a model up to this size is copied before every update that nothing is known of."""
+"""Elements: up to this size, the state of a model is copied before every update by an unknown optimizer."""
 
 
 class Recovery:
-    """Keeps states of the models and their optimizers, each checked to be finite, and puts them back."""
+    """Keeps finite states of the models and their optimizers, and restores them."""
 
     def __init__(self, models: Models, optimizers: list[Any], every: int | None) -> None:
         self.models, self.optimizers, self.every = models, optimizers, every
         self.good_step = 0
-        """How many steps had been made when the good state was kept."""
+        """The number of steps made when the good state was copied."""
         self.backup: Snapshot | None = None
-        """The state before the update under way, where that update may go wrong by itself."""
+        """The state before the current update, if that update may go wrong by itself."""
         self.good: Snapshot | None = None
         self._updates = 0
         self._rates: dict[int, list[Any]] = {}
-        """The learning rates of each optimizer's last update that was not risky."""
+        """The learning rates at each optimizer's last update that was not risky."""
         if every is not None:
             self.keep(0)
 
     def before_update(self, optimizer: Any, closure: bool, grad_norm: float | None) -> None:
-        # A closure computes its gradients inside the update: what it does can only be undone.
+        # A closure computes its gradients inside the update, so a bad update can only be undone.
         if closure or self._is_risky(optimizer, grad_norm) or self._is_unknown(optimizer):
             self.backup = self._now()
 
     def _is_unknown(self, optimizer: Any) -> bool:
-        """Its arithmetic is somebody else's, and the model so small that a copy costs little."""
+        """Whether the optimizer is not torch's own and the model is small enough to be copied cheaply."""
         return (
             not is_torch_optimizer(optimizer) and sum(p.numel() for p, _ in self.models.parameters.values()) <= _SMALL
         )
 
     def _is_risky(self, optimizer: Any, grad_norm: float | None) -> bool:
-        """Settings are looked at again when the learning rate is another one, and now and then; the norm always."""
+        """Checks the norm always, the settings only when the learning rate has changed and from time to time."""
         rates = [group.get("lr") for group in optimizer.param_groups]
         self._updates += 1
         known = self._rates.get(id(optimizer))
@@ -56,25 +56,25 @@ class Recovery:
         return risky
 
     def after_update(self, steps: int) -> None:
-        """The update was good."""
+        """The update was good: its copy is not needed."""
         if self.every is not None and steps % self.every == 0:
             self.keep(steps)
 
     def keep(self, steps: int) -> None:
-        """The state now, unless something in it is not finite: then the one before stays."""
+        """Copies the current state, unless it is non-finite; then the former copy stays."""
         now = self._now()
         if now is not None:
             self.good, self.good_step = now, steps
 
     def undo_update(self) -> bool:
-        """Brings back the state before the update; False where it was not kept."""
+        """Restores the state before the update; False if there is no copy."""
         if self.backup is None:
             return False
         self.backup.restore()
         return True
 
     def go_back(self) -> bool:
-        """Brings back the weights and the optimizer's state; False where they were not kept."""
+        """Restores the weights and optimizer state; False if there is no copy."""
         return self.undo_update() if self.every is None else self.roll_back()
 
     def roll_back(self) -> bool:

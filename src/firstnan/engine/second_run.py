@@ -1,4 +1,4 @@
-"""Runs the program once more in a child process: traced in the failing step only, or with a change to be tried."""
+"""Runs the program again in a child process: traced in the failing step only, or with a change to test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLE = "FIRSTNAN_CHILD"
 
 @dataclass(frozen=True)
 class Order:
-    """What a child is asked to do; travels as a small JSON file."""
+    """The instructions for a child process; passed as a small JSON file."""
 
     step: int | None
     what: str
@@ -31,23 +31,23 @@ class Order:
     numpy_random: list[Any] | None = None
     torch_seed: int | None = None
     contents: dict[str, str] = field(default_factory=dict)
-    """Real path of a source file -> what is to run in its place, each byte as one character."""
+    """Real path of a source file -> the content to run instead, each byte as one character."""
     last: int | None = None
-    """The step up to which a trial goes."""
+    """The step at which a trial ends."""
     made: tuple[str, int] | None = None
-    """File and line where the optimizer is made whose steps are counted."""
+    """File and line where the optimizer whose steps are counted is created."""
     capsule: tuple[str, int] | None = None
-    """The folder for a capsule, and how large it may be."""
+    """The folder for a capsule, and its maximum size."""
 
     @staticmethod
     def given() -> Order | None:
-        """The order this process was started with; its own children are not to follow it."""
+        """The instructions that this process was started with; its own children must not follow them."""
         path = os.environ.pop(VARIABLE, None)
         return Order(**json.loads(Path(path).read_text())) if path else None
 
 
 class Start:
-    """How this process was started, kept from before the program could change it."""
+    """How this process was started, recorded before the program could change it."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
@@ -64,16 +64,16 @@ class Start:
         if numpy is not None:
             kind, keys, *rest = numpy.random.get_state()
             self.numpy = [kind, keys.tolist(), *rest]
-        # Until a program seeds it, torch's generator has a seed out of the air.
+        # Until a program seeds it, torch's generator has an arbitrary seed.
         self.torch_seed = sys.modules["torch"].initial_seed()
 
     def follow(self, order: Order) -> None:
-        """Makes the generators that nobody seeded start as they did the first time."""
+        """Makes unseeded generators start as they did in the first run."""
         version, numbers, gauss = order.python_random
         random.setstate((version, tuple(numbers), gauss))
 
     def follow_imported(self, order: Order) -> None:
-        """The same for those that come with torch, right after it was imported."""
+        """The same for torch's generators, right after torch was imported."""
         numpy = sys.modules.get("numpy")
         if numpy is not None and order.numpy_random is not None:
             kind, keys, *rest = order.numpy_random
@@ -84,7 +84,7 @@ class Start:
     def run_again(
         self, program: Program, *, step: int | None, what: str, capsule: tuple[str, int] | None = None
     ) -> Report | None:
-        """The child's report, or None where it could not be had; the program's output is thrown away."""
+        """The child's report, or None if there is none; the program's output is discarded."""
         from firstnan.records import ReportError
         from firstnan.records.files import load
 
@@ -106,10 +106,10 @@ class Start:
         seconds: float,
         made: tuple[str, int] | None = None,
     ) -> tuple[Any, bool]:
-        """What the child has to say of the program with other contents of its files, and whether time was enough."""
+        """The child's result for the program with changed files, and whether it finished in time."""
         with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
             result = Path(folder, "outcome.json")
-            # Every byte is a character of Latin-1, so any file fits into JSON.
+            # Every byte is a Latin-1 character, so any file fits into JSON.
             texts = {path: content.decode("latin-1") for path, content in contents.items()}
             order = replace(self._order(step, "trial", result), contents=texts, last=last, made=made)
             in_time = self._run(program, order, folder, seconds)
@@ -122,7 +122,7 @@ class Start:
         return Order(step, what, str(result), [*self.random], self.numpy, self.torch_seed)
 
     def _run(self, program: Program, order: Order, folder: str, seconds: float | None = None) -> bool:
-        """Runs the child to its end; where seconds are given it is stopped after them, and its own children too."""
+        """Runs the child to its end, or stops it and its own children after `seconds`."""
         path = Path(folder, "order.json")
         path.write_text(json.dumps(asdict(order)))
         words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "firstnan", "run"]  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ class Start:
 
 
 def _end(child: subprocess.Popen[bytes], *, group: bool) -> None:
-    """Nothing is left running; a no-op where the child and those it started have ended already."""
+    """Ends the child and the processes it started, if any are still running."""
     if group and hasattr(os, "killpg"):
         with contextlib.suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)

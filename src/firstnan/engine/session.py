@@ -127,7 +127,7 @@ class Session(Observer):
         self._replay: LoopReplay | None = None
         self._schedules: Schedules | None = None
 
-    # From the first line to the last.
+    # Attaching and detaching.
 
     def begin(self) -> None:
         if self.scope.optimizers is not None:
@@ -454,7 +454,7 @@ class Session(Observer):
                 self.calls.keep_less()
 
     def body_ended(self) -> None:
-        """The loop asks for the next batch, the function of a step has returned, or another backward begins."""
+        """The step has ended: the loop asks for the next batch, its function returned, or another backward begins."""
         self.handouts.body_ended()
         if self.phase is SETTLED and self._updated:
             self.resume()
@@ -491,7 +491,7 @@ class Session(Observer):
             report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(LATE,))
         if self._journal is not None:
             self._journal.tripped(trip.noticed, trip.tensors, report.step, self.gate.norm)
-        # Once bad weights were written every step is bad, and none of them says more.
+        # Once the weights are bad every step fails, and none of them tells more.
         most = self.policy.investigates
         closely = not late and (most is None or (self._investigated < most and (self.policy.undoes or not self.streak)))
         self._investigated += closely
@@ -543,14 +543,14 @@ class Session(Observer):
         try:
             source = next((s for s in self._sources if s.can(trip)), None)
             return source.replay(report, trip) if source is not None else report
-        except Exception as error:  # The replay is our idea: what goes wrong with it is no news to the program.
+        except Exception as error:  # The replay is not part of the program, so its errors must not reach the program.
             self.internal_error(error)
             return report
         finally:
             self._busy = False
             self.microscope.stop()
 
-    # What is done about it.
+    # The policy.
 
     def settle(self, report: Report, before_update: bool, *, finite: bool = False) -> None:
         """All is known of a failure: the policy decides. `finite` where the step was good in the end."""
@@ -566,7 +566,7 @@ class Session(Observer):
         self.policy.settle(self, report, before_update)
 
     def _completed(self, report: Report, before_update: bool) -> Report:
-        """With all that is known of it, and its capsule written."""
+        """The complete report, with its capsule written."""
         report = self._told_of(report)
         if self._capsules is None or self._journal is None:
             return report
@@ -589,7 +589,7 @@ class Session(Observer):
             self.calls.before_next(self._model_called)
 
     def _model_called(self) -> None:
-        """In a plain loop a bad step ends where the model is called for the next one."""
+        """In a loop that does not use `batches`, a bad step ends when the model is called for the next one."""
         if self._updated and self.training_thread in (None, threading.get_ident()):
             self.hooks.guarded(self.body_ended)
 
@@ -658,7 +658,7 @@ class Session(Observer):
             self.stop(_NO_SNAPSHOT)
 
     def stop(self, *why: str) -> NoReturn:
-        """Ends training; the state of before is worth more than what the bad step made of it."""
+        """Ends training with the state from before the bad step."""
         assert self.report is not None
         if self.recovery is not None:
             self.recovery.go_back()

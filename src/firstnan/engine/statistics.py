@@ -1,4 +1,4 @@
-"""How large each layer's outputs and gradients were in the last steps, and which of them grew."""
+"""The magnitudes of each layer's outputs and gradients in the last steps, and which of them grew."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from firstnan.records import LayerTrack, encode
 Phase = Literal["forward", "backward"]
 
 _GREW = 4.0
-"""Beyond this many times its usual size a layer has grown; from batch to batch a gradient may well double."""
+"""A layer has grown if it exceeds its usual size by this factor; from batch to batch a gradient may well double."""
 
 
 _Row = tuple[int, float, float, float]
@@ -24,16 +24,16 @@ _Row = tuple[int, float, float, float]
 
 
 class Statistics:
-    """A ring of the last `steps` steps of every layer, forward (outputs) and backward (gradients) apart."""
+    """A ring buffer of the last `steps` steps of every layer, for forward (outputs) and backward (gradients)."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        # In the order in which the layers ran first.
+        # In the order in which the layers first ran.
         self._rings: dict[tuple[str, Phase], deque[_Row]] = {}
         self._lock = threading.Lock()
 
     def add(self, step: int, layer: str, phase: Phase, norm: float, low: float, high: float) -> None:
-        """Takes in one call of a layer; the calls of one step become one row."""
+        """Adds one call of a layer; the calls of one step are merged into one row."""
         with self._lock:
             ring = self._rings.get((layer, phase))
             if ring is None:
@@ -47,12 +47,12 @@ class Statistics:
             ring.append((step, norm, low, high))
 
     def layers(self) -> list[str]:
-        """Every layer that was seen, in the order in which they ran first."""
+        """Every layer seen so far, in the order in which they first ran."""
         with self._lock:
             return list(dict.fromkeys(layer for layer, _ in self._rings))
 
     def select(self, pattern: str | None = None) -> list[dict[str, Any]]:
-        """The rows of the layers that fit a glob, or hold a piece of text in their path; layer by layer."""
+        """The rows of the layers whose path matches a glob or contains the text, layer by layer."""
         return [
             {
                 "layer": layer,
@@ -69,7 +69,7 @@ class Statistics:
         ]
 
     def dump(self, path: str | os.PathLike[str] | None = None, pattern: str | None = None) -> list[dict[str, Any]]:
-        """What `select` gives, also written as JSON lines where a path is given."""
+        """The rows of all layers; also written as JSON lines if a path is given."""
         rows = self.select(pattern)
         if path is not None:
             from firstnan.records.files import write_whole
@@ -78,18 +78,18 @@ class Statistics:
         return rows
 
     def tracks(self, most: int = 6) -> tuple[LayerTrack, ...]:
-        """The layers that grew most up to the last step, in the order in which they left their usual size."""
+        """The layers that grew most up to the last step, in the order in which they began to grow."""
         found = []
         rings = self._copy()
         end = max((rows[-1][0] for rows in rings.values()), default=0)
         for (layer, phase), rows in rings.items():
             steps, sizes = tuple(row[0] for row in rows), tuple(_max_abs(low, high) for _, _, low, high in rows)
-            # Backward of the failing step may not have run; a layer that rested longer has nothing to do with it.
+            # Backward of the failing step may not have run; a layer that has been idle for longer is not involved.
             if steps[-1] >= end - 1 and (growth := _growth(sizes)):
                 factor, left = growth
                 track = LayerTrack(layer, phase, steps, tuple(row[1] for row in rows), sizes)
                 found.append((factor, steps[left], track))
-        # Of those that changed alike the first ones: the others were only infected.
+        # Of those that changed equally, the first ones: the others were only affected by them.
         found.sort(key=lambda f: (-f[0], f[1]))
         return tuple(track for _, _, track in sorted(found[:most], key=lambda f: f[1]))
 
@@ -111,11 +111,11 @@ def _max_abs(low: float, high: float) -> float:
 
 
 def _growth(sizes: Sequence[float]) -> tuple[float, int] | None:
-    """How many times its usual size the layer became, and the index since when it is that large; else None.
+    """The factor by which the layer exceeds its usual size, and the index at which that began; None if it did not grow.
 
-    1.0 where it went from its usual size to NaN or Inf at once.
+    The factor is 1.0 if it went from its usual size to NaN or Inf at once.
     """
-    # The median of the older half: neither the growth itself nor one odd step counts as usual.
+    # The median of the older half, so neither the growth itself nor a single outlier counts as usual.
     older = sorted(math.inf if math.isnan(v) else v for v in sizes[: (len(sizes) + 1) // 2])
     usual = older[(len(older) - 1) // 2]
     if usual == 0:  # a head that starts at zero grows from its first real size

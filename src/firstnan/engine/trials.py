@@ -50,7 +50,7 @@ class Limits:
 
 
 class Trials:
-    """Tries the remedies of one report, best first, until one helps or time is up."""
+    """Tests the remedies of one report, best first, until one helps or time is up."""
 
     def __init__(self, start: Start, program: Program, steps: int, limits: Limits) -> None:
         self.start, self.program, self.steps, self.limits = start, program, steps, limits

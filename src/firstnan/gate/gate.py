@@ -1,4 +1,4 @@
-"""The once-a-step check: are the loss, the gradients and the updated parameters and buffers finite?"""
+"""The check that runs once a step: whether loss, gradients, updated parameters and buffers are finite."""
 
 from __future__ import annotations
 
@@ -70,44 +70,44 @@ class Gate:
         self.clipping = Clipping()
         self._quick_checks: dict[int, QuickCheck] = {}
         self._passed_quick_check = False
-        """The update under way was let through at a glance."""
+        """The current update passed the quick check."""
         self._guards: dict[int, Guard] = {}
-        """One for each optimizer: what is usual for one of a pair is not for the other."""
+        """One for each optimizer, since their usual values differ."""
         self.thorough = thorough
         self.steps = StepCounter()
         self.call_sites = CallSites()
         self._steps: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)
-        """What becomes a StepRecord when someone asks."""
+        """The fields of the StepRecords of the last steps."""
         self.optimizers = 0
         self.trained = False
         self.in_step: Any = None
         self._parameters: list[weakref.ref[Tensor]] = []
         self._buffers: list[list[Any]] = []
-        """Slot, version at the last look, whether it held a NaN then."""
+        """Slot, version at the last check, whether it held a NaN then."""
         self.skipping_since: int | None = None
-        """The first of the updates that a gradient scaler has dropped without a good one in between."""
+        """The first of the consecutive updates that a gradient scaler has skipped."""
         self.norm: float | None = None
-        """Of the gradients that the last update used."""
+        """The norm of the gradients of the last update."""
         self._loss: float | None = None
         self._leaves: list[weakref.ref[Tensor]] = []
         self._rotations: weakref.WeakKeyDictionary[Any, ParameterRotation] = weakref.WeakKeyDictionary()
         self._scaling = False
-        """A gradient scaler is at work: infinite gradients are its business until it has looked at them."""
+        """Whether a gradient scaler is used, which handles infinite gradients itself."""
         self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
 
     # Backward.
 
     def optimizer_made(self, optimizer: Any) -> None:
         self.optimizers += 1
-        # One made in the middle of training takes over; those made before it starts take turns.
+        # An optimizer created in the middle of training continues the count; those created before it alternate.
         self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
 
     def backward_begins(self, roots: list[Tensor]) -> Trips:
-        """The loss is known: a non-finite one trips before anything is computed from it."""
+        """Checks the loss: a non-finite one trips before anything is computed from it."""
         self.trained = True
         trips: list[Trip] = []
         if self.optimizers == 0 and self._accumulating():
-            self.steps.manual -= 1  # The step that the last backward seemed to end goes on.
+            self.steps.manual -= 1  # The last backward did not end its step after all.
         elif self.optimizers == 0:
             trips += self._check_leaves()
         for root in roots if self._scaled is None else self._unscaled(self._scaled, roots):
@@ -128,12 +128,12 @@ class Gate:
 
     @property
     def uses_gradients_at_once(self) -> bool:
-        """Nothing comes between backward and the update that these gradients are for."""
+        """Whether the gradients are used right after backward, inside it or without an optimizer object."""
         return self.in_step is not None or self.optimizers == 0
 
     def backward_ended(self, roots: list[Tensor]) -> Trips:
         if self.in_step is not None:
-            # The step called its closure (LBFGS): these gradients are used at once.
+            # The optimizer called its closure (LBFGS) and uses these gradients at once.
             return self._check_gradients(self.in_step, parameters_of(self.in_step), before_update=False)
         if self.optimizers or self._scaling:
             return _NONE
@@ -150,12 +150,12 @@ class Gate:
 
     @property
     def scales(self) -> bool:
-        """Whether a gradient scaler decides what becomes of infinite gradients."""
+        """Whether a gradient scaler handles infinite gradients."""
         return self._scaling
 
     def loss_scaled(self, given: Any, result: Any) -> None:
-        """A gradient scaler may drive a finite loss to infinity on purpose: the unscaled one decides."""
-        self._scaling = self._scaling or result is not given  # one that is switched off returns what it was given
+        """A gradient scaler may scale a finite loss to infinity, so the unscaled loss is checked."""
+        self._scaling = self._scaling or result is not given  # a disabled scaler returns its argument
         if isinstance(given, Tensor) and isinstance(result, Tensor):
             self._scaled = (weakref.ref(result), given.detach())
 
@@ -189,7 +189,7 @@ class Gate:
         self.trained = True
         if optimizer not in self.steps.done:
             self.optimizer_made(optimizer)
-        # A gradient scaler that leaves the decision to the optimizer's own kernel: infinities are its business.
+        # With `found_inf` a gradient scaler leaves infinities to the optimizer's own kernel.
         if getattr(optimizer, "found_inf", None) is not None:
             return _NONE
         return self._check_gradients(optimizer, parameters_of(optimizer), before_update=not closure)
@@ -249,7 +249,7 @@ class Gate:
         return Trip(*found, before_update=False) if found is not None else None
 
     def update_skipped(self, optimizer: Any, scale: float) -> Trips:
-        """A gradient scaler dropped the update: normal while it looks for its scale, not below one."""
+        """A gradient scaler skipped the update: normal while it adapts its scale, but not with a scale below 1."""
         self._scaling = True
         if self.skipping_since is None:
             self.skipping_since = self.steps.of(optimizer)
@@ -276,7 +276,7 @@ class Gate:
             if self.frugal and optimizer is not None and not squares and is_torch_optimizer(optimizer):
                 self._quick_checks.setdefault(id(optimizer), QuickCheck()).learn(optimizer, cold, self._loss)
         else:
-            # A norm overflows on large finite numbers: only the elements decide.
+            # The norm may have overflowed on large finite numbers, so check the elements.
             gradients = [p.grad for p in parameters if p.grad is not None]
             bad = [g for g in gradients if not is_finite(g)]
             if bad:
@@ -311,7 +311,7 @@ class Gate:
             torch._C._set_grad_enabled(recording)
 
     def _read(self, trips: list[Trip]) -> float | None:
-        """Looks at everything on a device that waits: losses, the last update, these gradients."""
+        """Reads all pending values on a device: losses, the last update, these gradients."""
         norm = None
         for one in self.reads.take():
             if one.noticed.what == "loss":
@@ -319,8 +319,8 @@ class Gate:
             if one.noticed.what == "gradient":
                 norm = one.size
                 if self.reads.synchronous:
-                    continue  # who asked looks at it himself
-            # A size overflows on large finite numbers: only the elements decide, where they still exist.
+                    continue  # checked by the caller
+            # The norm may have overflowed on large finite numbers, so check the elements, if they still exist.
             bad = [] if math.isfinite(one.size) else [t for t in one.tensors if not is_finite(t)]
             if bad or (math.isnan(one.size) and not one.tensors):
                 trips.append(Trip(one.noticed, bad, self.reads.synchronous and one.noticed.what == "loss"))
@@ -336,27 +336,27 @@ class Gate:
 
     @property
     def explosion(self) -> Alarm | None:
-        """A loss that left all bounds, stayed finite and never came back."""
+        """The explosion of a loss that stayed finite and never recovered."""
         found = [alarm for guard in self._guards.values() if (alarm := guard.unrecovered) is not None]
         return min(found, key=lambda alarm: alarm.step, default=None)
 
     def remember(self, more: int) -> None:
-        """Keeps so many more of the last steps than usual."""
+        """Keeps this many more of the last steps than usual."""
         self._steps = deque(self._steps, maxlen=_HISTORY + more)
 
     def watch_models(self, models: Models) -> None:
-        """From now on; a buffer that holds a NaN already was given it on purpose."""
+        """Watches these models from now on; a buffer that already holds a NaN has it on purpose."""
         self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in models.slots]
         self._parameters = [weakref.ref(p) for p, _ in models.parameters.values()]
 
     def _bad_buffers(self) -> Iterator[tuple[Noticed, list[Tensor]]]:
-        """Of those that were written since the last look, by their version; small ones always."""
+        """The bad buffers among those written since the last check; small ones are always checked."""
         written: list[tuple[Any, Tensor]] = []
         for watched in self._buffers:
             buffer = watched[0].tensor()
             if buffer is None or not buffer.is_floating_point():
                 continue
-            # Batch norm writes its running statistics without counting a version.
+            # Batch norm writes its running statistics without increasing their version.
             if buffer._version != watched[1] or buffer.numel() <= _SMALL:
                 watched[1] = buffer._version
                 written.append((watched, buffer))
@@ -364,7 +364,7 @@ class Gate:
         if size is None or math.isfinite(size):
             return
         for watched, buffer in written:
-            # An infinity may be meant there: the start of a minimum, a mask.
+            # An infinity may be intended there: the start of a minimum, a mask.
             known, watched[2] = watched[2], _has_nan(buffer)
             if watched[2] and not known:
                 yield Noticed("buffer", watched[0].label), [buffer]
@@ -372,18 +372,18 @@ class Gate:
     # Programs without an optimizer object.
 
     def _leaves_of(self, roots: list[Tensor]) -> list[Tensor]:
-        """The tensors that backward wrote gradients to; the graph is walked again only when they are replaced."""
+        """The tensors that backward wrote gradients to; the graph is walked again only if some were replaced."""
         alive = [leaf for ref in self._leaves if (leaf := ref()) is not None]
         replaced = not alive or len(alive) != len(self._leaves) or any(leaf.grad is None for leaf in alive)
         known = {id(leaf) for leaf in alive}
-        # Parts of a model may join later.
+        # Parts of a model may start training later.
         joined = [p for ref in self._parameters if (p := ref()) is not None and p.grad is not None]
         new = [leaf for leaf in (graph_leaves(roots) if replaced else joined) if id(leaf) not in known]
         self._leaves = [weakref.ref(leaf) for leaf in alive + new]
         return alive + new
 
     def _check_leaves(self) -> Trips:
-        """What the program updated by hand since the last backward."""
+        """Checks what the program has updated by hand since the last backward."""
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
         size = self._size(leaves, _PARAMETER)
         bad = [] if size is None or math.isfinite(size) else [leaf for leaf in leaves if not is_finite(leaf)]
@@ -406,16 +406,16 @@ class Gate:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What backward wrote gradients to, where there is no optimizer to ask."""
+        """The tensors that backward wrote gradients to, in a program without an optimizer object."""
         return [leaf for ref in self._leaves if (leaf := ref()) is not None]
 
     def go_on_from(self, history: History) -> None:
-        """The steps of another run, which this one goes on from."""
+        """Continues from the history of another run."""
         self._steps.clear()
         self._steps.extend((s.step, s.loss, s.grad_norm, s.lr, s.param_norm) for s in history.steps)
 
     def past(self, ownership: Ownership | None = None, *, updated: bool = False) -> History:
-        """The last steps, the failing one included as far as it is known; `updated`: its update was made."""
+        """The last steps, including what is known of the failing one; `updated` if its update was made."""
         steps = [StepRecord(*numbers) for numbers in self._steps]
         if self._loss is not None:
             steps.append(StepRecord(self.steps.current, self._loss, self.norm))
@@ -426,7 +426,7 @@ class Gate:
 
 
 def _bad_parameters(optimizer: Any, rounds: ParameterRotation) -> list[Tensor]:
-    # One that never had a gradient does not train, whatever is in it.
+    # A parameter that never had a gradient is not trained, so its values do not matter.
     return [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
 
 

@@ -1,4 +1,4 @@
-"""Functions replaced in torch and hooks left on its objects, so that every one can be taken off again."""
+"""Functions replaced in torch and hooks on the user's objects, all of which can be removed again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 Make = Callable[[Any], Callable[..., Any]]
-"""The function as it is now -> what stands in its place."""
+"""The current function -> its replacement."""
 
 
 class _Chain:
-    """One attribute of torch and all that is put around it, innermost first."""
+    """One attribute of torch and all its wrappers, innermost first."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
@@ -37,17 +37,17 @@ class _Chain:
 
     @property
     def covered(self) -> bool:
-        """Someone else has put something around ours since."""
+        """Whether someone else has wrapped our function since."""
         return vars(self.owner).get(self.name) is not self.installed
 
 
-# torch is one for the whole process, and so is what is put around its functions.
+# torch is shared by the whole process, and so are the wrappers of its functions.
 _chains: dict[tuple[int, str], _Chain] = {}
 _lock = threading.RLock()
 
 
 class Patches:
-    """What one watcher has put around functions of torch; several watchers may come and go in any order."""
+    """The patches of one watcher; several watchers may install and remove theirs in any order."""
 
     def __init__(self) -> None:
         self._mine: list[tuple[_Chain, Make]] = []
@@ -63,7 +63,7 @@ class Patches:
             self._mine.append((chain, make))
 
     def remove(self) -> None:
-        """Takes off what was put; where someone else covers it, ours stays below and has to do nothing."""
+        """Removes the patches; one that someone else has wrapped stays in place and must do nothing."""
         with _lock:
             for chain, make in reversed(self._mine):
                 chain.makers.remove(make)
@@ -78,7 +78,7 @@ class Patches:
 
 
 class Hook:
-    """A hook on the user's own object that does not follow it into copies and files."""
+    """A hook on an object of the user's that is not copied or saved with it."""
 
     __slots__ = ("_act",)
 
@@ -92,5 +92,5 @@ class Hook:
         return contextlib.nullcontext().__exit__
 
     def __reduce__(self) -> Any:
-        # Something of the standard library that takes anything and does nothing: the file is read without firstnan.
+        # A function of the standard library that accepts anything and does nothing, so the file loads without firstnan.
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,1 +1,1 @@
-"""Which batch, or which step, training goes wrong with."""
+"""Finds the batch that breaks a step, or the step from which training goes wrong."""

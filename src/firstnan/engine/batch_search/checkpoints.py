@@ -1,4 +1,4 @@
-"""A run that fails late: a binary search over its saved states, then the steps after the last good one, again."""
+"""For a run that fails late: a binary search over checkpoints, then a replay of the steps after the last good one."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from firstnan.gate.growth_guard import Guard
 from firstnan.tensors.finite import norms, readable
 
 _PROBES = 4
-"""So many batches are tried to find one that is healthy in the first saved state."""
+"""The most batches tried to find one that is healthy in the first checkpoint."""
 _LOSS, _NORM, _NORM_ALONE = 10.0, 100.0, 1e6
-"""A state is bad if the loss of the same batch has grown so many times since the first state; or, beside a loss that
-is not better than then, the norm of the gradient or of the parameters."""
+"""A state is bad if the loss of the same batch has grown by this factor since the first state; or if the norm of the
+gradient or of the parameters has, while the loss is no better."""
 _SMALL_LOSS, _SMALL_NORM = 0.1, 1.0
-"""Less counts as this much: what is near zero leaves it by large factors all the time."""
+"""Smaller values count as this much: values near zero change by large factors all the time."""
 _FEWEST, _MOST = 4, 32
-"""A quarter of a replay shows what is usual, at least and at most so many steps."""
+"""The first quarter of a replay, but at least and at most this many steps, shows the usual values."""
 _ABOVE, _SPREADS = 2.0, 3
-"""Above what is usual: twice the median, and three times the way (in logs) to the upper quartile, which is two
-standard deviations of a log-normal."""
+"""A number is above its usual range if it exceeds twice the median, and three times the distance (in logs) from the
+median to the upper quartile, which is two standard deviations of a log-normal."""
 _FAR, _NEAR = 100.0, 4
-"""So many times what is usual, at most so many steps before: the numbers may look better for a moment after a blow."""
+"""A number this many times its usual value, up to this many steps earlier, counts too: after a jump the numbers may
+look better for a moment."""
 
 Sizes = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step made again."""
+    """One replayed step."""
 
     step: int
     fetched: Fetched
@@ -53,12 +54,12 @@ class Row:
 
 
 def is_healthy(now: Sizes, first: Sizes) -> bool:
-    """Whether the numbers of a state are in the band around those that the first state had with the same batch."""
+    """Whether the numbers of a state are close enough to those of the first state with the same batch."""
     loss, before = now["loss"], first["loss"]
     grown = loss is None or before is None or loss > before
     if loss is not None and before is not None and loss > before + _LOSS * max(abs(before), _SMALL_LOSS):
         return False
-    # Norms may grow while training gets better: where a density narrows, where a head that was zero wakes up.
+    # Norms may grow while training improves: when a density narrows, or a head that starts at zero begins to learn.
     most = _NORM if grown else _NORM_ALONE
     pairs = [(now[name], first[name]) for name in now if name != "loss"]
     return all(a is None or b is None or a <= most * max(b, _SMALL_NORM) for a, b in pairs)
@@ -84,7 +85,7 @@ class LateSearch:
         self._examined: list[int] = []
         self._again = 0
         self._alarmed = False
-        """Steps after the last saved state have left all bounds."""
+        """The guard raised an alarm in the steps after the last checkpoint."""
         self._notes: dict[str, None] = {}
 
     def search(self) -> BatchSearch:
@@ -95,7 +96,7 @@ class LateSearch:
             return self._result(weights=bad)
         good, wrong = self._bisect() if self._find_probe() else (0, None)
         known: Any = {"good": self._states[good].step, "wrong": None if wrong is None else self._states[wrong].step}
-        # A generator cannot be asked again for batches before these: one state more shows what is usual.
+        # A generator cannot repeat earlier batches, so start one checkpoint earlier to see the usual values.
         start = good if self._order.repeats else max(0, good - 1)
         rows = self._replay(start, known["wrong"])
         if not rows or not (rows[-1].failed or self._alarmed or self._is_bad()):
@@ -103,10 +104,10 @@ class LateSearch:
             return self._result(**known)
         return self._result(**known, **self._first_wrong(start, rows))
 
-    # The saved states.
+    # Checkpoints.
 
     def _bisect(self) -> tuple[int, int | None]:
-        """The last good state and the first bad one: those before a good one are good, those after a bad one bad."""
+        """The last good state and the first bad one, assuming all states before a good one are good and so on."""
         good, wrong = 0, len(self._states)
         while wrong - good > 1:
             middle = (good + wrong) // 2
@@ -118,11 +119,11 @@ class LateSearch:
     def _load(self, at: int) -> None:
         self._everything.restore()
         state = self._states[at]
-        self._advance(f"the state of step {state.step}")
+        self._advance(f"checkpoint of step {state.step}")
         self._notes |= dict.fromkeys(state.put(self._training))
 
     def _find_probe(self) -> bool:
-        """A batch that is healthy in the first state; all states are tried with it."""
+        """Finds a batch that is healthy in the first state; all states are tried with it."""
         for fetched in self._order.first(_PROBES):
             outcome = self._try(fetched)
             if not outcome.seen:
@@ -131,7 +132,7 @@ class LateSearch:
         return False
 
     def _is_bad(self) -> bool:
-        """Whether the state that the model is in now is out of the healthy band."""
+        """Whether the current state of the model is bad."""
         if self._training.bad_state(optimizers=True) is not None:
             return True
         if self._probe is None:
@@ -141,15 +142,15 @@ class LateSearch:
 
     def _try(self, fetched: Fetched) -> Outcome:
         self._everything.restore_random()
-        return self._call(fetched, "a saved state", updates=False)
+        return self._call(fetched, "a checkpoint", updates=False)
 
     def _sizes(self, outcome: Outcome) -> Sizes:
         return {"loss": outcome.loss, "gradient": outcome.grad_norm, "parameters": _norm(self._trained())}
 
-    # The steps between two of them.
+    # The steps between two checkpoints.
 
     def _replay(self, start: int, end: int | None) -> list[Row]:
-        """Steps from a saved state on, with updates: up to a NaN, or step `end`; without one for a whole pass."""
+        """Replays the steps after a checkpoint, with updates, until a NaN or step `end`; without `end`, one epoch."""
         self._load(start)
         self._everything.restore_random()
         first = self._states[start].step
@@ -185,7 +186,7 @@ class LateSearch:
         try:
             return self._step(fetched.batch, updates=updates)
         except Exception as error:
-            error.add_note(f"firstnan: in step(batch), with batch {fetched.index} of the loader, for {what}")
+            error.add_note(f"firstnan: raised by step(batch) with batch {fetched.index} of the loader ({what})")
             raise
         finally:
             self._advance(what)
@@ -194,7 +195,7 @@ class LateSearch:
         return [p for p in self._training.parameters if p.requires_grad]
 
     def _first_wrong(self, start: int, rows: list[Row]) -> dict[str, Any]:
-        """The step from which on the numbers stay out of what is usual; earlier states help where it begins at once."""
+        """The step from which on the numbers are unusual; if they are from the start, earlier states are used."""
         end, back = rows[-1].step + 1, 1
         found = onset(rows)
         while not found.settled and start > 0 and self._order.repeats and not _is_data(rows[found.at]):
@@ -203,21 +204,21 @@ class LateSearch:
             found = onset(rows)
         row, last = rows[found.at], rows[-1]
         if last.failed and last is not row:
-            self._notes[f"The first value that is not finite comes in step {last.step}: {last.seen[0]}."] = None
+            self._notes[f"The first non-finite value appears in step {last.step}: {last.seen[0]}."] = None
         batch = BadBatch(row.fetched.index, row.seen, row.fetched.size, row.fetched.indices)
         return {"step": row.step, "why": found.why, "batches": (batch,)}
 
-    # What is said of it.
+    # Notes and the result.
 
     def _tell_healthy(self, rows: list[Row], good: int, wrong: int | None) -> None:
         if not rows:
-            note = f"No step was made again: the loader has no batch for step {good}."
+            note = f"No step was replayed: the loader has no batch for step {good}."
         elif wrong is None:
-            note = f"The {len(rows)} steps after the last saved state were made again, and stayed healthy."
+            note = f"The {len(rows)} steps after the last checkpoint were replayed and stayed healthy."
         else:
             note = (
-                f"The {len(rows)} steps before it were made again and stayed healthy: in the run they had other "
-                "batches, other random numbers or other settings."
+                f"The {len(rows)} steps before it were replayed and stayed healthy: the original run had different "
+                "batches, random numbers or settings."
             )
         self._notes[note] = None
 
@@ -227,7 +228,7 @@ class LateSearch:
         if self._step.calls:
             self._notes[f"Assumed: batch i of the loader belongs to step i{modulo}."] = None
         if self._order.shuffles:
-            self._notes["The loader shuffles: its order now need not be that of the run."] = None
+            self._notes["The loader shuffles, so its order may differ from that of the original run."] = None
         return BatchSearch(
             "checkpoints",
             replays=self._step.calls,
@@ -242,18 +243,18 @@ class LateSearch:
 @dataclass(frozen=True, slots=True)
 class Onset:
     at: int
-    """The row from which on one of the numbers stays above what is usual."""
+    """The row from which on one of the numbers stays above its usual range."""
     why: str
     settled: bool
-    """The rows before it suffice to know what is usual, and the number does not rise among them."""
+    """There are enough rows before it to know the usual values, and the number does not rise in them."""
 
 
 def onset(rows: Sequence[Row]) -> Onset:
-    """Where the numbers leave what the first rows had, for good."""
+    """Where the numbers leave the range of the first rows for good."""
     count = min(_MOST, max(_FEWEST, len(rows) // 4))
     usual = {name: found for name in rows[0].sizes if (found := Usual.of([r.sizes[name] for r in rows[:count]]))}
     factors = [{n: u.factor(row.sizes[n]) for n, u in usual.items()} for row in rows]
-    """How far above its top each number is; up to 1 is usual."""
+    """Each number divided by the top of its usual range; up to 1 is usual."""
     at = len(rows) - 1
     while at > 0 and any(f > 1 for f in factors[at - 1].values()):
         at -= 1
@@ -265,18 +266,18 @@ def onset(rows: Sequence[Row]) -> Onset:
     if name is not None and value is not None and math.isfinite(value):
         why = f"the {name} is {value:.3g}, usually {usual[name].middle:.3g}"
     else:
-        why = str(rows[at].seen[0]) if rows[at].seen else "the saved state after it is out of the healthy band"
+        why = str(rows[at].seen[0]) if rows[at].seen else "the next checkpoint is bad"
     return Onset(at, why, settled)
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What one of the numbers was in the first rows of a replay."""
+    """The usual range of one of the numbers, taken from the first rows of a replay."""
 
     middle: float
     top: float
     rises: bool
-    """Already there."""
+    """Whether the number already rises in these rows."""
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Usual | None:

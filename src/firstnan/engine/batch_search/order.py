@@ -1,4 +1,4 @@
-"""The batches of a loader in their order, one after the other or from a given step on."""
+"""The batches of a loader in order, from the first one or from a given step on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from firstnan.tensors.batches import batch_size
 @dataclass(frozen=True, slots=True)
 class Fetched:
     index: int
-    """Its place in the loader's order."""
+    """Its position in the loader's order."""
     batch: Any
     indices: tuple[int, ...] | None = None
     size: int | None = None
 
 
 class Order:
-    """Batch i of the loader belongs to step i, and after its last batch it begins again."""
+    """Assigns batch i of the loader to step i; after its last batch the loader starts over."""
 
     def __init__(self, loader: Iterable[Any], handouts: Handouts) -> None:
         self._loader, self._handouts = loader, handouts
@@ -36,7 +36,7 @@ class Order:
 
     @property
     def repeats(self) -> bool:
-        """No: a generator, which has each batch once."""
+        """False for a generator, which yields each batch once."""
         return self._only is None
 
     @property
@@ -56,7 +56,7 @@ class Order:
             except StopIteration:
                 return
             except Exception as error:
-                error.add_note(f"firstnan: while batch {index} of the loader was fetched")
+                error.add_note(f"firstnan: raised while fetching batch {index} of the loader")
                 raise
             yield Fetched(index, batch, self._indices(iterator, batch, index), batch_size(batch))
             index += 1
@@ -71,14 +71,14 @@ class Order:
         return tuple(indices) if is_list else None
 
     def first(self, most: int) -> list[Fetched]:
-        """The first batches; those of a generator come again."""
+        """The first batches; a generator's are kept and yielded again later."""
         found = list(islice(self.once(), most))
         if self._only is not None:
             self._only = chain(found, self._only)
         return found
 
     def from_step(self, step: int) -> Iterator[Fetched]:
-        """The batch of this step and those after it, as long as there are any."""
+        """The batch of this step and all after it."""
         if self._only is not None:
             yield from (fetched for fetched in self._only if fetched.index >= step)
             return

@@ -1,4 +1,4 @@
-"""What a search for bad batches came to, as data and as text."""
+"""The result of a search for bad batches, as data and as text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from firstnan.records import Noticed, TensorStat, encode
 from firstnan.report.tensors import tensor_facts
 
 _SHOWN = 8
-"""So many are listed; the rest is counted."""
+"""At most this many are listed; the rest are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One thing that was not finite: an input, the loss, a gradient, a parameter, a buffer, or what `step` raised."""
+    """One non-finite input, loss, gradient, parameter or buffer; or an exception that `step` raised."""
 
     noticed: Noticed
     tensor: TensorStat | None = None
@@ -27,19 +27,19 @@ class Seen:
             f"{'the loss' if what == 'loss' else what}{' of' if what == 'gradient' and name else ''} {name}".rstrip()
         )
         if self.tensor is None:
-            return f"{label}: not finite"
+            return f"{label}: non-finite"
         return f"{label}: {', '.join(tensor_facts(replace(self.tensor, binary=False)))}"
 
 
 @dataclass(frozen=True, slots=True)
 class BadBatch:
     index: int
-    """Its place in the loader's order, counted from 0."""
+    """Its position in the loader's order, counted from 0."""
     seen: tuple[Seen, ...] = ()
-    """What was not finite, in the order in which it was noticed; empty where the numbers only grew."""
+    """What was non-finite, in the order in which it was noticed; empty if the numbers only grew."""
     size: int | None = None
     indices: tuple[int, ...] | None = None
-    """Which elements of the dataset it was made of, where the loader's sampler can tell."""
+    """The dataset indices of its samples, if the loader's sampler knows them."""
 
     def __str__(self) -> str:
         facts = [f"batch {self.index}"]
@@ -54,35 +54,35 @@ class BadBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSearch:
-    """What `find_bad_batch` came to; false where it found nothing."""
+    """The result of `find_bad_batch`; false if nothing was found."""
 
     way: Literal["scan", "checkpoints"]
-    """A scan without updates, or a binary search over saved states and a replay with updates."""
+    """A scan without updates, or a binary search over checkpoints and a replay with updates."""
     batches: tuple[BadBatch, ...] = ()
-    """The first bad batch, or all; of saved states the batch of the step from which training goes wrong."""
+    """The first bad batch, or all; with checkpoints, the batch of the step from which training goes wrong."""
     step: int | None = None
-    """Saved states: the step from which training goes wrong, counted from 0."""
+    """Checkpoints: the step from which training goes wrong, counted from 0."""
     why: str = ""
-    """Saved states: which number left what is usual, or what was not finite."""
+    """Checkpoints: which number left its usual range, or what was non-finite."""
     weights: Seen | None = None
-    """The weights (of the first saved state) were bad before anything ran: every batch would fail."""
+    """A weight (of the first checkpoint) that was bad before anything ran; every batch would fail."""
     replays: int = 0
-    """How often `step` was called."""
+    """The number of calls of `step`."""
     again: int = 0
-    """Saved states: how many of these calls were steps made again with updates; the others tried a state."""
+    """Checkpoints: how many of these calls replayed a step with updates; the others tested a checkpoint."""
     of: int | None = None
-    """How many batches the loader has, or how many saved states there are."""
+    """The number of batches in the loader, or of checkpoints."""
     examined: tuple[int, ...] = ()
-    """The saved states that were loaded and tried, by step number, in this order."""
+    """The step numbers of the checkpoints that were loaded and tested, in this order."""
     good: int | None = None
-    """The last saved state that is known to be good, by step number."""
+    """The step number of the last checkpoint known to be good."""
     wrong: int | None = None
-    """The first saved state that is known to be bad; None where all are good."""
+    """The step number of the first checkpoint known to be bad; None if all are good."""
     notes: tuple[str, ...] = ()
 
     @property
     def index(self) -> int | None:
-        """Of the first bad batch."""
+        """The index of the first bad batch."""
         return self.batches[0].index if self.batches else None
 
     def __bool__(self) -> bool:
@@ -103,16 +103,16 @@ class BatchSearch:
 
     def _headline(self) -> str:
         if self.weights is not None:
-            when = "before the first batch" if self.way == "scan" else "in the first saved state"
-            return f"Not finite {when}: {self.weights}. Every batch would fail: begin from an earlier, good state."
+            when = "before the first batch" if self.way == "scan" else "in the first checkpoint"
+            return f"Non-finite {when}: {self.weights}. Every batch would fail; start from an earlier, good state."
         if self.way == "checkpoints":
             if self.step is None and self.wrong is None:
-                return "No step was found from which training goes wrong."
+                return "No step found from which training goes wrong."
             if self.step is None:
                 return f"Training goes wrong between steps {self.good} and {self.wrong}."
             return f"Training goes wrong from step {self.step} on: {self.why}."
         if not self.batches:
-            return "No bad batch."
+            return "No bad batch found."
         if len(self.batches) == 1:
             return f"Batch {self.index} is bad."
         return f"{len(self.batches)} bad batches: {_listed([b.index for b in self.batches])}."
@@ -120,16 +120,14 @@ class BatchSearch:
     def _way(self) -> list[str]:
         if self.way == "scan":
             of = "" if self.of is None else f" of {self.of}"
-            return [f"  {self.replays}{of} batches tried, without updates"] if self.weights is None else []
-        lines = [
-            f"  {len(self.examined)} of {self.of} saved states examined: those of steps {_listed(self.examined, 32)}"
-        ]
+            return [f"  tried {self.replays}{of} batches, without updates"] if self.weights is None else []
+        lines = [f"  tested {len(self.examined)} of {self.of} checkpoints, of steps {_listed(self.examined, 32)}"]
         if self.good is not None:
-            until = "all are good" if self.wrong is None else f"good up to {self.good}, wrong from {self.wrong} on"
+            until = "all are good" if self.wrong is None else f"good up to {self.good}, bad from {self.wrong} on"
             lines[0] += f"; {until}"
         return [
             *lines,
-            f"  step called {self.replays} times: {self.again} steps made again, the rest to try the states",
+            f"  called step {self.replays} times: {self.again} to replay steps, the rest to test checkpoints",
         ]
 
 

@@ -1,4 +1,4 @@
-"""A healthy model and a suspicious data set: every batch is tried from the same state, and nothing is written."""
+"""Scans a dataset: tries every batch from the same state, without updates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from firstnan.engine.step_check import StepCheck
 def scan(
     step: StepCheck, order: Order, everything: Everything, every: bool, advance: Callable[[str], None]
 ) -> BatchSearch:
-    """Tries batch after batch up to the first bad one, or all of them."""
+    """Tries the batches up to the first bad one, or all of them (`every`)."""
     found: list[BadBatch] = []
     for fetched in order.once():
         everything.restore()
         try:
             seen = step(fetched.batch, updates=False).seen
         except Exception as error:
-            error.add_note(f"firstnan: in step(batch), with batch {fetched.index} of the loader")
+            error.add_note(f"firstnan: raised by step(batch) with batch {fetched.index} of the loader")
             raise
         if seen:
             found.append(BadBatch(fetched.index, seen, fetched.size, fetched.indices))

@@ -1,4 +1,4 @@
-"""What a search may change, put back bit for bit; and saved states, put into the model and what trains it."""
+"""Restores what a search may change, bit for bit; and loads checkpoints into a model and its optimizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from firstnan.tensors.optimizers import parameters_of
 from firstnan.tensors.randomness import RandomState
 from firstnan.tensors.snapshot import Schedules, Snapshot, StateCopy
 
-# Under which names people save them.
+# The keys under which people save them.
 _MODEL = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizers", "optimizer_states")
 _SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
@@ -25,7 +25,7 @@ _SCALER = ("scaler", "grad_scaler", "scaler_state_dict")
 
 
 class Everything:
-    """The model, its optimizers with schedules and scalers, gradients and random generators, as they are now."""
+    """A copy of everything a search may change: model, optimizers, schedules, scalers, gradients, random generators."""
 
     def __init__(self, training: Training, loader: Any) -> None:
         optimizers = training.all_optimizers
@@ -34,7 +34,7 @@ class Everything:
         self._state = StateCopy()
         for owner in (*training.model.modules(), *optimizers, *training.scalers):
             self._state.add(vars(owner))
-        # They are taken away before anything runs, so nothing is written to them.
+        # No copies: they are removed before anything runs, so nothing is written to them.
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
         self._schedules = Schedules(training.schedulers, optimizers)
         self._state.copy()
@@ -42,7 +42,7 @@ class Everything:
         self._generators = [(g, g.get_state()) for g in _generators(loader)]
 
     def restore(self) -> None:
-        """Weights, buffers, optimizers and schedules; there are no gradients."""
+        """Restores weights, buffers, optimizers and schedules, and removes all gradients."""
         self._state.restore()
         self._schedules.restore()
         for parameter in self._parameters.values():
@@ -57,7 +57,7 @@ class Everything:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Everything is as it was, the gradients and random generators too."""
+        """Restores everything, including gradients and random generators."""
         self.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -65,7 +65,7 @@ class Everything:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Those that a DataLoader draws its order from."""
+    """The generators that a DataLoader draws its order from."""
     owners = (
         loader,
         getattr(loader, "sampler", None),
@@ -76,22 +76,22 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 class SavedState:
-    """One saved state of a run: the one after `step` updates."""
+    """A checkpoint: the state after `step` updates."""
 
     def __init__(self, step: int, state: Any) -> None:
         if not isinstance(step, int):
-            raise TypeError(f"checkpoints are pairs (step number, state), not ({step!r}, …)")
+            raise TypeError(f"checkpoints must be pairs (step number, state), got ({step!r}, …)")
         self.step, self._state = step, state
-        self._label = f"the saved state of step {step}"
+        self._label = f"the checkpoint of step {step}"
         if isinstance(state, str | os.PathLike):
             self._label += f" ({os.fspath(state)})"
             if not os.path.isfile(state):
                 raise FileNotFoundError(f"{self._label} does not exist")
         elif not isinstance(state, dict | Snapshot):
-            raise TypeError(f"{self._label} is a path or a dict of state dicts, not {type(state).__name__}")
+            raise TypeError(f"{self._label} must be a path or a dict of state dicts, got {type(state).__name__}")
 
     def put(self, training: Training) -> list[str]:
-        """Makes this the state of the training; returns what it does not hold, in words."""
+        """Loads this state into the training; returns notes on what it does not contain."""
         if isinstance(self._state, Snapshot):
             self._state.restore()
             return []
@@ -103,33 +103,31 @@ class SavedState:
         try:
             training.model.load_state_dict(_named_as_in(training.model, weights))
             if not _load(training.optimizers, _first(saved, _OPTIMIZER)):
-                missing.append("no optimizer state: replays began with a fresh one")
+                missing.append("no optimizer state, so replays started with a fresh one")
                 for optimizer in training.optimizers:
                     optimizer.state = defaultdict(dict)
             if not _load(training.outer_schedulers, _first(saved, _SCHEDULER)):
-                missing.append(
-                    "no state of the learning-rate schedule: if `step` moves it, it began where it stands now"
-                )
+                missing.append("no learning-rate scheduler state, so replays started with its current state")
             if not _load(training.scalers, _first(saved, _SCALER)):
-                missing.append("no state of the gradient scaler: replays began with its scale of now")
+                missing.append("no gradient scaler state, so replays started with its current scale")
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self._label} does not fit: {error}") from error
-        return [f"The saved states hold {what}." for what in missing]
+        return [f"The checkpoints hold {what}." for what in missing]
 
     def _read(self) -> dict[str, Any]:
-        """Tensors and plain values only: a file may come from anywhere, and reading it must not run code."""
+        """Reads tensors and plain values only: a file may come from anywhere, and reading it must not run code."""
         try:
             saved = torch.load(self._state, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises whatever the broken part makes it raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"{self._label} cannot be read: {reason}") from error
         if not isinstance(saved, dict):
-            raise ValueError(f"{self._label} holds no dict of state dicts but {type(saved).__name__}")
+            raise ValueError(f"{self._label} must hold a dict of state dicts, got {type(saved).__name__}")
         return saved
 
 
 def _named_as_in(model: Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """The weights under the names of this model, which may be wrapped otherwise now: compiled, parallel."""
+    """The weights under the names of this model, which may be wrapped differently now (compiled, parallel)."""
     names = {readable_path(name): name for name in model.state_dict()}
     renamed = {names.get(readable_path(name), name): value for name, value in weights.items()}
     return renamed if len(renamed) == len(weights) else weights
@@ -140,7 +138,7 @@ def _first(saved: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 def _load(owners: Sequence[Any], saved: Any) -> bool:
-    """Gives each owner its own of the saved state dicts; False where there is none for them."""
+    """Loads each saved state dict into its owner; False if there is none."""
     several = saved if isinstance(saved, list | tuple) else [saved] if saved else []
     if not several:
         return not owners

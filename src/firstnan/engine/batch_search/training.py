@@ -1,4 +1,4 @@
-"""A model, and all in the process that trains it."""
+"""A model, and everything in the process that trains it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Training:
 
     def __init__(self, model: Module, optimizer: Any) -> None:
         if not isinstance(model, Module):
-            raise TypeError(f"model is no torch.nn.Module but {type(model).__name__}")
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if any(is_lazy(p) for p in model.parameters()):
-            raise ValueError("the model has lazy parameters: call it once, so that they have values")
+            raise ValueError("the model has lazy parameters: call it once first, to initialise them")
         self.model, self.models = model, Models({"": model})
         there = find_live_objects(Optimizer, LRScheduler, torch.amp.GradScaler)
         found = [o for o in there if isinstance(o, Optimizer) and self._is_trained_by(o)]
         self.optimizers = _given(optimizer) or found
         self.all_optimizers = list({id(o): o for o in (*self.optimizers, *found)}.values())
-        """With those that a wrapper hides, or that nobody named."""
+        """All optimizers of the model, including those inside a wrapper and those that were not passed."""
         self.scalers = [o for o in there if isinstance(o, torch.amp.GradScaler)]
         self.schedulers = [
             o for o in there if isinstance(o, LRScheduler) and vars(o).get("optimizer") in self.all_optimizers
@@ -50,12 +50,12 @@ class Training:
 
     @property
     def outer_schedulers(self) -> list[Any]:
-        """Those that are no part of another."""
+        """The schedulers that are not inside another one."""
         inner = {id(part) for s in self.schedulers for part in getattr(s, "_schedulers", ())}
         return [s for s in self.schedulers if id(s) not in inner]
 
     def bad_state(self, *, optimizers: bool) -> Seen | None:
-        """The first weight or buffer that is not finite; or what an optimizer keeps of one, if that is asked for."""
+        """The first non-finite weight or buffer, or optimizer state if `optimizers`."""
         for what, name, tensor, infinity_is_meant in self._tensors(optimizers):
             if not is_finite(tensor) and not (infinity_is_meant and not bool(torch.isnan(tensor).any())):
                 return Seen(Noticed(what, name), stat(name, tensor))
@@ -76,5 +76,5 @@ def _given(optimizer: Any) -> list[Any]:
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
     for one in given:
         if not hasattr(one, "param_groups"):
-            raise TypeError(f"optimizer is no torch.optim.Optimizer but {type(one).__name__}")
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(one).__name__}")
     return given

@@ -1,1 +1,1 @@
-"""Which samples of a batch are to blame."""
+"""Finds the samples of a batch that are responsible for a failure."""

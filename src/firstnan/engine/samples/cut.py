@@ -1,4 +1,4 @@
-"""Cuts a batch into its samples: which dimension they lie along, and the batch with some of them replaced."""
+"""Splits a batch into samples, and builds copies of the batch with some samples replaced."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _FEW = 4
 _FAR = 1.0
 _SINGLE = (str, bytes, int, float, complex, type(None))
 _SHARED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer, torch.device, torch.dtype)
-"""No data, though a step may be called with them."""
+"""Types that are not data, although a step may be called with them."""
 
 
 class CutError(Exception):
-    """The batch has a member that does not lie along its samples; the message names it."""
+    """The batch cannot be split because of one of its members; the message names it."""
 
 
 class Cut:
-    """A batch whose samples are known; it is never written to."""
+    """A batch split into samples; the batch itself is never written to."""
 
     def __init__(self, batch: Any, size: int) -> None:
         self.batch, self.size = batch, size
@@ -42,14 +42,14 @@ class Cut:
         return _Made(self.size, [by.get(i, i) for i in range(self.size)]).of(self.batch, "batch")
 
     def members(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of numbers that has a row for each sample, samples first."""
+        """Every numeric tensor with one row per sample, with samples as the first dimension."""
         for name, t in tensors_in(self.batch, "batch"):
             along = _dimension(t, self.size)
             if along is not None and t.numel() and not (t.is_complex() or t.is_quantized):
                 yield name, t.detach().movedim(along, 0)
 
     def features(self, bad: Sequence[int]) -> tuple[Feature, ...]:
-        """What is unusual in the bad samples beside all others: values not finite, out of range, or all alike."""
+        """What is unusual about the bad samples compared with others: non-finite, out-of-range, constant values."""
         found = []
         healthy = [i for i in range(self.size) if i not in set(bad)]
         for name, rows in self.members():
@@ -62,7 +62,7 @@ class Cut:
 
 
 def cut(batch: Any, indices: Any = None) -> Cut:
-    """The batch cut into samples, as many as the sampler chose where that fits; CutError where it cannot be cut."""
+    """The batch split into samples, as many as the sampler chose if that fits; CutError if it cannot be split."""
     if not isinstance(indices, list | tuple):
         return Cut(batch, _size(batch))
     try:
@@ -75,11 +75,11 @@ def cut(batch: Any, indices: Any = None) -> Cut:
 
 
 def _size(batch: Any) -> int:
-    """The number of samples: a length that all tensors have, as the first dimension of most of them."""
+    """The number of samples: a length that all tensors have, and most of them as the first dimension."""
     if isinstance(batch, list | tuple) and len(batch) > _FEW:
         kinds = {type(part) for part in batch}
         if len(kinds) == 1 and not issubclass(kinds.pop(), Tensor):
-            return len(batch)  # never put together: one element a sample
+            return len(batch)  # not collated: one element per sample
     shapes = [tuple(t.shape) for _, t in tensors_in(batch) if t.dim()]
     firsts = Counter(shape[0] for shape in shapes)
     fitting = [n for n in firsts if all(n in shape[:2] for shape in shapes)]
@@ -91,19 +91,19 @@ def _size(batch: Any) -> int:
 
 
 def _dimension(t: Tensor, size: int) -> int | None:
-    """Along which dimension the samples lie: the first, or the second where time comes first."""
+    """The dimension of the samples: the first, or the second if time comes first."""
     if t.layout is not torch.strided or t.is_nested:
         return None
     return next((d for d in range(min(t.dim(), 2)) if t.shape[d] == size), None)
 
 
 class _Made:
-    """A batch made anew in another order of its samples."""
+    """Builds a copy of the batch with its samples in another order."""
 
     def __init__(self, size: int, order: list[int]) -> None:
         self.size, self.order = size, order
         self.parts = 0
-        """How many members have samples."""
+        """The number of members that have samples."""
 
     def of(self, value: Any, name: str) -> Any:
         if isinstance(value, _SHARED + _SINGLE) or callable(value):
@@ -115,7 +115,7 @@ class _Made:
         if isinstance(value, list | tuple | deque):
             return self._sequence(value, name)
         if isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys") and hasattr(value, "data")):
-            make: Callable[..., Any] = type(value)  # BatchEncoding and the like are made from a dict
+            make: Callable[..., Any] = type(value)  # BatchEncoding and similar types are built from a dict
             return make({k: self.of(v, f"{name}[{k!r}]") for k, v in value.items()})
         if is_dataclass(value) and not isinstance(value, type):
             parts = {f.name: self.of(getattr(value, f.name), f"{name}.{f.name}") for f in fields(value) if f.init}
@@ -128,7 +128,7 @@ class _Made:
         kind = type(value)
         if hasattr(value, "_fields"):
             return kind(*(self.of(v, f"{name}.{f}") for f, v in zip(value._fields, value, strict=True)))
-        # One element a sample: names, boxes, sequences of different lengths. A few may be the parts of a batch too.
+        # One element per sample: names, boxes, sequences of different lengths. A short list may be parts of a batch.
         if len(value) == self.size and (self.size > _FEW or all(map(_is_single, value))):
             return self._elements(value)
         try:
@@ -173,7 +173,7 @@ def _unusual(name: str, sample: int, rows: Tensor, healthy: list[int], shape: tu
     if len(mine) > 1 and _alike(mine[None]).all() and not _alike(theirs).any():
         return [Feature(sample, name, None, mine[0].item(), theirs.min().item(), theirs.max().item())]
     low, high = theirs.amin(0), theirs.amax(0)
-    # How far outside, in units of the range at this place: chance alone leaves it by a little.
+    # The distance from the range at this position, in units of the range: chance alone exceeds it slightly.
     score = torch.maximum(mine - high, low - mine) / (high - low).clamp_min(1e-12)
     score[(mine == 0) & ~(theirs == 0).any()] = _FAR
     score[~torch.isfinite(mine)] = math.inf
@@ -186,5 +186,5 @@ def _unusual(name: str, sample: int, rows: Tensor, healthy: list[int], shape: tu
 
 
 def _alike(rows: Tensor) -> Tensor:
-    """For each row, whether all its values are the same number."""
+    """For each row, whether all its values are equal."""
     return (rows == rows[:, :1]).all(1)

@@ -1,4 +1,4 @@
-"""Which elements of the data set the samples of a batch are, where that can be told."""
+"""The dataset indices of the samples of a batch, if they can be determined."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What a loader makes its batches of, and how."""
+    """The dataset and collate function of a loader."""
 
     dataset: Any
     collate: Any
@@ -31,10 +31,10 @@ class Maker:
         return cls(getattr(iterator, "_dataset", None), getattr(iterator, "_collate_fn", None))
 
     def in_dataset(self, bad: Sequence[int], pieces: Cut, chosen: Any) -> tuple[int, ...] | None:
-        """The indices of these samples: the sampler's at their positions where torch put the batch together.
+        """The dataset indices of these samples: those chosen for their positions, if torch collated the batch.
 
-        A collate function of the program may sort, or leave out: then what was chosen is fetched again and compared
-        with the rows of the batch. None where that does not show for each sample one element alone.
+        A collate function of the program may sort or drop samples. Then the chosen elements are fetched again and
+        compared with the rows of the batch. None if a sample does not match exactly one element.
         """
         if not bad or not isinstance(chosen, list | tuple) or not all(isinstance(i, int) for i in chosen):
             return None
@@ -45,7 +45,7 @@ class Maker:
         state = RandomState.now()
         try:
             return self._fetched_again(bad, pieces, list(dict.fromkeys(chosen)))
-        except Exception:  # Fetching again is our idea: whatever goes wrong with it is no news to the program.
+        except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
             return None
         finally:
             state.restore()
@@ -65,7 +65,7 @@ class Maker:
 
 
 def _listed(value: Any, sample: int, pieces: Cut) -> Iterator[Tensor]:
-    """What a batch has of a sample in lists with one element for each."""
+    """The elements of a sample in those lists of the batch that have one element per sample."""
     if isinstance(value, list | tuple):
         if len(value) == pieces.size:
             yield from _telling(value[sample])
@@ -76,7 +76,7 @@ def _listed(value: Any, sample: int, pieces: Cut) -> Iterator[Tensor]:
 
 
 def _telling(element: Any) -> Iterator[Tensor]:
-    """What of an element must be found in its row: all its numbers, except for single whole ones, which many share."""
+    """The numbers of an element that must appear in its row: all except single integers, which many elements share."""
     if isinstance(element, float) or (isinstance(element, list) and len(element) > 1 and all(map(_is_number, element))):
         yield torch.tensor(element, dtype=torch.float64)
     elif isinstance(element, list | tuple):
@@ -95,7 +95,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _begins(row: Tensor, part: Tensor) -> bool:
-    """Whether both begin alike, as far as both go: samples are filled up or cut off to make all of one length."""
+    """Whether both are equal up to the shorter length: samples are padded or truncated to a common length."""
     if row.dim() != part.dim():
         return False
     both = tuple(slice(min(sizes)) for sizes in zip(row.shape, part.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Has the step that failed played again and again, by whoever owns its loop, until the bad samples are known."""
+"""Searches for the bad samples of a failing step by having its loop replay it with samples replaced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECONDS = 30.0
 
 @dataclass
 class _Subject:
-    """One batch of the step: how it can be cut, and the search in it."""
+    """One batch of the step: its samples, and the search in it."""
 
     handout: Handout
     maker: Maker
@@ -33,7 +33,7 @@ class _Subject:
 
 
 def begin_search(report: Report, handouts: Handouts) -> SampleSearch | None:
-    """The search for the bad samples of this step; None where its origin is no matter of samples."""
+    """The search for the bad samples of this step; None if its origin does not depend on samples."""
     given, origin = handouts.latest_first(), report.origin
     if origin is None or not given or origin.phase not in ("forward", "backward", "input") or not world().is_alone:
         return None
@@ -42,16 +42,16 @@ def begin_search(report: Report, handouts: Handouts) -> SampleSearch | None:
 
 
 class SampleSearch:
-    """One search: hands out the batches of the step, one of them with samples replaced, and hears what became of it."""
+    """One search: hands out the batches of the step, one of them with samples replaced, and is told the outcome."""
 
     def __init__(self, handouts: list[Handout], makers: list[Maker], suspects: tuple[int, ...]) -> None:
         self.finding: Finding | None = None
         self._error: BaseException | None = None
         """What the program raised while it was replayed."""
         self.finite: bool | None = True
-        """What the replay under way came to; None while that is open."""
+        """Whether the current replay was finite; None while unknown."""
         self._rest = list(zip(handouts, makers, strict=True))
-        """A step may take several batches: these are looked at where the first has no bad sample."""
+        """The other batches of the step, searched if the first has no bad sample."""
         self._suspects = suspects
         self._subject = self._found_in = self._begun(*self._rest.pop(0))
         self._question: dict[int, int] | None = None
@@ -64,7 +64,7 @@ class SampleSearch:
         try:
             pieces = cut(handout.pristine, handout.indices)
         except Exception as error:  # CutError, or whatever a container says that is made of other parts
-            return _Subject(handout, maker, None, f"the batch cannot be cut into samples: {error}", search(1))
+            return _Subject(handout, maker, None, f"the batch cannot be split into samples: {error}", search(1))
         suspects = [i for i in self._suspects if i < pieces.size]
         return _Subject(handout, maker, pieces, "", search(pieces.size, suspects))
 
@@ -92,14 +92,14 @@ class SampleSearch:
         self._error = error
 
     def goes_on(self) -> bool:
-        """Hands the last answer to the search; False where it is over."""
+        """Passes the last outcome to the search; False if the search is over."""
         if self._error is not None:
             return False
         try:
             if self._question is None:
                 self._question = next(self._subject.search)
             else:
-                # A body that ended without a failure was finite, whether or not it came to an update.
+                # A loop body that ended without a failure was finite, whether or not it reached an update.
                 self._question = self._subject.search.send(self.finite is not False)
         except StopIteration as stop:
             return self._ended(stop.value)
@@ -116,7 +116,7 @@ class SampleSearch:
         return self.goes_on()
 
     def batch(self, handout: Handout) -> Any:
-        """What the loop is given for this batch, made anew each time: it may write into what it gets."""
+        """The batch to hand to the loop: a new copy each time, since the loop may write into it."""
         subject, question = self._subject, self._question
         if handout is not subject.handout or subject.cut is None or question is None:
             return copy_batch(handout.pristine)
@@ -124,11 +124,11 @@ class SampleSearch:
 
     @property
     def repeated(self) -> bool:
-        """Whether the same batch failed again, as far as that is known."""
+        """Whether the same batch failed again, if known."""
         return self.finding is None or self.finding.repeated is not False
 
     def told_in(self, report: Report, difference: Difference | None = None) -> Report:
-        """The report with what was found; `difference` is between two traces of the step, where it was not repeated."""
+        """The report with the result; `difference` is that between two traces of the step, if it did not fail again."""
         if not self.repeated:
             return not_repeated(report, difference)
         if report.batch is None:
@@ -138,7 +138,7 @@ class SampleSearch:
 
     def _why_ended(self) -> str:
         if monotonic() >= self._deadline:
-            return f"it took more than {_SECONDS:.0f} seconds"
+            return f"it exceeded {_SECONDS:.0f} seconds"
         how = "with samples replaced" if self._question else "replayed with the same batch"
         error = self._error or sys.exc_info()[1]  # whoever leaves a `with` does so by it
         if not isinstance(error, Exception):

@@ -1,4 +1,4 @@
-"""Which samples of a batch are bad: a search that asks for replays of the step with samples replaced."""
+"""The search for bad samples of a batch: which samples to replace in the next replay of the step."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from itertools import cycle
 from math import ceil, log2
 
 MOST = 64
-"""So many replays at most, however many bad samples there are."""
+"""The most replays, however many bad samples there are."""
 
-TOGETHER = "it takes these samples together: none of them fails alone"
+TOGETHER = "these samples fail only in combination"
 NO_SINGLE = (
-    "no sample was found that it takes: the step fails whichever half of the batch takes the place of the other,"
-    " so it is likely the whole batch or the weights"
+    "no single sample is responsible: the step fails with either half of the batch replaced, so the cause is probably"
+    " the whole batch or the weights"
 )
 WHOEVER = (
-    "no sample is to blame: the step fails as well with others where the value is born,"
-    " so it is likely random numbers or the weights"
+    "no sample is responsible: the step also fails with other samples in these places, so the cause is probably random"
+    " numbers or the weights"
 )
-WITHOUT = "without it the step is finite, and with it the step fails whichever half of the others is replaced"
-WITHOUT_THESE = "without these samples the step is finite; which of them it takes is not known"
-ONLY_WITH_OTHERS = "without these samples the step is finite, but it takes others of the batch too"
-NOT_ALONE = "no single sample: no part of the batch fails alone"
+WITHOUT = "the step is finite without it, and fails with it whichever half of the others is replaced"
+WITHOUT_THESE = "the step is finite without these samples; which of them are responsible is unknown"
+ONLY_WITH_OTHERS = "the step is finite without these samples, but they fail only together with others of the batch"
+NOT_ALONE = "no single sample is responsible: no part of the batch fails alone"
 ENDED = "the search for bad samples ended early: "
 
 Replaced = dict[int, int]
-"""Which sample of the batch takes the place of which."""
+"""Position in the batch -> the sample that replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What the search came to; `bad` is None where no sample is to blame."""
+    """The result of the search; `bad` is None if no sample is responsible."""
 
     bad: tuple[int, ...] | None
     confirmed: bool = False
-    """Without them the step is finite; it fails with them alone, or whichever half of the others is there."""
+    """The step is finite without them, and fails with them alone or with either half of the others."""
     note: str = ""
     replays: int = 0
     repeated: bool | None = None
-    """Whether the same batch failed again; None where that was not tried."""
+    """Whether the same batch failed again; None if that was not tried."""
 
 
 Search = Generator[Replaced, bool, Finding]
-"""Yields what is to be replaced, is sent whether the step was finite then, returns what it found."""
+"""Yields the samples to replace, is sent whether the step was finite with that, and returns the result."""
 
 
 def most_for_one(size: int) -> int:
-    """The bound for one bad sample, about twice what is taken; more where no sample can stand in for all."""
+    """The most replays for one bad sample, about twice what is needed; more if no sample can replace all others."""
     return 2 * ceil(log2(max(size, 1))) + 4
 
 
@@ -57,16 +57,18 @@ def search(size: int, suspects: Sequence[int] = ()) -> Search:
     try:
         found = yield from _search(asked, frozenset(suspects))
     except _EnoughError:
-        found = Finding(asked.known, note=f"the search was ended after {asked.replays} replays: there may be more")
+        found = Finding(
+            asked.known, note=f"the search ended after {asked.replays} replays; there may be more bad samples"
+        )
     return Finding(found.bad, found.confirmed, found.note, asked.replays, asked.repeated)
 
 
 class _EnoughError(Exception):
-    """The bound is reached."""
+    """The limit of replays is reached."""
 
 
 class _Counted:
-    """Asks, counts, and keeps what is known so far."""
+    """Requests replays, counts them, and keeps what is known so far."""
 
     def __init__(self, size: int) -> None:
         self.everyone = frozenset(range(size))
@@ -75,7 +77,7 @@ class _Counted:
         self.known: tuple[int, ...] | None = None
 
     def finite(self, replaced: Iterable[int], *stand_ins: int) -> Generator[Replaced, bool, bool]:
-        """Several stand-ins take turns: not every step bears a batch of equal samples."""
+        """Uses several replacements in turn, since not every step works with a batch of equal samples."""
         if self.replays >= MOST:
             raise _EnoughError
         self.replays += 1
@@ -99,7 +101,7 @@ def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
             return found
         stand_in = yield from _stand_in(ask, others, (1, 3))
     if stand_in is None:
-        # Rows that the origin shows may be bad by chance or by their place, whatever data stands there.
+        # Rows at the origin may be bad by chance or because of their position, whatever data is there.
         return Finding(None, note=WHOEVER if suspects else NO_SINGLE)
     if without and (yield from ask.fails_alone(suspects, stand_in)):
         return (yield from _each(ask, suspects, stand_in))
@@ -111,7 +113,7 @@ def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
 def _stand_in(
     ask: _Counted, others: Sequence[int], quarters: tuple[int, ...] = (0, 2)
 ) -> Generator[Replaced, bool, int | None]:
-    """A sample that is healthy even where it is the only one; two are tried, since one may be the bad one."""
+    """A sample that is healthy even in a batch of its copies; two are tried, since one may be the bad one."""
     for candidate in dict.fromkeys(others[len(others) * quarter // 4] for quarter in quarters):
         if (yield from ask.finite(ask.everyone, candidate)):
             return candidate
@@ -119,7 +121,7 @@ def _stand_in(
 
 
 def _each(ask: _Counted, suspects: frozenset[int], stand_in: int) -> Search:
-    """Of suspects that fail as a group: those that fail alone, if they are all that is wrong."""
+    """Of suspects that fail as a group: those that fail alone, if they explain the failure."""
     whole = tuple(sorted(suspects))
     if len(whole) == 1:
         return Finding(whole, confirmed=True)
@@ -141,7 +143,7 @@ def _alone(ask: _Counted, samples: Iterable[int], stand_in: int) -> Generator[Re
 
 
 def _halves(ask: _Counted, stand_in: int) -> Search:
-    """Finds one bad sample after the other by halves, until the step is finite without them."""
+    """Finds one bad sample after another by bisection, until the step is finite without them."""
     found: list[int] = []
     while True:
         one = yield from _one(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)
@@ -151,14 +153,16 @@ def _halves(ask: _Counted, stand_in: int) -> Search:
         ask.known = tuple(found)
         if (yield from ask.finite(found, stand_in)):
             break
-    # Where most of them are bad, what they have in common is.
+    # If most of them are bad, what they have in common is to blame.
     if len(found) > max(1, len(ask.everyone) // 2):
-        return Finding(None, note=f"no single sample: {len(found)} of {len(ask.everyone)} samples fail alone")
+        return Finding(
+            None, note=f"no single sample is responsible: {len(found)} of {len(ask.everyone)} samples fail alone"
+        )
     return Finding(tuple(found), confirmed=True)
 
 
 def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Replaced, bool, int | None]:
-    """One of the candidates, of which at least one is bad, that fails alone; None where it takes several."""
+    """One of the candidates that fails alone, given that they fail together; None if it takes several."""
     seen = False
     while len(candidates) > 1:
         half = candidates[: len(candidates) // 2]
@@ -170,10 +174,10 @@ def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Repla
 
 
 def _by_others(ask: _Counted, candidates: frozenset[int]) -> Generator[Replaced, bool, Finding | None]:
-    """Where no sample can stand in for all the others: which samples it takes, by letting others take their places.
+    """Finds bad samples if no sample can replace all others, by replacing parts of the batch with several others.
 
-    The parts that are tried differ in one bit of their numbers, so that any two samples are in different parts
-    once: one of them may be what keeps the step finite without the other. None where no part makes a difference.
+    The parts differ in one bit of the samples' numbers, so any two samples are in different parts once: one of them may
+    be what keeps the step finite without the other. None if no part makes a difference.
     """
     narrowed = True
     while narrowed and len(candidates) > 1:
@@ -189,19 +193,19 @@ def _by_others(ask: _Counted, candidates: frozenset[int]) -> Generator[Replaced,
         return None
     if len(whole) == 1:
         return (yield from _with_either_half(ask, whole, others))
-    # Both that were tried alone may have been among the bad ones.
+    # Both samples that were tried alone may be bad.
     if (yield from ask.finite(ask.everyone, others[0])) and (yield from ask.fails_alone(candidates, others[0])):
         return (yield from _each(ask, candidates, others[0]))
     return Finding(whole if len(whole) <= len(ask.everyone) // 4 else None, note=WITHOUT_THESE)
 
 
 def _others(ask: _Counted, candidates: frozenset[int], part: frozenset[int]) -> list[int]:
-    """Who takes the places of a part: samples that are not to blame, as far as that is known."""
+    """The samples to replace a part with: those not known to be bad."""
     return sorted(ask.everyone - candidates) or sorted(candidates - part)
 
 
 def _with_either_half(ask: _Counted, one: tuple[int, ...], others: list[int]) -> Search:
-    """A sample without which the step is finite: does it fail with it, whichever others are there?"""
+    """Whether the step fails with this sample whichever others are there, given that it is finite without it."""
     half = len(others) // 2
     for gone, there in ((others[:half], others[half:]), (others[half:], others[:half])):
         if gone and there and (yield from ask.finite(gone, *there)):
