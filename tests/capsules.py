@@ -14,8 +14,7 @@ from firstnan.capsule.capture import Capture
 from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
-from firstnan.tensors.batches import Handout
-from firstnan.tensors.randomness import RandomState
+from firstnan.tensors.state import Handout, RandomState
 
 
 def net() -> torch.nn.Module:

@@ -21,11 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import firstnan
 from firstnan import find_bad_batch
-from firstnan.engine.batch_search.checkpoints import Row, onset
-from firstnan.engine.batch_search.order import Fetched
+from firstnan.engine.batch_search.checkpoints import Fetched, Row, onset
 from firstnan.tensors.names import Models
-from firstnan.tensors.randomness import RandomState
-from firstnan.tensors.snapshot import Snapshot
+from firstnan.tensors.state import RandomState, Snapshot
 
 pytestmark = pytest.mark.slow
 

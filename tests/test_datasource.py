@@ -17,7 +17,7 @@ from firstnan.engine.data_origin import LineWatch, bad_rows, find_maker
 from firstnan.engine.handouts import RandomState
 from firstnan.observe.sites import Ownership
 from firstnan.records import Origin
-from firstnan.tensors.batches import Handout
+from firstnan.tensors.state import Handout
 
 
 class Logs(Dataset[Any]):

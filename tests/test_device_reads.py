@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import firstnan.gate.device_reads
 import firstnan.gate.gate
-import firstnan.gate.quick_check
+import firstnan.gate.reading
 import firstnan.tensors.finite
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate.device_reads import DeviceReads
+from firstnan.gate.reading import DeviceReads
 from firstnan.records import Noticed
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
@@ -42,16 +41,16 @@ class Reading(TorchDispatchMode):
 def read_all(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many values each read of many took; nothing is read for free."""
     taken: list[int] = []
-    really = firstnan.gate.device_reads.read_all
+    really = firstnan.gate.reading.read_all
 
     def counted(values: list[Tensor]) -> list[float]:
         taken.append(len(values))
         return really(values)
 
-    monkeypatch.setattr(firstnan.gate.device_reads, "read_all", counted)
-    for room in (firstnan.gate.gate, firstnan.gate.quick_check):
+    monkeypatch.setattr(firstnan.gate.reading, "read_all", counted)
+    for room in (firstnan.gate.gate, firstnan.gate.reading):
         monkeypatch.setattr(room, "reads_are_free", lambda t: False)
-    for room in (firstnan.tensors.finite, firstnan.gate.quick_check):
+    for room in (firstnan.tensors.finite, firstnan.gate.reading):
         monkeypatch.setattr(room, "is_plain", lambda t: False)
     return taken
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.engine.phases import TRANSITIONS
+from firstnan.engine.policies import TRANSITIONS
 from firstnan.engine.session import Session
 from firstnan.observe import manifest
 from firstnan.observe.hooks import Hooks
@@ -58,7 +58,7 @@ def test_hooks_replace_what_the_manifest_names_and_nothing_else(program: bool) -
     finally:
         hooks.remove()
     changed = {key for key in before | after if before.get(key) is not after.get(key)}
-    names = manifest.REPLACED if program else (*manifest.TRAINING, *manifest.ALL_OPTIMIZERS)
+    names = (*manifest.TRAINING, *manifest.ALL_OPTIMIZERS, *(manifest.PROGRAM if program else ()))
     assert changed == {(id(owner), name) for owner, name in names}
     assert seen() == before
 

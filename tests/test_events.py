@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from firstnan.engine.events import EventLog
+from firstnan.engine.journal import EventLog
 from firstnan.records import NaNEvent
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from firstnan.records import Edit, Remedy
-from firstnan.repair.diff import PatchError, parse, render
-from firstnan.repair.files import FileOnDisk, edited, located, moved_line, new_contents
+from firstnan.repair.patch import FileOnDisk, PatchError, edited, located, moved_line, new_contents, parse, render
 
 OLD = "import torch\n\n\ndef f(x):\n    y = x + 1\n    return torch.log(y)\n\n\nprint(f(torch.ones(2)))\n"
 NEW = OLD.replace("torch.log(y)", "torch.log(y.clamp_min(1e-8))")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from firstnan.records import Report
-from firstnan.repair.files import new_contents
-from firstnan.repair.patch import choose
+from firstnan.repair.patch import choose, new_contents
 from test_cases import CASES, FAILING
 from zygote import Zygote
 

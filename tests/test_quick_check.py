@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate.quick_check import QuickCheck
+from firstnan.gate.reading import QuickCheck
 
 
 def tiny() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from firstnan.tensors.randomness import RandomState, _python
+from firstnan.tensors.state import RandomState, _python
 from loops import differences, randomness
 
 

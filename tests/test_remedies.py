@@ -18,7 +18,7 @@ from torch import Tensor
 from firstnan.diagnose.rules import explain
 from firstnan.records import Cause, History, Remedy
 from firstnan.repair import propose
-from firstnan.repair.files import edited
+from firstnan.repair.patch import edited
 from test_blame_snippets import GUILTY
 from traced import STEP, Outcome, run_snippet
 from zygote import Zygote

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from firstnan.records import Edit, Site
-from firstnan.repair.diff import render
-from firstnan.repair.edits import (
+from firstnan.repair.patch import edited, render
+from firstnan.repair.source import (
+    SourceFile,
     as_patch,
     changed_call,
     delete_statement,
@@ -19,8 +20,6 @@ from firstnan.repair.edits import (
     replace_node,
     set_argument,
 )
-from firstnan.repair.files import edited
-from firstnan.repair.source import SourceFile
 
 
 def node_of(source: SourceFile, code: str) -> ast.expr:

@@ -9,7 +9,7 @@ import pytest
 
 from firstnan.diagnose.causes import catalogue
 from firstnan.records import Report
-from firstnan.repair.files import new_contents
+from firstnan.repair.patch import new_contents
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

@@ -21,9 +21,8 @@ from firstnan.records import History, LayerTrack, Noticed, Origin, PathStep, Rep
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import headline
 from firstnan.report import nonfinite_error, print_text, render_text, words
-from firstnan.report.diff import shown
-from firstnan.report.history import sparkline
-from firstnan.report.tensors import short_dtype, tensor_facts
+from firstnan.report.source import shown
+from firstnan.report.text import short_dtype, sparkline, tensor_facts
 from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer, watched
 
 GOLDENS = Path(__file__).parent / "goldens"

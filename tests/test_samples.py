@@ -16,9 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 
 from firstnan import NaNDetector, NonFiniteError, find_bad_samples
-from firstnan.engine.samples.cut import CutError, cut
-from firstnan.engine.samples.dataset import Maker
-from firstnan.engine.samples.strategy import (
+from firstnan.engine.samples.cut import CutError, Maker, cut
+from firstnan.engine.samples.search import (
     MOST,
     NO_SINGLE,
     ONLY_WITH_OTHERS,
@@ -30,7 +29,7 @@ from firstnan.engine.samples.strategy import (
     search,
 )
 from firstnan.records import Batch, Report
-from firstnan.tensors.batches import sample_count
+from firstnan.tensors.state import sample_count
 from zygote import Zygote
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lrs
 
 from firstnan.tensors.names import Slot
-from firstnan.tensors.snapshot import Schedules, Snapshot, StateCopy
+from firstnan.tensors.state import Schedules, Snapshot, StateCopy
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, 0.1),

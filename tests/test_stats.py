@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from firstnan.engine.statistics import Phase, Statistics
+from firstnan.engine.journal import Phase, Statistics
 
 
 def filled(steps: int = 100, **layers: Iterable[float]) -> Statistics:

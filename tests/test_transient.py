@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.records import Report
-from firstnan.tracing.compare import Difference, digest, first_difference
+from firstnan.tracing.recording import Difference, digest, first_difference
 from firstnan.tracing.tracer import Tracer
 from zygote import Zygote
 

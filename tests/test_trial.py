@@ -27,7 +27,7 @@ from firstnan.engine.trials import Limits, Trials
 from firstnan.observe.runner import Program
 from firstnan.records import Edit, History, Noticed, Origin, Remedy, Report, Site, StepRecord, TensorStat
 from firstnan.records.files import load
-from firstnan.repair.diff import render
+from firstnan.repair.patch import render
 from firstnan.repair.verdict import TrialOutcome, judged, keeps_numbers, last_bad_step, loss_change, ranked
 from zygote import Zygote
 

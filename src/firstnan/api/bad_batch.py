@@ -11,12 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn import Module
 
-from firstnan.engine.batch_search.checkpoints import LateSearch
-from firstnan.engine.batch_search.order import Order
+from firstnan.engine.batch_search.checkpoints import LateSearch, Order, scan
 from firstnan.engine.batch_search.result import BatchSearch
-from firstnan.engine.batch_search.scan import scan
-from firstnan.engine.batch_search.state import Everything, SavedState
-from firstnan.engine.batch_search.training import Training
+from firstnan.engine.batch_search.training import Everything, SavedState, Training
 from firstnan.engine.policies import Policy
 from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session

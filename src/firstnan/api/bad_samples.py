@@ -11,12 +11,11 @@ from torch import Tensor
 from firstnan.engine.data_origin import bad_rows
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.samples.cut import CutError, cut
-from firstnan.engine.samples.strategy import search
+from firstnan.engine.samples.search import search
 from firstnan.engine.step_check import StepCheck
 from firstnan.records import Batch
-from firstnan.tensors.batches import restore_buffers
 from firstnan.tensors.names import Models
-from firstnan.tensors.randomness import RandomState
+from firstnan.tensors.state import RandomState, restore_buffers
 
 
 def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:

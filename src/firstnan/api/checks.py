@@ -90,7 +90,7 @@ def _report_of(bad: TensorStat, name: str, spot: Spot) -> Report:
 
 def _facts(tensor: TensorStat) -> str:
     """`NaN 3, Inf 1 of 4096, first at [0, 17], the rest -3.2 … 8.1, [8, 512] float32`."""
-    from firstnan.report.tensors import tensor_facts
+    from firstnan.report.text import tensor_facts
 
     return ", ".join([*tensor_facts(replace(tensor, binary=False)), f"{list(tensor.shape)} {tensor.dtype}"])
 

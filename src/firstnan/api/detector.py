@@ -18,24 +18,21 @@ from firstnan.api import options
 from firstnan.capsule import LIMIT, Wanted
 from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.capsule_writer import CapsuleWriter
-from firstnan.engine.events import EventLog
 from firstnan.engine.handouts import Handouts
-from firstnan.engine.journal import Counts, Journal
-from firstnan.engine.model_calls import ModelCalls
+from firstnan.engine.journal import Counts, EventLog, Journal, Statistics
+from firstnan.engine.model_calls import CallReplay, ModelCalls, UpdateReplay
 from firstnan.engine.policies import Policy, Raise, Rollback, Skip, Warn
 from firstnan.engine.recovery import Recovery
-from firstnan.engine.replay_sources import CallReplay, UpdateReplay
 from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
-from firstnan.engine.statistics import Statistics
 from firstnan.gate.gate import Gate
 from firstnan.gate.growth_guard import Guard
 from firstnan.observe.layers import LayerWatch, Sink
 from firstnan.observe.sites import Ownership, directories
 from firstnan.records import NaNEvent, Report
 from firstnan.report import nonfinite_error
-from firstnan.tensors.batches import NamelessSource
 from firstnan.tensors.optimizers import parameters_of
+from firstnan.tensors.state import NamelessSource
 
 OnNonfinite = Literal["raise", "warn", "skip", "rollback"]
 _MOST_CAPSULES = 3

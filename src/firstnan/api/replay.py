@@ -21,7 +21,7 @@ from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership, directories
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
-from firstnan.tensors.batches import NamelessSource
+from firstnan.tensors.state import NamelessSource
 
 
 def replay(

@@ -10,9 +10,8 @@ from firstnan.capsule.file import FORMAT, VERSION, CapsuleError, readable_size
 from firstnan.capsule.packing import Packer
 from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.gate.gate import Gate
-from firstnan.tensors.batches import Handout
 from firstnan.tensors.finite import is_finite
-from firstnan.tensors.randomness import RandomState
+from firstnan.tensors.state import Handout, RandomState
 
 
 class Capture:

@@ -12,8 +12,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from firstnan.tensors.live_objects import find_live_objects
-from firstnan.tensors.names import Slot, outermost_modules, readable_path
+from firstnan.tensors.names import Slot, find_live_objects, outermost_modules, readable_path
 from firstnan.tensors.optimizers import parameters_of
 
 

@@ -137,8 +137,7 @@ def _fix(parsed: argparse.Namespace) -> int:
     from firstnan.cli.fix import apply, show
     from firstnan.records import ReportError
     from firstnan.records.files import load
-    from firstnan.repair.diff import PatchError
-    from firstnan.repair.patch import choose
+    from firstnan.repair.patch import PatchError, choose
 
     try:
         report = load(parsed.report)

@@ -17,7 +17,7 @@ from firstnan.engine.conclude import environment
 from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
-from firstnan.tensors.randomness import RandomState
+from firstnan.tensors.state import RandomState
 
 _LARGEST_SOURCE = 1 << 20
 _NONE = "no capsule was written"

@@ -18,10 +18,10 @@ from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership, Spot, resolve
 from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
 from firstnan.repair import propose
-from firstnan.tensors.batches import sample_count
 from firstnan.tensors.finite import is_finite, stat, tensors_in
 from firstnan.tensors.names import Models
-from firstnan.tracing.compare import Difference
+from firstnan.tensors.state import sample_count
+from firstnan.tracing.recording import Difference
 from firstnan.tracing.tracer import Tracer
 
 BAD_DATA = ("nan_input", "nan_label")

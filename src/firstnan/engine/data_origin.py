@@ -15,9 +15,8 @@ from torch import Tensor
 from firstnan.diagnose.blame import blame
 from firstnan.observe.sites import Ownership, Spot, resolve, whole_statement
 from firstnan.records import Origin, Trace
-from firstnan.tensors.batches import Handout
 from firstnan.tensors.finite import is_finite, stat, tensors_in
-from firstnan.tensors.randomness import RandomState
+from firstnan.tensors.state import Handout, RandomState
 from firstnan.tracing.tracer import Tracer
 
 _MOST_SAMPLES = 512

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.tensors.batches import Handout, copy_batch, restore_buffers, tensor_versions, was_written
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.names import Slot
-from firstnan.tensors.randomness import RandomState
+from firstnan.tensors.state import Handout, RandomState, copy_batch, restore_buffers, tensor_versions, was_written
 
 # The most batches kept for one step; a step with more is replayed by a second run of the program.
 _MOST_BATCHES = 64

@@ -14,9 +14,7 @@ from firstnan.capsule import Wanted
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
 from firstnan.engine.second_run import Order, Start
-from firstnan.observe import source_overlay as overlay
-from firstnan.observe.imports import when_imported
-from firstnan.observe.runner import Program
+from firstnan.observe.runner import Program, overlay_sources, when_imported
 from firstnan.observe.sites import Ownership
 from firstnan.records import Report, ReportError
 from firstnan.records.files import write_whole
@@ -63,7 +61,7 @@ class Investigation:
         self.start = Start()
         self.order = Order.given()
         if self.order is not None and self.order.contents:
-            overlay.overlay_sources({path: text.encode("latin-1") for path, text in self.order.contents.items()})
+            overlay_sources({path: text.encode("latin-1") for path, text in self.order.contents.items()})
         self.began = time.monotonic()
         self.seconds = 0.0
         """The running time of the program itself."""

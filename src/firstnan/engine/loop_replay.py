@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from firstnan.engine.conclude import not_repeated
 from firstnan.engine.handouts import ReplayError
-from firstnan.engine.phases import COMPARING, REPLAYING, REPLAYS, SEARCHING, TRIPPED, WATCHING, Phase
+from firstnan.engine.policies import COMPARING, REPLAYING, REPLAYS, SEARCHING, TRIPPED, WATCHING, Phase
 from firstnan.engine.samples.search import SampleSearch, begin_search
-from firstnan.engine.world import world
+from firstnan.engine.scope import world
 from firstnan.gate.gate import Trip
-from firstnan.observe.muted_output import MutedOutput
 from firstnan.observe.observer import Decision
+from firstnan.observe.runner import MutedOutput
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
-from firstnan.tensors.batches import Handout, copy_batch
-from firstnan.tensors.snapshot import Schedules
-from firstnan.tracing.compare import first_difference
-from firstnan.tracing.recording import Raw
+from firstnan.tensors.state import Handout, Schedules, copy_batch
+from firstnan.tracing.recording import Raw, first_difference
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session

@@ -1,26 +1,38 @@
-"""A session over a whole program: to find a failure, to try a change, or to replay a capsule."""
+"""A session over a whole program: what it reads, how it ends; to find a failure, try a change, replay a capsule."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import replace
+from time import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 from firstnan.capsule import Wanted
 from firstnan.capsule.content import Capsule
 from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
+from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
-from firstnan.engine.policies import EndProgram
-from firstnan.engine.program_values import ProgramValues
+from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, Stop, end_program
 from firstnan.engine.restart import Restart
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
-from firstnan.gate.gate import Gate
+from firstnan.gate.gate import Gate, Trip
 from firstnan.observe.sites import Ownership
-from firstnan.records import Noticed, Report
+from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.repair.verdict import TrialOutcome
+from firstnan.tensors.finite import is_finite, tensors_in
+
+if TYPE_CHECKING:
+    from firstnan.engine.session import Session
+
 
 P = TypeVar("P", bound=EndProgram)
 
@@ -142,3 +154,131 @@ def watch_capsule(
 
 def _training_objects(gate: Gate) -> TrainingObjects:
     return TrainingObjects.find(list(gate.steps.done), leaves=gate.leaves)
+
+
+class ProgramValues:
+    """Looks at what the program reads, at what its modules return before it trains, and at what ends it."""
+
+    def __init__(self, ownership: Ownership, *, outputs_decide: bool = False) -> None:
+        self.bad_output: Noticed | None = None
+        """What an outermost module returned that was not finite, until the program trained."""
+        self._ownership, self._outputs_decide = ownership, outputs_decide
+        self._suspect: tuple[Noticed, int | None] | None = None
+        """The last bad value that the program has read: if it stops now, that is why."""
+        self._handles_nan_itself = False
+        self._output_event: int | None = None
+        self._session: Session
+
+    def watch(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def _policy(self) -> EndProgram:
+        policy = self._session.policy
+        assert isinstance(policy, EndProgram)
+        return policy
+
+    # While it runs.
+
+    def forget(self) -> None:
+        """A step was made all the same."""
+        self._suspect = None
+
+    def trains_on(self) -> None:
+        """It saw a non-finite value and trains on: its own business, as long as nothing bad is written."""
+        if self._suspect is not None:
+            self._handles_nan_itself, self._suspect = True, None
+
+    def read(self, tensor: Tensor, frame: FrameType) -> None:
+        if self._handles_nan_itself:
+            return
+        seen = [tensor]
+        if not tensor.requires_grad and self._ownership.owns(frame.f_code):
+            # Detached, or a yes-or-no question: mostly about a number at hand where it is asked.
+            seen = [t for t in frame.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
+        tracer = self._session.microscope.tracer
+        for t in seen:
+            if t.requires_grad and not is_finite(t):
+                self._suspect = (Noticed("value"), tracer.last_bad(t) if tracer else None)
+
+    def module_returned(self, module: Any, output: Any) -> None:
+        tracer = self._session.live.tracer
+        if self.bad_output is not None and tracer is None:
+            return
+        bad = [t for _, t in tensors_in(output) if not is_finite(t)]
+        if not bad:
+            return
+        has_nan = any(bool(torch.isnan(t).any()) for t in bad)
+        self.bad_output = Noticed("output", type(module).__name__ if has_nan else "")
+        if tracer is None:
+            return
+        if self._outputs_decide:
+            if self._concluded(Noticed("output", type(module).__name__), bad, []):
+                end_program()
+        elif self._output_event is None:
+            self._output_event = tracer.last_bad(bad[0])
+
+    # How it ends.
+
+    def program_failed(self, error: BaseException) -> None:
+        """The program ends by an exception."""
+        session = self._session
+        if isinstance(error, Stop | KeyboardInterrupt) or session.phase is SETTLED or self._suspect is not None:
+            return
+        if session.left_by(error):  # What it says of a replay is no news: the output stays hidden to the end.
+            return
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            return
+        bad = bad_values(error)
+        if bad or "LinAlgError" in type(error).__name__:
+            self._stopped_by(Noticed("exception", type(error).__name__), bad, [])
+
+    def program_ended(self) -> Report:
+        """The last look; returns what was found."""
+        session = self._session
+        session.left_by_program()
+        trip = session.gate.remaining_nonfinite()
+        if trip is not None:
+            with contextlib.suppress(SystemExit):
+                session.trip_at_end(trip)
+        if session.phase is WATCHING:
+            if self._suspect is not None:
+                noticed, event = self._suspect
+                self._stopped_by(noticed, [], [] if event is None else [event])
+            elif not session.gate.trained and self._output_event is not None:
+                self._concluded(Noticed("output"), [], [self._output_event])
+            elif not session.gate.trained and self.bad_output is not None and not session.live.on:
+                self._policy.unresolved = True
+        session.microscope.stop()
+        return session.report if session.report is not None else self._clean()
+
+    def _clean(self) -> Report:
+        """Nothing was found; a loss that left all bounds and stayed finite is told."""
+        report, alarm = Report("clean"), self._session.gate.explosion
+        if alarm is None:
+            return report
+        event = NaNEvent("explosion", alarm.text, alarm.step, grad_norm=alarm.norm, time=time())
+        history = self._session.gate.past()
+        return replace(report, events=(event,), history=history, notes=(f"but training diverged: {alarm.text}",))
+
+    def _stopped_by(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> None:
+        session = self._session
+        if session.phase is not WATCHING:
+            return
+        trip = Trip(noticed, tensors, before_update=True)
+        known = session.known(trip)
+        session.keep_state(known, trip)
+        if session.live.on:
+            raised = session.microscope.raised() if noticed.what == "exception" else []
+            self._concluded(noticed, tensors, events + raised)
+        else:
+            self._policy.known(session, known)
+            session.close()
+
+    def _concluded(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> bool:
+        """Blames and explains from what was traced; False where everything seen was put there on purpose."""
+        report = self._session.microscope.conclude(noticed, tensors, events, AS_IT_RAN)
+        if report is not None:
+            self._policy.known(self._session, report)
+            self._session.close()
+        return report is not None

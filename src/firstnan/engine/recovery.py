@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstnan.tensors.batches import restore_buffers
 from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import drop_gradients, parameters_of
-from firstnan.tensors.safe_updates import is_risky, is_torch_optimizer
-from firstnan.tensors.snapshot import Schedules, Snapshot
+from firstnan.tensors.optimizers import drop_gradients, is_risky, is_torch_optimizer, parameters_of
+from firstnan.tensors.state import Schedules, Snapshot, restore_buffers
 
 _ORDINARY = 100.0
 """Gradients up to this norm cannot overflow, in any precision."""

@@ -16,7 +16,7 @@ from firstnan.capsule.file import one_line
 from firstnan.capsule.restore import Restorer
 from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.gate.gate import Gate
-from firstnan.tensors.batches import Handout
+from firstnan.tensors.state import Handout
 
 
 class Restart:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
-from firstnan.engine.live_trace import LiveTrace
 from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay
-from firstnan.engine.microscope import Microscope
-from firstnan.engine.phases import (
+from firstnan.engine.microscope import LiveTrace, Microscope
+from firstnan.engine.policies import (
     COMPARING,
     REPLAYING,
     REPLAYS,
@@ -29,29 +28,26 @@ from firstnan.engine.phases import (
     TRIPPED,
     WATCHING,
     Phase,
+    Policy,
 )  # fmt: skip
-from firstnan.engine.policies import Policy
-from firstnan.engine.scope import Scope
-from firstnan.engine.world import world
-from firstnan.gate.device_reads import LATE
+from firstnan.engine.scope import Scope, world
 from firstnan.gate.gate import Gate, Trip
+from firstnan.gate.reading import LATE
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
-from firstnan.tensors.batches import restore_buffers
-from firstnan.tensors.safe_updates import is_torch_optimizer
-from firstnan.tensors.snapshot import Schedules
+from firstnan.tensors.optimizers import is_torch_optimizer
+from firstnan.tensors.state import Schedules, restore_buffers
 
 if TYPE_CHECKING:
     from firstnan.engine.capsule_writer import CapsuleWriter
     from firstnan.engine.journal import Journal
-    from firstnan.engine.model_calls import ModelCalls
-    from firstnan.engine.program_values import ProgramValues
+    from firstnan.engine.model_calls import ModelCalls, ReplaySource
+    from firstnan.engine.program_watch import ProgramValues
     from firstnan.engine.recovery import Recovery
-    from firstnan.engine.replay_sources import ReplaySource
     from firstnan.engine.restart import Restart
     from firstnan.gate.growth_guard import Alarm
     from firstnan.observe.layers import LayerWatch

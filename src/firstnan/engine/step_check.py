@@ -18,10 +18,10 @@ from firstnan.gate.gate import Gate, Trip
 from firstnan.observe.observer import Decision
 from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed
-from firstnan.tensors.batches import copy_batch
 from firstnan.tensors.finite import is_finite, norms, readable, stat, tensors_in
 from firstnan.tensors.names import Models
 from firstnan.tensors.optimizers import leaves_below, parameters_of
+from firstnan.tensors.state import copy_batch
 
 
 @dataclass(frozen=True, slots=True)

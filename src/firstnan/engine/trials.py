@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from firstnan.engine.second_run import Start
 from firstnan.observe.runner import Program
 from firstnan.records import Remedy, Report
-from firstnan.repair.diff import PatchError
-from firstnan.repair.files import moved_line, new_contents
+from firstnan.repair.patch import PatchError, moved_line, new_contents
 from firstnan.repair.verdict import (
     TrialOutcome,
     judged,

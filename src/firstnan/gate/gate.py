@@ -12,19 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.gate.call_sites import CallSites
-from firstnan.gate.clipping import Clipping
-from firstnan.gate.device_reads import DeviceReads
 from firstnan.gate.growth_guard import Alarm, Guard
-from firstnan.gate.quick_check import QuickCheck
+from firstnan.gate.reading import Clipping, DeviceReads, QuickCheck
 from firstnan.gate.step_counter import ROTATION, ParameterRotation, StepCounter
 from firstnan.observe.gradient_hooks import GradientNorms
-from firstnan.observe.sites import Ownership
+from firstnan.observe.sites import CallSites, Ownership
 from firstnan.records import History, Noticed, StepRecord
 from firstnan.tensors.finite import is_finite, norms, plain_norm, readable, reads_are_free
 from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import describe, graph_leaves, learning_rate_of, parameters_of
-from firstnan.tensors.safe_updates import is_torch_optimizer
+from firstnan.tensors.optimizers import describe, graph_leaves, is_torch_optimizer, learning_rate_of, parameters_of
 
 _HISTORY = 64
 _SMALL = 1 << 14

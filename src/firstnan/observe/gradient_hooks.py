@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.tensors.finite import is_plain
-from firstnan.tensors.versions import TensorVersion
+from firstnan.tensors.finite import TensorVersion, is_plain
 
 _LARGE_MODEL = 1 << 23
 """Elements: in a smaller model it makes no difference when the gradients are read."""

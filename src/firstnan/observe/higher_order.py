@@ -10,6 +10,7 @@ import torch
 from torch._ops import _higher_order_ops
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from firstnan.observe import manifest
 from firstnan.observe.patches import Patches
 
 
@@ -30,7 +31,8 @@ def call_chosen_branch(patches: Patches, mode: type[TorchDispatchMode]) -> None:
 
         return call
 
-    patches.put(type(_higher_order_ops["cond"]), "__call__", make)
+    for owner, name in manifest.TRACED:
+        patches.put(owner, name, make)
 
 
 def accept(mode: type[TorchDispatchMode]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _higher_order_ops
 from torch.nn.modules import module
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, optimizer
@@ -51,11 +52,14 @@ CHANGED_SOURCES: tuple[tuple[str, str], ...] = (
     ("importlib.machinery", "SourceFileLoader.path_stats"),
     ("multiprocessing.spawn", "get_preparation_data"),
 )
-"""Replaced for good in a process that exists to try a change of the program (`source_overlay.py`); by module, since
+"""Replaced for good in a process that exists to try a change of the program (`runner.py`); by module, since
 watching a program imports none of them."""
 
+TRACED: tuple[Name, ...] = ((type(_higher_order_ops["cond"]), "__call__"),)
+"""Replaced while operators are recorded (`higher_order.py`)."""
+
 OUTPUT: tuple[Name, ...] = ((sys, "stdout"), (sys, "stderr"))
-"""Replaced while a step is replayed (`muted_output.py`)."""
+"""Replaced while a step is replayed (`runner.py`)."""
 
 HOOKS: tuple[Name, ...] = (
     (optimizer, "_global_optimizer_pre_hooks"),
@@ -66,4 +70,4 @@ HOOKS: tuple[Name, ...] = (
 )
 """torch's own registries of global hooks that are written to."""
 
-REPLACED = (*TRAINING, *ALL_OPTIMIZERS, *PROGRAM)
+REPLACED = (*TRAINING, *ALL_OPTIMIZERS, *PROGRAM, *TRACED)

@@ -1,18 +1,21 @@
-"""Runs a program exactly as `python train.py` or `python -m pkg.train` would, and calls a watcher before and after.
-
-What python does before and after a program is spread over its C sources (Modules/main.c, Python/pythonrun.c and
-Python/pylifecycle.c of CPython 3.11 to 3.13). Each function below names the C function that it follows.
-"""
+"""Runs a program as `python` would, with its imports watched, its output muted or its sources replaced where asked."""
 
 from __future__ import annotations
 
+import _io
 import atexit
+import contextlib
 import io
+import linecache
 import os
 import signal
 import sys
+import tokenize
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from importlib.util import find_spec
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn, Protocol, TextIO
 
@@ -339,3 +342,135 @@ def _guarded(method: Any, *args: Any) -> Any:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         _write_error(f"firstnan: internal error: {text}\n")
         return None
+
+
+def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
+    """Calls `act` right after the module is imported, or now if it already is; returns a function that cancels this."""
+    finder = _Finder(name, act)
+    if name in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, finder)
+    return finder.cancel
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self.name, self.act = name, act
+
+    def cancel(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.act)
+        return spec
+
+
+class _Loader(Loader):
+    """The module's own loader, followed by `act`; the module does not refer to this wrapper afterwards."""
+
+    def __init__(self, own: Loader, act: Callable[[], None]) -> None:
+        self.own, self.act = own, act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.own
+        module.__loader__ = self.own
+        self.own.exec_module(module)
+        self.act()
+
+
+class MutedOutput:
+    """Redirects stdout and stderr to /dev/null and back, both the file descriptors and `sys.stdout`, `sys.stderr`."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Any] = {}
+        self._files: list[tuple[int, int]] = []
+        self._devnull: Any = None
+
+    def begin(self) -> None:
+        if self._streams:
+            return
+        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._flush()
+        # Not closed afterwards: objects that the program creates meanwhile may refer to it.
+        self._devnull = open(os.devnull, "w")  # noqa: SIM115
+        for name in self._streams:
+            setattr(sys, name, self._devnull)
+        for number in (1, 2):
+            with contextlib.suppress(OSError):  # a closed descriptor stays closed
+                self._files.append((number, os.dup(number)))
+                os.dup2(self._devnull.fileno(), number)
+
+    def end(self) -> None:
+        self._flush()
+        for name, stream in self._streams.items():
+            if getattr(sys, name) is self._devnull:
+                setattr(sys, name, stream)
+        for number, kept in self._files:
+            os.dup2(kept, number)
+            os.close(kept)
+        self._streams, self._files = {}, []
+
+    def _flush(self) -> None:
+        for stream in self._streams.values():
+            with contextlib.suppress(Exception):  # the program may have replaced it with anything
+                stream.flush()
+
+
+def overlay_sources(contents: dict[str, bytes]) -> None:
+    """From now on, running or importing one of these files (by its real path) uses this content instead.
+
+    Scripts, modules and `-m` all open their source with `io.open_code`. Without a modification time the loader neither
+    uses nor writes a compiled file. This cannot be undone: the process exists only for this.
+    """
+    original: Callable[[str], Any] = io.open_code
+    path_stats = SourceFileLoader.path_stats
+
+    def open_code(path: str) -> Any:
+        content = contents.get(os.path.realpath(path))
+        if content is None:
+            return original(path)
+        # Tracebacks and `inspect` show this text too: linecache never re-reads an entry without a modification time.
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        lines = io.TextIOWrapper(io.BytesIO(content), encoding).readlines()
+        linecache.cache[os.fspath(path)] = (len(content), None, lines, os.fspath(path))
+        return io.BytesIO(content)
+
+    def stats(loader: SourceFileLoader, path: Any) -> Any:
+        if os.path.realpath(path) in contents:
+            raise OSError("the source is overlaid: it has no modification time")
+        return path_stats(loader, path)
+
+    io.open_code = _io.open_code = open_code
+    SourceFileLoader.path_stats = stats  # type: ignore[method-assign, assignment]
+    when_imported("multiprocessing.spawn", lambda: _follow_spawned(contents))
+
+
+class _Overlay:
+    """Sent to a spawned process with its first data; unpickling it there installs the same overlay."""
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        self.contents = contents
+
+    def __reduce__(self) -> Any:
+        return overlay_sources, (self.contents,)
+
+
+def _follow_spawned(contents: dict[str, bytes]) -> None:
+    spawn = sys.modules["multiprocessing.spawn"]
+    original = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**original(name), "firstnan": _Overlay(contents)}
+
+    spawn.get_preparation_data = get_preparation_data  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """The records that every room shares: frozen dataclasses of plain values; nothing here knows torch."""
 
 from firstnan.records.codec import ReportError, decode, dumps, encode
-from firstnan.records.events import NaNEvent
 from firstnan.records.forms import FORMAT, VERSION
 from firstnan.records.report import (
     Batch,
@@ -10,6 +9,7 @@ from firstnan.records.report import (
     Feature,
     History,
     LayerTrack,
+    NaNEvent,
     Noticed,
     Origin,
     PathStep,

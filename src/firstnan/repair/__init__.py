@@ -25,7 +25,7 @@ from firstnan.repair import (
 )
 from firstnan.repair.advice import advice
 from firstnan.repair.context import PROPOSERS, FailureContext, SourceFiles
-from firstnan.repair.edits import as_patch
+from firstnan.repair.source import as_patch
 
 __all__ = ["propose"]
 

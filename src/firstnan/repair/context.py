@@ -1,4 +1,4 @@
-"""What is known of one failure when a remedy is written, and the list of who can write one."""
+"""One failure as the remedies see it, and where in the source the numbers of the origin are computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Generic, Literal, TypeVar
 
 from firstnan.diagnose.rules.failure import Failure
 from firstnan.records import Cause, Edit, OpEvent, Remedy, Site
-from firstnan.repair.source import Expr, SourceFile
+from firstnan.records.operator_families import COMPARISONS, COPIES, SPLITS, VIEWS, words
+from firstnan.repair.source import Expr, SourceFile, insert_after
 
 Kind = Literal["code", "setting", "data"]
 Node_co = TypeVar("Node_co", bound=ast.AST, covariant=True)
@@ -93,3 +94,154 @@ def remedies_for(*slugs: str) -> Callable[[Proposer], Proposer]:
         return proposer
 
     return register
+
+
+MOST_OPERATORS = 12
+CARRIERS = VIEWS | COPIES
+"""Operators whose result holds the numbers they read."""
+BOUNDED = CARRIERS | words("mul add sub neg rsub div")
+"""Operators whose result is not large unless their inputs are."""
+METADATA = words("shape size dim ndim device dtype numel requires_grad is_cuda element_size type names layout grad_fn")
+"""Attributes that do not depend on the numbers of a tensor."""
+TESTS = COMPARISONS | words("bool count_nonzero")
+"""Methods whose result a guard before them may change."""
+
+
+def producer_of(context: FailureContext, operand: str, carriers: frozenset[str]) -> Location[ast.AST] | None:
+    """The expression in another statement, in any function, that computed an argument of the origin."""
+    if context.location is None or context.event is None:
+        return None
+    here, event, wanted = _line(context.location), context.event, {operand}
+    for _ in range(MOST_OPERATORS):
+        given = [i.producer for i in event.inputs if i.producer is not None and (not wanted or i.name in wanted)]
+        if not given:
+            return None
+        event, wanted = max((context.failure.trace.events[p] for p in given), key=lambda e: e.grad), set()
+        location = context.location_of(event.site)
+        if location is None or event.phase != "forward":
+            return None
+        if _line(location) != here and isinstance(location.node, ast.Call | ast.BinOp) and event.op not in SPLITS:
+            return location if _used_elsewhere(location, context.location) else None
+        if event.op not in carriers:
+            return None
+    return None
+
+
+def _line(location: Location[ast.AST]) -> tuple[str, int]:
+    return location.source.file, location.source.statement(location.node).lineno
+
+
+def _used_elsewhere(producer: Location[ast.AST], user: Location[ast.AST]) -> bool:
+    """Whether a guard where a value is computed covers more than one where it is used."""
+    source, statement = producer.source, producer.source.statement(producer.node)
+    if source is not user.source or source.scope(producer.node) is not source.scope(user.node):
+        return True
+    names = {t.id for t in ast.walk(statement) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store)}
+    return sum(source.reads(name, statement) for name in names) > 1
+
+
+# --- names that are read more than once --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The statement that assigns a name; a guard there covers everything that reads the name."""
+
+    source: SourceFile
+    name: str
+    """The name of the guarded value; "" if it is assigned elsewhere."""
+    statement: ast.stmt
+    value: ast.expr | None
+    """The expression to guard; None if the statement assigns several names."""
+
+    @property
+    def line(self) -> int:
+        return self.statement.lineno
+
+    def guarded(self, write: Callable[[ast.expr], Edit], of_name: Edit) -> Edit | None:
+        """The guard around the value, or on a line of its own if the value would be computed twice."""
+        if self.value is not None:
+            edit = write(self.value)
+            calls = any(isinstance(n, ast.Call) for n in ast.walk(self.value))
+            if not calls or edit.new.count(self.source.code(self.value)) < 2:
+                return edit
+        alone = self.source.line(self.line).strip() == self.source.code(self.statement).strip()
+        return (
+            insert_after(self.source, self.statement, f"{self.name} = {of_name.new}") if self.name and alone else None
+        )
+
+
+def binding(context: FailureContext, source: SourceFile, node: ast.expr, operand: str) -> Binding | None:
+    """The assignment of the guarded name, if several expressions read its value and none compares it."""
+    read = [i for i in context.event.inputs if i.name == operand] if context.event is not None else []
+    made = any(i.producer is not None and i.role not in ("parameter", "input") for i in read)
+    if not isinstance(node, ast.Name) or not made:  # weights and data are not computed here
+        return None
+    stores = [n for n in _named(source, node) if not isinstance(n.ctx, ast.Load)]
+    here = source.statement(node).lineno
+    before = [n for n in stores if source.statement(n).lineno < here]
+    if not before:
+        return None if stores else _from_caller(context, source, node, operand)
+    last = max(before, key=lambda n: source.statement(n).lineno)
+    statement = source.statement(last)
+    ends = min((source.statement(n).lineno for n in stores if source.statement(n).lineno >= here), default=None)
+    reads = [r for r in _reads(source, node) if statement.lineno < source.statement(r).lineno <= (ends or 1 << 30)]
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not _read_twice(source, reads):
+        return None
+    if source.parent(statement) not in source.parents(node):  # another branch may assign it too
+        return None
+    if statement.targets[0] is last:
+        return Binding(source, node.id, statement, statement.value)
+    return Binding(source, node.id, statement, None)
+
+
+def _from_caller(context: FailureContext, source: SourceFile, node: ast.Name, operand: str) -> Binding | None:
+    """As `binding`, for a parameter of the function: its value is computed by the caller."""
+    function = source.function(node)
+    if function is None or isinstance(function, ast.Lambda) or not _read_twice(source, _reads(source, node)):
+        return None
+    producer = producer_of(context, operand, CARRIERS)
+    if producer is None or not isinstance(producer.node, ast.expr) or _line(producer) == (source.file, function.lineno):
+        return None
+    statement = producer.source.statement(producer.node)
+    names = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    if any(_tested(producer.source, r) for name in names for r in _reads(producer.source, name)):
+        return None
+    return Binding(producer.source, "", statement, producer.node)
+
+
+def _named(source: SourceFile, name: ast.Name) -> list[ast.Name]:
+    """All uses of the name in the function around it."""
+    return [n for n in source.within(name) if isinstance(n, ast.Name) and n.id == name.id]
+
+
+def _reads(source: SourceFile, name: ast.Name) -> list[ast.Name]:
+    """Where the numbers of the name are read or compared."""
+    found = [n for n in _named(source, name) if isinstance(n.ctx, ast.Load)]
+    return [n for n in found if not (isinstance(at := source.parent(n), ast.Attribute) and at.attr in METADATA)]
+
+
+def _read_twice(source: SourceFile, reads: list[ast.Name]) -> bool:
+    return len(reads) > 1 and not any(_tested(source, read) or _overwritten(source, read) for read in reads)
+
+
+def _overwritten(source: SourceFile, read: ast.Name) -> bool:
+    """Whether an in-place method changes it (`x.log_()`): reads before and after it see different numbers."""
+    return is_in_place(source.parent(read))
+
+
+def is_in_place(node: ast.AST | None) -> bool:
+    """Whether the node names an in-place method: `x.log_`."""
+    return isinstance(node, ast.Attribute) and node.attr.endswith("_") and not node.attr.endswith("__")
+
+
+def _tested(source: SourceFile, read: ast.Name) -> bool:
+    """Whether it is compared or checked for bad values: a guard would change the result."""
+    around = []
+    for node in source.parents(read):
+        if isinstance(node, ast.stmt):
+            break
+        around.append(node)
+    asked = any(isinstance(n, ast.Attribute) and n.attr in TESTS for n in around)
+    called = any(isinstance(n, ast.Call) and source.expr(n).op in TESTS and read in n.args for n in around)
+    return asked or called or any(isinstance(n, ast.Compare) for n in around)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from firstnan.records import Edit, OpEvent, Remedy, TensorStat
 from firstnan.repair.context import FailureContext, remedies_for
-from firstnan.repair.edits import insert_after, insert_before, replace_node
 from firstnan.repair.literals import format_number
-from firstnan.repair.source import SourceFile
+from firstnan.repair.source import SourceFile, insert_after, insert_before, replace_node
 
 FILLED = "Missing values become an ordinary number; all other values are unchanged."
 LEFT_OUT = "Samples with a bad value are left out of the loss; all others are unchanged."

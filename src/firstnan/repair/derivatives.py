@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from firstnan.records import Remedy
 from firstnan.repair.context import FailureContext, remedies_for
-from firstnan.repair.edits import parenthesized, replace_node
 from firstnan.repair.guards import GUARDS, failing_operation
+from firstnan.repair.source import parenthesized, replace_node
 
 
 @remedies_for("where_grad_trap")

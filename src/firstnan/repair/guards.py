@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from firstnan.records import Edit, OpEvent, Remedy, TensorStat
-from firstnan.repair.context import FailureContext, Location
-from firstnan.repair.edits import parenthesized, replace_node
-from firstnan.repair.producers import BOUNDED, CARRIERS, Binding, binding, is_in_place, producer_of
-from firstnan.repair.source import Expr, SourceFile, literal_value
+from firstnan.repair.context import (
+    BOUNDED,
+    CARRIERS,
+    Binding,
+    FailureContext,
+    Location,
+    binding,
+    is_in_place,
+    producer_of,
+)
+from firstnan.repair.source import Expr, SourceFile, literal_value, parenthesized, replace_node
 
 CLAMPS = {"clamp": "min", "clamp_min": "min", "clip": "min", "maximum": "other"}
 LONGEST_IN_TITLE = 48

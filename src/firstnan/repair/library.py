@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from firstnan.records import Remedy
 from firstnan.records.operator_families import NORMALISERS
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.edits import replace_node, set_argument
 from firstnan.repair.guards import GuardWriter, why_below
 from firstnan.repair.reductions import constructed
-from firstnan.repair.source import literal_value
+from firstnan.repair.source import literal_value, replace_node, set_argument
 
 WITH_EPS = NORMALISERS | {"normalize", "cosine_similarity"}
 UNBOUNDED = ("loc", "logits", "df", "validate_args", "total_count")

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import SPECTRAL
 from firstnan.repair.context import FailureContext, remedies_for
-from firstnan.repair.edits import insert_before, parenthesized, replace_node
 from firstnan.repair.guards import failing_operation
-from firstnan.repair.source import SourceFile
+from firstnan.repair.source import SourceFile, insert_before, parenthesized, replace_node
 
 FACTORED = (
     "cholesky",

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from firstnan.records import Edit
 from firstnan.repair.context import Location, SourceFiles
-from firstnan.repair.edits import parenthesized, replace_node
-from firstnan.repair.source import Function, SourceFile, literal_value, parameter_names
+from firstnan.repair.source import Function, SourceFile, literal_value, parameter_names, parenthesized, replace_node
 
 MOST_LEVELS = 8
 NONFINITE = frozenset(f"{module}.{name}" for module in ("math", "torch", "numpy") for name in ("inf", "nan"))

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.records.operator_families import SOFTMAXES
 from firstnan.repair.context import FailureContext, remedies_for
-from firstnan.repair.edits import insert_before, parenthesized, replace_node
 from firstnan.repair.guards import GuardWriter, failing_operation
 from firstnan.repair.literals import nonfinite_constants
+from firstnan.repair.source import insert_before, parenthesized, replace_node
 
 MOST_OPERATORS = 24
 MOST_EVENTS = 8

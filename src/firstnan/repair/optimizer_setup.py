@@ -7,9 +7,8 @@ from functools import cached_property
 
 from firstnan.records import Edit
 from firstnan.repair.context import FailureContext, Location
-from firstnan.repair.edits import insert_before
 from firstnan.repair.literals import default_of, dictionary_values, format_number
-from firstnan.repair.source import Function, SourceFile, parameter_names
+from firstnan.repair.source import Function, SourceFile, insert_before, parameter_names
 
 
 class OptimizerSetup:

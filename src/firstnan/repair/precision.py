@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.edits import insert_after, parenthesized, replace_node
 from firstnan.repair.literals import format_number, scale_number
 from firstnan.repair.optimizer_setup import OptimizerSetup, clip
-from firstnan.repair.source import SourceFile, literal_value
+from firstnan.repair.source import SourceFile, insert_after, literal_value, parenthesized, replace_node
 
 BOUNDS = {"float16": 1e3, "float32": 1e15, "bfloat16": 1e15, "float64": 1e100}
 """The largest result: its square still fits, and no healthy number is that large."""

@@ -7,9 +7,16 @@ from collections.abc import Iterator
 
 from firstnan.records import Edit, Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.edits import changed_call, parenthesized, replace_node, set_argument
 from firstnan.repair.guards import failing_operation
-from firstnan.repair.source import Expr, SourceFile, literal_value
+from firstnan.repair.source import (
+    Expr,
+    SourceFile,
+    changed_call,
+    literal_value,
+    parenthesized,
+    replace_node,
+    set_argument,
+)
 
 NLL = ("cross_entropy", "nll_loss")
 LOSSES = (

@@ -9,10 +9,9 @@ from typing import Any
 
 from firstnan.records import Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.edits import replace_node
 from firstnan.repair.literals import format_number, nonfinite_constants, scale_number
 from firstnan.repair.optimizer_setup import OptimizerSetup
-from firstnan.repair.source import Function, SourceFile, literal_value
+from firstnan.repair.source import Function, SourceFile, literal_value, replace_node
 
 PEAKS = {"OneCycleLR": 1, "CyclicLR": 2}
 """Schedules with a peak, and its position among their arguments."""

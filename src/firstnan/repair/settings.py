@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from firstnan.records import Edit, Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.edits import insert_after, parenthesized, replace_node, set_argument
 from firstnan.repair.literals import find_literal, format_number, replace_number, scale_number
 from firstnan.repair.optimizer_setup import OptimizerSetup, clip
-from firstnan.repair.source import SourceFile
+from firstnan.repair.source import SourceFile, insert_after, parenthesized, replace_node, set_argument
 
 RATES = ("lr", "learning_rate", "rate", "step_size", "eta")
 UPDATES = ("add_", "sub_", "addcdiv_", "addcmul_")

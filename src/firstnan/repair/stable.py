@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import CARRIERS
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.edits import delete_statement, parenthesized, replace_node
 from firstnan.repair.guards import failing_operation
-from firstnan.repair.source import Expr, SourceFile, literal_value
+from firstnan.repair.source import Expr, SourceFile, delete_statement, literal_value, parenthesized, replace_node
 
 
 @dataclass

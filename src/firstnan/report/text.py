@@ -1,13 +1,14 @@
-"""A report as one screen of text, plain or colored."""
+"""The report as one screen of text, with its tensors and its history."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import shutil
-from collections.abc import Iterable
-from typing import TextIO
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -15,14 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from firstnan.diagnose.causes import catalogue
-from firstnan.records import Cause, Origin, Remedy, Report
+from firstnan.records import Cause, NaNEvent, Origin, Remedy, Report, TensorStat, encode
 from firstnan.records.errors import NonFiniteError
-from firstnan.records.words import count, headline, short_path
-from firstnan.report import history, words
-from firstnan.report.chars import Charset
-from firstnan.report.diff import shown
-from firstnan.report.source import TAB, source_lines
-from firstnan.report.tensors import scalars_line, short_dtype, tensor_facts, witness_line
+from firstnan.records.words import count, headline, kind, number, short_path
+from firstnan.report import words
+from firstnan.report.source import TAB, shown, source_lines
+from firstnan.report.words import Charset
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
@@ -155,10 +154,10 @@ class _Page:
         yield from self._samples()
         if path := words.path_line(report):
             yield "path", self._text(path)
-        if rows := history.history_rows(report):
-            yield "history", self._text(history.history_head(report))
+        if rows := history_rows(report):
+            yield "history", self._text(history_head(report))
             for name, values, growth in rows:
-                spark = history.sparkline(values, self.chars.spark)
+                spark = sparkline(values, self.chars.spark)
                 yield "history", Text.assemble(f"{name:<12}", (spark, "magenta"), f"  {growth}")
         yield from self._layers()
 
@@ -176,7 +175,7 @@ class _Page:
 
     def _layers(self) -> Rows:
         """The first bad layer, and the layers that grew."""
-        if first := history.first_bad_layer(self.report):
+        if first := first_bad_layer(self.report):
             yield "layers", self._text(first)
         tracks = [t for t in self.report.history.layers if t.max_abs][: MOST["layers"]]
         names = [self._path_end(t.layer) for t in tracks]
@@ -185,8 +184,8 @@ class _Page:
         for name, track in zip(names, tracks, strict=True):
             values = track.max_abs[-most:]
             head = f"{name}{' ' * (widest - cell_len(name))}  {track.phase:<8}  "
-            spark = history.sparkline(values, self.chars.spark)
-            yield "layers", Text.assemble(head, (spark, "magenta"), f"  {history.growth(values)}")
+            spark = sparkline(values, self.chars.spark)
+            yield "layers", Text.assemble(head, (spark, "magenta"), f"  {growth(values)}")
 
     def _path_end(self, path: str, most: int = 28) -> str:
         """A layer's path, cut at the start: its end says more."""
@@ -285,3 +284,154 @@ class _Page:
             yield "note", self._text(note)
         if len(notes) > MOST["notes"]:
             yield "note", Text(f"and {len(notes) - MOST['notes']} more in the JSON", style="dim")
+
+
+GROWTH = frozenset(
+    ("divergence_lr", "exploding_gradient", "overflow", "exp_overflow", "low_precision_overflow", "optimizer_overflow")
+)
+"""Causes that the steps before help to explain."""
+
+
+def history_head(report: Report) -> str:
+    """`steps 0 to 11, SGD, lr 10, momentum 0.9`."""
+    history = report.history
+    words = [f"steps {history.steps[0].step} to {history.steps[-1].step}", history.optimizer]
+    words += [
+        f"{name} {argument(value)}" for name, value in history.settings[:4] if value is not None and value is not False
+    ]
+    return ", ".join(w for w in words if w)
+
+
+def history_rows(report: Report, most: int = 40) -> list[tuple[str, list[float], str]]:
+    """(name, values, `first -> last`) of what grew in the steps before, if the cause is one of growth."""
+    steps = report.history.steps[-most:]
+    if len(steps) < 3 or report.cause is None or report.cause.slug not in GROWTH:
+        return []
+    rows = []
+    for name, key in (("loss", "loss"), ("grad norm", "grad_norm"), ("param norm", "param_norm"), ("lr", "lr")):
+        values = [v for v in (getattr(step, key) for step in steps) if v is not None]
+        if len(values) >= 3 and _grew(values):
+            rows.append((name, values, growth(values)))
+    return rows
+
+
+def first_bad_layer(report: Report) -> str:
+    """The first layer that read or wrote a non-finite value in the failing step, if layers were watched."""
+    events = [e for e in report.events if e.kind == "nonfinite" and e.layer and e.what in ("input", "output")]
+    return next((f"first bad: {_layer_event(e)}" for e in events if e.step == report.step), "")
+
+
+def _layer_event(event: NaNEvent) -> str:
+    """`encoder.1 (Linear), output[0], NaN 3 of 512, first at [0, 2]`."""
+    stat = event.tensor
+    inside = stat.name if stat and stat.name.startswith(("[", ".")) else ""
+    of_gradient = "gradient of its " if event.phase == "backward" else ""
+    words = [event.layer + (f" ({event.layer_type})" if event.layer_type else "")]
+    words += [f"call {event.call}"] if event.call else []
+    words += [f"{of_gradient}{event.what}{inside}", bad_elements(stat) if stat and stat.bad else kind(stat)]
+    return ", ".join(words)
+
+
+def _grew(values: Sequence[float]) -> bool:
+    """Whether there is a change worth drawing: at least twofold."""
+    sizes = [abs(v) for v in values if math.isfinite(v)]
+    return bool(sizes) and max(sizes) >= 2 * min(sizes) > 0
+
+
+def growth(values: Sequence[float]) -> str:
+    """The first, the last finite and the last value, each once."""
+    finite = [v for v in values if math.isfinite(v)]
+    marks = [*finite[:1], *finite[1:][-1:]] + ([] if math.isfinite(values[-1]) else [values[-1]])
+    return " -> ".join(number(v) for v in marks)
+
+
+def sparkline(values: Sequence[float], levels: str) -> str:
+    """One character per value, from the lowest to the highest of `levels`; logarithmic if they span decades."""
+    finite = [v for v in values if math.isfinite(v)]
+    if finite and min(finite) > 0 and max(finite) / min(finite) > 100:
+        values = [math.log10(v) if math.isfinite(v) else v for v in values]
+        finite = [v for v in values if math.isfinite(v)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    # Halved first: the distance between two huge numbers of opposite sign can exceed the range of float.
+    span = high / 2 - low / 2
+    marks = []
+    for v in values:
+        share = (v / 2 - low / 2) / span if span > 0 and math.isfinite(v) else 0.0
+        marks.append(levels[min(int(share * len(levels)), len(levels) - 1)] if math.isfinite(v) else "!")
+    return "".join(marks)
+
+
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+_RESULTS = ("result", "output", "out")
+
+
+def short_dtype(name: str) -> str:
+    """`f32` for `torch.float32`."""
+    name = name.removeprefix("torch.")
+    letters = name.rstrip("0123456789")
+    return _DTYPES.get(letters, letters) + name[len(letters) :] if len(letters) < len(name) else name
+
+
+def tensor_facts(stat: TensorStat) -> list[str]:
+    """What is known about the values of a tensor, the most important first."""
+    spread = _spread(stat)
+    if stat.bad:
+        return [bad_elements(stat), *([f"the rest {spread}"] if spread else [])]
+    if not stat.numel:
+        return ["no elements"]
+    facts = [spread] if spread else []
+    if (stat.zeros or stat.negative) and stat.min != stat.max:
+        facts.append(f"zeros {stat.zeros}  negative {stat.negative}")
+    if stat.smallest and stat.smallest < 1e-6:
+        facts.append(f"smallest {number(stat.smallest)}")
+    if stat.binary and stat.min != stat.max:
+        facts.append("only 0 and 1")
+    return facts
+
+
+def _spread(stat: TensorStat) -> str:
+    if stat.min is None or stat.max is None:
+        return ""
+    if stat.min == stat.max:
+        return number(stat.min) if stat.numel - stat.bad == 1 else f"all {number(stat.min)}"
+    return f"{number(stat.min)} … {number(stat.max)}"
+
+
+def bad_elements(stat: TensorStat) -> str:
+    """`NaN 3, Inf 1 of 512, first at [0, 2]`."""
+    if stat.numel == 1:
+        return kind(stat)
+    kinds = [f"{name} {n}" for name, n in (("NaN", stat.nan), ("Inf", stat.posinf), ("-Inf", stat.neginf)) if n]
+    first = f", first at {list(stat.first_index)}" if stat.first_index and stat.bad < stat.numel else ""
+    if stat.bad == stat.numel and len(kinds) == 1:
+        return f"{kind(stat)}, all {stat.numel}"
+    return f"{', '.join(kinds)} of {stat.numel}{first}"
+
+
+def witness_line(origin: Origin) -> str:
+    """The values at the first bad element: `at [6, 3]: self = -0.499 -> nan`."""
+    pairs = list(origin.event.witness[:8]) if origin.event else []
+    if not pairs:
+        return ""
+    produced = origin.produced
+    results = (*_RESULTS, produced.name) if produced else _RESULTS
+    result = f" -> {number(pairs.pop()[1])}" if pairs[-1][0] in results else ""
+    at = f"at {list(produced.first_index)}: " if produced and produced.first_index else ""
+    read = ", ".join(f"{name} = {number(value)}" for name, value in pairs)
+    return f"{at}{read}{result}"
+
+
+def scalars_line(origin: Origin) -> str:
+    """The operator's arguments other than tensors: `with dim = -1, eps = 1e-05`."""
+    pairs = [(n, v) for n, v in origin.event.scalars if v is not None][:6] if origin.event else []
+    return "with " + ", ".join(f"{name} = {argument(value)}" for name, value in pairs) if pairs else ""
+
+
+def argument(value: Any) -> str:
+    """The value of an argument, the same for a new report and for a loaded one."""
+    value = encode(value)
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(argument(v) for v in value[:8]) + (", …]" if len(value) > 8 else "]")
+    return str(value)[:60]

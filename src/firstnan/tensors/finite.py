@@ -1,8 +1,10 @@
-"""Whether tensors are finite, and their statistics, at memory speed."""
+"""Finite or not, statistics and versions of tensors, at memory speed."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -262,3 +264,26 @@ def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str
 
 def _package(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
+
+
+class TensorVersion:
+    """The version of a plain tensor at one moment. Holds no reference to the tensor."""
+
+    __slots__ = ("_address", "_number", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version, self._address = tensor._version, tensor.data_ptr()
+        self._number = _first_number(self._address) if self._address else None
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether this is the same tensor, not written to since."""
+        if self._tensor() is not tensor or self._version != tensor._version:
+            return False
+        # A write through `.data` does not change the version, but it replaces the memory or changes all values.
+        address = tensor.data_ptr()
+        return self._address == address and (not address or self._number == _first_number(address))
+
+
+def _first_number(address: int) -> float:
+    return ctypes.c_float.from_address(address).value

@@ -1,15 +1,14 @@
-"""Names of parameters, buffers and modules, in models that are given or found in the process."""
+"""What tensors are called: the models of a program, found without its help, and the names inside them."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-
-from firstnan.tensors.live_objects import find_live_objects
 
 # Prefixes that wrappers (compile, data parallel, checkpointing) add to every name.
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -92,3 +91,17 @@ def readable_path(name: str) -> str:
     while parts and parts[0] in _WRAPPERS:
         parts = parts[1:]
     return ".".join(p for p in parts if p not in _WRAPPERS[2:] and p != "_orig_mod")
+
+
+def find_live_objects(*kinds: type) -> list[Any]:
+    """Every object of these types and their subclasses (slow: it visits all objects)."""
+    # Compared by identity: `issubclass` is several times slower, and some types cannot be hashed.
+    types = {id(t) for kind in kinds for t in _with_subclasses(kind)}
+    return [thing for thing in gc.get_objects() if id(type(thing)) in types]
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    found = [kind]
+    for derived in found:
+        found += type.__subclasses__(derived)
+    return found

@@ -23,13 +23,11 @@ from firstnan.observe.sites import Ownership
 from firstnan.records import Role, Trace
 from firstnan.tensors.finite import extremes, readable, surely_finite
 from firstnan.tensors.names import Parts
-from firstnan.tensors.safe_updates import is_safe
-from firstnan.tracing.compare import fingerprint
-from firstnan.tracing.examine import examine, numbers_in
-from firstnan.tracing.float64_check import in_float64
+from firstnan.tensors.optimizers import is_safe
+from firstnan.tracing.examine import examine, in_float64, numbers_in
 from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo, arguments_keep_finite, info, tensors_of
-from firstnan.tracing.recording import Raw, Read, to_trace
+from firstnan.tracing.recording import Raw, Read, fingerprint, to_trace
 
 _MAX_RAISED = 16
 _SMALL = 1 << 14  # Elements; up to this size an argument is copied before an in-place operator overwrites it.

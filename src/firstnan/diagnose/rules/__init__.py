@@ -5,28 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from firstnan.diagnose.causes import catalogue
-from firstnan.diagnose.rules import (
-    data,
-    derivatives,
-    division,
-    domain,
-    linalg,
-    optimizer,
-    overflow,
-    reductions,
-    softmax,
-)
+from firstnan.diagnose.rules import data, derivatives, forward, overflow
 from firstnan.diagnose.rules.base import RULES
-from firstnan.diagnose.rules.failure import Failure
+from firstnan.diagnose.rules.failure import Failure, nonfinite
 from firstnan.diagnose.rules.growth import growth
 from firstnan.diagnose.rules.transient import transient
 from firstnan.diagnose.rules.user_rules import rule
-from firstnan.diagnose.rules.wording import nonfinite
 from firstnan.records import Cause, History, Origin, Trace
 
 __all__ = ["explain", "from_history", "rule", "transient"]
 
-RULE_MODULES = (data, derivatives, division, domain, linalg, optimizer, overflow, reductions, softmax)
+RULE_MODULES = (data, derivatives, forward, overflow)
 """Imported for the rules that they register."""
 
 SECOND = 0.6

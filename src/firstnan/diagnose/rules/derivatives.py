@@ -18,9 +18,7 @@ import math
 from collections.abc import Collection
 
 from firstnan.diagnose.rules.base import Finding, rule
-from firstnan.diagnose.rules.failure import Failure, has_zero
-from firstnan.diagnose.rules.provenance import why_zero
-from firstnan.diagnose.rules.wording import counted, describe
+from firstnan.diagnose.rules.failure import Failure, counted, describe, has_zero, why_zero
 from firstnan.records import OpEvent, Phase
 from firstnan.records.operator_families import (
     ARCS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from firstnan.records import Noticed, TensorStat, encode
-from firstnan.report.tensors import tensor_facts
+from firstnan.report.text import tensor_facts
 
 _SHOWN = 8
 """At most this many are listed; the rest are counted."""

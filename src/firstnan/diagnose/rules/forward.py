@@ -1,0 +1,520 @@
+"""Operators that turn finite numbers into non-finite ones: divisions, domains, matrices, empty reductions, masks."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from firstnan.diagnose.rules.base import ANY, ELSEWHERE, Finding, rule
+from firstnan.diagnose.rules.failure import Failure, counted, has_zero, why_zero
+from firstnan.records import TensorStat
+from firstnan.records.operator_families import (
+    ADDITIONS,
+    ATTENTION,
+    CHOLESKY,
+    DETERMINANTS,
+    DIVISIONS,
+    INVERSE_FUNCTIONS,
+    JOINS,
+    LABEL_PICKS,
+    LOGS,
+    MATRIX_ALGORITHMS,
+    MEANS,
+    NEGATIVE_LIKELIHOODS,
+    NORMALISERS,
+    POLES,
+    POWERS,
+    PRODUCTS,
+    ROOTS,
+    SOFTMAXES,
+    SOLVERS,
+    SPREADS,
+    SUMS,
+    words,
+)
+from firstnan.records.words import number
+
+ELEMENTWISE = ADDITIONS | {"div"}
+WEIGHT_NORM = "weight_norm_interface"
+
+
+@rule("zero_over_zero", elsewhere=ELSEWHERE)
+def zero_over_zero(failure: Failure) -> Finding | None:
+    if failure.op not in DIVISIONS or not failure.nan:
+        return None
+    top, bottom = DIVISIONS[failure.op]
+    if not top or not failure.zero_at(bottom) or not failure.zero_at(top):
+        return None
+    reason = why_zero(failure.trace, failure.event, bottom) or " Nothing keeps the denominator away from 0."
+    why = f"`{failure.code}` divides 0 by 0 in {counted(failure.nan)}, and 0/0 is NaN.{reason}"
+    return Finding(why, 0.95, failure.input_lines(top, bottom))
+
+
+@rule("zero_over_zero", title="Normalising equal values")
+def normalise_constant(failure: Failure) -> Finding | None:
+    if failure.op not in NORMALISERS | {WEIGHT_NORM} or not failure.nan or failure.fed_by_nonfinite:
+        return None
+    eps = failure.scalar("eps")
+    if eps is None and failure.op == WEIGHT_NORM:
+        eps = 0.0
+    if eps is None or eps > 1e-30:
+        return None
+    why = (
+        f"`{failure.code}` divides by a spread or norm of 0, with eps = {number(eps)}. Equal values then give "
+        f"0/0: {counted(failure.nan)} became NaN."
+    )
+    return Finding(why, 0.9, failure.input_lines())
+
+
+@rule("div_by_zero", elsewhere=ELSEWHERE)
+def div_by_zero(failure: Failure) -> Finding | None:
+    if failure.op not in DIVISIONS or not (failure.inf or failure.op in ("fmod", "remainder")):
+        return None
+    top, bottom = DIVISIONS[failure.op]
+    if not failure.zero_at(bottom):
+        return None
+    numerator = f"{number(failure.at(top))} " if top and failure.at(top) is not None else ""
+    became = f"{counted(failure.inf)} became infinite" if failure.inf else f"{counted(failure.nan)} became NaN"
+    reason = why_zero(failure.trace, failure.event, bottom)
+    why = f"`{failure.code}` divides {numerator}by exactly 0: {became}.{reason}"
+    return Finding(why, 0.94, failure.input_lines(*(n for n in (top, bottom) if n)))
+
+
+@rule("zero_times_inf", elsewhere=ELSEWHERE)
+def zero_times_inf(failure: Failure) -> Finding | None:
+    if failure.op not in PRODUCTS or not failure.nan or failure.event is None or failure.reads_nan:
+        return None
+    constant, seen = failure.scalar("other", "value"), failure.read_at.values()
+    infinite = constant in (math.inf, -math.inf) or any(t.inf for t in failure.tensors)
+    zero = constant == 0 or (0 in seen if seen else any(has_zero(t) for t in failure.tensors))
+    if not infinite or not zero:
+        return None
+    why = (
+        f"`{failure.code}` multiplies infinity by 0 in {counted(failure.nan)}, and 0 * inf is NaN. A mask of "
+        "infinities must be filled in or added, never multiplied."
+    )
+    return Finding(why, 0.92, failure.input_lines())
+
+
+@rule("inf_minus_inf")
+def inf_minus_inf(failure: Failure) -> Finding | None:
+    infinite, seen = sum(t.inf for t in failure.tensors), failure.read_at.values()
+    if failure.op not in ELEMENTWISE | SUMS | SPREADS | {"cumsum"} or not failure.nan:
+        return None
+    if not infinite or failure.reads_nan:
+        return None
+    if seen and failure.op in ELEMENTWISE and not any(math.isinf(v) for v in seen):
+        return None  # the infinities are at other elements
+    kind = "divides one infinity by another" if failure.op == "div" else "subtracts one infinity from another"
+    why = (
+        f"`{failure.code}` reads {counted(infinite, 'infinite element')} and {kind}. The result is undefined: "
+        f"{counted(failure.nan)} became NaN."
+    )
+    return Finding(why, 0.6, failure.input_lines())
+
+
+@rule("inf_minus_inf", title="Operator undefined for infinity")
+def undefined_for_infinity(failure: Failure) -> Finding | None:
+    if failure.event is None or not failure.event.nan_from_inf or failure.reads_nan:
+        return None
+    infinite = counted(sum(t.inf for t in failure.tensors), "infinite element")
+    why = (
+        f"`{failure.code}` reads {infinite}, and {failure.op} is undefined for infinity: {counted(failure.nan)} became "
+        "NaN. The infinity itself looks intentional, as in a mask."
+    )
+    return Finding(why, 0.2, failure.input_lines())
+
+
+def _logarithm(failure: Failure, edge: float) -> str:
+    return "takes the logarithm of" if edge == 0 else f"evaluates {failure.op} at"
+
+
+@rule("log_of_zero", elsewhere=ELSEWHERE)
+def log_of_zero(failure: Failure) -> Finding | None:
+    if failure.op not in LOGS or not failure.inf:
+        return None
+    name, edge = LOGS[failure.op]
+    value, stats = failure.at(name), failure.stats(name)
+    touched = any(edge in (s.min, s.max) or (edge == 0 and s.zeros) for s in stats) if value is None else value == edge
+    if not touched and stats:
+        return None
+    count = sum(s.zeros for s in stats) if edge == 0 else 0
+    reason = why_zero(failure.trace, failure.event, name) if edge == 0 else ""
+    why = (
+        f"`{failure.code}` {_logarithm(failure, edge)} exactly {number(edge)} in {counted(count or failure.inf)}, "
+        f"which gives -inf.{reason} The infinity then spreads to the loss and the gradients."
+    )
+    return Finding(why, 0.95 if touched else 0.7, failure.input_lines(name))
+
+
+@rule("log_of_negative", elsewhere=ELSEWHERE)
+def log_of_negative(failure: Failure) -> Finding | None:
+    if failure.op not in LOGS or not failure.nan:
+        return None
+    name, edge = LOGS[failure.op]
+    if not failure.negative_at(name, edge):
+        return None
+    why = (
+        f"`{failure.code}` {_logarithm(failure, edge)} numbers down to {number(failure.lowest(name))}, but it is "
+        f"only defined above {number(edge)}. {counted(failure.nan)} became NaN."
+    )
+    return Finding(why, 0.95, failure.input_lines(name))
+
+
+@rule("log_of_negative", title="Log-determinant of a negative determinant")
+def logdet_of_negative(failure: Failure) -> Finding | None:
+    # logdet is slogdet, eq(sign, -1), scalar_tensor(nan), where: the NaN is a constant that torch itself selects.
+    if failure.op != "where" or not failure.nan or not any(e.op in DETERMINANTS for e in failure.feeding(3)):
+        return None
+    why = (
+        f"The determinant in `{failure.code}` is negative for {counted(failure.nan, 'matrix', 'matrices')}. A negative "
+        "number has no real logarithm, so torch returns NaN."
+    )
+    return Finding(why, 0.97)
+
+
+@rule("log_of_zero", title="Log-determinant of a singular matrix")
+def logdet_of_singular(failure: Failure) -> Finding | None:
+    if failure.op != "slogdet" or not failure.inf or failure.fed_by_nonfinite:
+        return None
+    why = (
+        f"The determinant in `{failure.code}` is exactly 0 for {counted(failure.inf, 'matrix', 'matrices')}, and its "
+        "logarithm is -inf. The matrix is singular: a row or column is zero or a combination of others."
+    )
+    return Finding(why, 0.8, failure.input_lines())
+
+
+@rule("sqrt_of_negative", elsewhere=ELSEWHERE)
+def sqrt_of_negative(failure: Failure) -> Finding | None:
+    name = "running_var" if failure.op in NORMALISERS else "self"
+    if failure.op not in ROOTS | NORMALISERS or not failure.nan or not failure.negative_at(name):
+        return None
+    lowest = failure.lowest(name)
+    small = lowest is not None and lowest > -1e-3
+    tail = (
+        " Such a small negative number is usually a rounding error in a difference that should be 0." if small else ""
+    )
+    why = (
+        f"`{failure.code}` takes the square root of {number(lowest)}. A negative number has no real root: "
+        f"{counted(failure.nan)} became NaN.{tail}"
+    )
+    return Finding(why, 0.95, failure.input_lines(name))
+
+
+@rule("pow_of_zero", elsewhere=ELSEWHERE)
+def pow_of_zero(failure: Failure) -> Finding | None:
+    if (
+        failure.op not in POWERS
+        or not failure.inf
+        or not failure.negative_at("exponent")
+        or not failure.zero_at("self")
+    ):
+        return None
+    why = (
+        f"`{failure.code}` raises 0 to the power {number(failure.at('exponent'))}. A negative power divides by "
+        f"its base: {counted(failure.inf)} became infinite.{why_zero(failure.trace, failure.event, 'self')}"
+    )
+    return Finding(why, 0.95, failure.input_lines("self"))
+
+
+@rule("pow_of_negative", elsewhere=ELSEWHERE)
+def pow_of_negative(failure: Failure) -> Finding | None:
+    if failure.op not in POWERS or not failure.nan or not failure.negative_at("self"):
+        return None
+    exponent, base = failure.at("exponent"), failure.at("self")
+    if exponent is not None and exponent.is_integer():
+        return None
+    shown = number(base if base is not None else failure.lowest("self"))
+    power = "a fractional power" if exponent is None else f"the power {number(exponent)}"
+    why = (
+        f"`{failure.code}` raises {shown} to {power}. A negative base has no real fractional power: "
+        f"{counted(failure.nan)} became NaN."
+    )
+    return Finding(why, 0.95, failure.input_lines("self"))
+
+
+@rule("sqrt_of_negative")
+def half_power_of_negative(failure: Failure) -> Finding | None:
+    found = pow_of_negative(failure) if failure.at("exponent") in (0.5, -0.5) else None
+    return Finding(found.why, 0.5, found.evidence) if found else None
+
+
+@rule("arc_out_of_domain", elsewhere=ELSEWHERE)
+def arc_out_of_domain(failure: Failure) -> Finding | None:
+    if not failure.nan or failure.op not in INVERSE_FUNCTIONS:
+        return None
+    low, high = INVERSE_FUNCTIONS[failure.op]
+    value = failure.at("self")
+    seen = (failure.lowest("self"), failure.highest("self")) if value is None else (value,)
+    outside = [v for v in seen if v is not None and not low <= v <= high]
+    if not outside:
+        return None
+    worst = max(outside, key=lambda v: max(low - v, v - high))
+    excess = min(abs(worst - low), abs(worst - high))
+    why = (
+        f"`{failure.code}` evaluates {failure.op} at {worst:.8g}, but it is only defined from {number(low)} to "
+        f"{number(high)}. "
+    ) + (f"The excess of {number(excess)} is a rounding error." if excess < 1e-3 else "The result is NaN.")
+    return Finding(why, 0.95, failure.input_lines("self"))
+
+
+@rule("pole", elsewhere=ELSEWHERE)
+def pole(failure: Failure) -> Finding | None:
+    if not failure.bad or failure.fed_by_nonfinite:
+        return None
+    value = failure.at("self")
+    if failure.op in INVERSE_FUNCTIONS:
+        edges = INVERSE_FUNCTIONS[failure.op]
+        hit = failure.inf > 0 and (value is None or value in edges)
+        unknown = f"{number(edges[0])} or {number(edges[1])}"
+    else:
+        hit = failure.op in POLES and (value is None or failure.op == "tan" or (value <= 0 and value.is_integer()))
+        unknown = "0 or a negative integer"
+    if not hit:
+        return None
+    where = unknown if value is None else f"exactly {number(value)}"
+    why = (
+        f"`{failure.code}` evaluates {failure.op} at {where}, where the function goes to infinity. "
+        f"{counted(failure.bad)} became non-finite."
+    )
+    return Finding(why, 0.93, failure.input_lines("self"))
+
+
+MATRIX_ERROR = re.compile(
+    r"linalg|converge|decompos|factori[sz]|\b(svd|eigh?|eigen\w*|cholesky|lapack|magma)\b", re.IGNORECASE
+)
+"""What torch and LAPACK say about a matrix that they could not handle."""
+
+
+@rule("not_positive_definite", phases=ANY)
+def not_positive_definite(failure: Failure) -> Finding | None:
+    said_so = re.search("positive[- ]definite", failure.raised)
+    if failure.phase == "backward" or not (said_so or failure.op in CHOLESKY):
+        return None
+    why = (
+        f"`{failure.code}` needs a positive definite matrix, but this one has an eigenvalue of 0 or below. Rounding "
+        "alone can do that to a covariance of too few or nearly equal rows."
+    )
+    return Finding(why, 0.96, failure.raised_lines() + failure.input_lines())
+
+
+@rule("not_positive_definite")
+def determinant_not_positive(failure: Failure) -> Finding | None:
+    near = {failure.op} | {e.op for e in failure.feeding(3)}
+    if failure.op not in ("where", "slogdet") or "slogdet" not in near or not failure.bad:
+        return None
+    why = (
+        f"`{failure.code}` takes the log-determinant of a matrix whose determinant is not positive. If the matrix "
+        "should be a covariance, it is not positive definite."
+    )
+    return Finding(why, 0.6, failure.input_lines())
+
+
+@rule("singular_matrix", phases=ANY)
+def singular_matrix(failure: Failure) -> Finding | None:
+    solved = failure.op in SOLVERS and not failure.fed_by_nonfinite
+    if failure.phase == "backward":
+        fits = solved and failure.derivative_of(SOLVERS | DETERMINANTS | CHOLESKY)
+    else:
+        fits = "singular" in failure.raised or (solved and failure.bad > 0)
+    if not fits:
+        return None
+    why = (
+        f"`{failure.code}` has to invert a matrix that has no inverse. A row or column is zero or a combination of "
+        "others, so the solver divides by 0."
+    )
+    return Finding(why, 0.94, failure.raised_lines() + failure.input_lines())
+
+
+@rule("decomposition_failed", phases=ANY)
+def decomposition_failed(failure: Failure) -> Finding | None:
+    algebra = "linalg" in failure.origin.aten or failure.op in MATRIX_ALGORITHMS
+    if not failure.raised or not (algebra or MATRIX_ERROR.search(failure.raised)):
+        return None
+    why = f"`{failure.code}` raised an error instead of returning a value. torch said: {failure.raised}"
+    return Finding(why, 0.3, failure.input_lines())
+
+
+def _reduced(failure: Failure, stat: TensorStat) -> int | None:
+    """How many elements each result was computed from; None if that is not known."""
+    dim = failure.scalar("dim")
+    if isinstance(dim, int):
+        dim = [dim]
+    if dim:
+        if not all(isinstance(d, int) and -len(stat.shape) <= d < len(stat.shape) for d in dim):
+            return None
+        return math.prod(int(stat.shape[d]) for d in dim)
+    made = failure.made
+    return stat.numel // made.numel if made and made.numel and stat.numel % made.numel == 0 else stat.numel
+
+
+def _is_mask(stat: TensorStat | None) -> bool:
+    return stat is not None and (stat.binary or stat.dtype == "bool")
+
+
+@rule("empty_reduction")
+def empty_reduction(failure: Failure) -> Finding | None:
+    empty = [t for t in failure.tensors if t.numel == 0 or (failure.op in SPREADS and _reduced(failure, t) == 0)]
+    if failure.op not in MEANS | SPREADS or not failure.bad or not empty:
+        return None
+    why = (
+        f"`{failure.code}` reduces a tensor of shape {list(empty[0].shape)}, which has no elements in this batch. The "
+        "mean of zero elements is 0/0."
+    )
+    return Finding(why, 0.97, failure.input_lines())
+
+
+@rule("empty_reduction", title="Every target in the batch is ignored")
+def all_ignored(failure: Failure) -> Finding | None:
+    # nll_loss divides by its second output, the summed weight of the targets that count.
+    if failure.op not in NEGATIVE_LIKELIHOODS or not failure.nan or failure.fed_by_nonfinite:
+        return None
+    outputs = failure.event.outputs if failure.event else ()
+    if len(outputs) > 1 and outputs[1].max not in (0, None):
+        return None
+    target, ignore = failure.stat("target"), failure.scalar("ignore_index")
+    detail = "this batch has none"
+    if target is not None and target.min == target.max == ignore:
+        detail = f"all targets of this batch equal ignore_index = {ignore}"
+    why = (
+        f"`{failure.code}` averages over the targets that count, and {detail}. It divides by their total weight, which "
+        "is 0, so the loss is NaN."
+    )
+    return Finding(why, 0.95, failure.input_lines("target", "weight"))
+
+
+@rule("empty_reduction")
+def empty_count(failure: Failure) -> Finding | None:
+    bottom = DIVISIONS.get(failure.op, ("", ""))[1]
+    if not bottom or not failure.nan or not failure.zero_at(bottom):
+        return None
+    stat = failure.stat(bottom)
+    counted_mask = any(
+        m.op in ("sum", "count_nonzero") and any(_is_mask(i.stat) for i in m.inputs) for m in failure.makers(bottom)
+    )
+    integer = stat is not None and stat.dtype.startswith("int") and has_zero(stat)
+    if not (counted_mask or integer or isinstance(failure.scalar(bottom), int)):
+        return None
+    why = f"`{failure.code}` divides by a count that is 0 in this batch. There is nothing to average: the mean is 0/0."
+    return Finding(why, 0.6, failure.input_lines(bottom))
+
+
+@rule("single_sample_variance")
+def single_sample_variance(failure: Failure) -> Finding | None:
+    if failure.op not in SPREADS or not failure.nan or failure.fed_by_nonfinite:
+        return None
+    stat = failure.stat("self") or next(iter(failure.tensors), None)
+    count = _reduced(failure, stat) if stat else None
+    given = failure.scalar("correction", "unbiased")
+    correction = 1.0 if given is None else float(given)
+    if count == 0 or (count is not None and count > correction):
+        return None
+    of = "too few elements" if count is None else counted(count)
+    why = (
+        f"`{failure.code}` computes an unbiased {failure.op} of {of}. It divides by the count minus "
+        f"{number(correction)}, which is 0, so the result is NaN."
+    )
+    return Finding(why, 0.97 if count is not None else 0.7, failure.input_lines())
+
+
+@rule("single_sample_variance", title="Covariance of a single observation")
+def single_sample_covariance(failure: Failure) -> Finding | None:
+    # torch.cov ends in div(product, count - correction) with an integer tensor that is 0 for one observation.
+    if failure.op != "div" or not failure.nan or "cov" not in failure.code or not failure.zero_at("other"):
+        return None
+    why = (
+        f"`{failure.code}` computes an unbiased covariance of one observation. It divides by the count minus 1, which "
+        "is 0, so the result is NaN."
+    )
+    return Finding(why, 0.96, failure.input_lines("self", "other"))
+
+
+@rule("ctc_infeasible", elsewhere=1.0)
+def ctc_infeasible(failure: Failure) -> Finding | None:
+    if not (failure.op.startswith("ctc_loss") or failure.derivative_of({"ctc_loss"})) or not failure.bad:
+        return None
+    if any(t.bad for t in failure.stats("log_probs")):
+        return None
+    names = ("input_lengths", "target_lengths")
+    lengths = tuple(f"{n}: {failure.scalar(n)}" for n in names if failure.scalar(n) is not None)
+    why = (
+        f"`{failure.code}` has {counted(failure.bad, 'sequence')} whose target cannot be aligned with its input. CTC "
+        "needs one input frame per label and one more between equal neighbours; an impossible alignment has "
+        "probability 0, so its loss is inf."
+    )
+    return Finding(why, 0.95, lengths + failure.input_lines(*names))
+
+
+LOSS_ARITHMETIC = SUMS | JOINS | ADDITIONS | words("log_softmax logsumexp masked_fill mul neg select where")
+"""What a loss written by hand does with the picked log-probabilities."""
+
+
+def _width(failure: Failure, stat: TensorStat) -> int | None:
+    """How many elements one row of the softmax has."""
+    dim = failure.scalar("dim")
+    dim = dim[0] if isinstance(dim, list | tuple) and dim else dim
+    if not isinstance(dim, int) or not -len(stat.shape) <= dim < len(stat.shape):
+        return None
+    return stat.shape[dim]
+
+
+@rule("fully_masked_softmax", elsewhere=0.5)
+def fully_masked_softmax(failure: Failure) -> Finding | None:
+    if failure.op not in SOFTMAXES | ATTENTION or not failure.nan:
+        return None
+    masked = [t for t in failure.tensors if t.neginf or (t.binary and t.dtype == "bool")]
+    if not masked or any(t.posinf or t.nan for t in failure.tensors):
+        return None
+    width = _width(failure, masked[0])
+    if width is not None and 0 < masked[0].neginf < width:
+        return None
+    rows = counted(failure.nan)
+    if width and failure.nan % width == 0:
+        rows = f"{counted(failure.nan // width, 'row')} of {counted(width, 'entry', 'entries')}"
+    why = (
+        f"`{failure.code}` takes a softmax over a row in which every entry is -inf, which is 0/0. {rows} became NaN: "
+        "probably a sample is all padding, or two masks together cover everything."
+    )
+    return Finding(why, 0.95, tuple(f"{t.name}: {t.neginf} of {t.numel} elements are -inf" for t in masked if t.neginf))
+
+
+@rule("fully_masked_softmax", title="Hand-written softmax over a fully masked row")
+def masked_by_hand(failure: Failure) -> Finding | None:
+    # exp(x - x.max()) over a row of -inf is exp(-inf - -inf).
+    if failure.op not in ("sub", "rsub", "div") or not failure.nan or any(t.posinf or t.nan for t in failure.tensors):
+        return None
+    near = {e.op for e in failure.feeding(4)}
+    if failure.op == "div":
+        # exp(-inf) is 0 everywhere, so the row's sum is 0 too.
+        infinite = any(e.on_purpose or any(o.neginf for o in e.outputs) for e in failure.feeding(6))
+        fits = {"exp", "sum"} <= near and infinite
+    else:
+        fits = bool(near & {"amax", "max", "logsumexp"}) and sum(t.neginf > 0 for t in failure.tensors) >= 2
+    if not fits:
+        return None
+    why = (
+        f"`{failure.code}` is part of a hand-written softmax over a row in which every entry is -inf. Such a row has "
+        f"no finite maximum and its exponentials sum to 0: {counted(failure.nan)} became NaN."
+    )
+    return Finding(why, 0.96 if failure.op == "div" else 0.9, failure.input_lines())
+
+
+@rule("masked_label")
+def masked_label(failure: Failure) -> Finding | None:
+    if failure.op not in LABEL_PICKS | LOSS_ARITHMETIC or not failure.inf or failure.nan or failure.reads_nan:
+        return None
+    if failure.event is not None and failure.event.born:
+        return None
+    masked = sum(t.neginf for t in failure.tensors)
+    intended = masked > 0 or (failure.event is not None and failure.event.on_purpose)
+    if any(t.posinf for t in failure.tensors):  # minus a log-probability that is masked further back
+        masked = next((o.neginf for e in failure.feeding() if e.on_purpose for o in e.outputs if o.neginf), 0)
+        intended = masked > 0
+    if not intended:
+        return None
+    entries = f" ({counted(masked, 'masked entry', 'masked entries')})" if masked else ""
+    why = (
+        f"`{failure.code}` picks the log-probability of a class that is masked with -inf{entries}. The loss is "
+        "infinite because the mask and the labels contradict each other."
+    )
+    return Finding(why, 0.9 if failure.op in LABEL_PICKS else 0.6, failure.input_lines())
