@@ -132,6 +132,29 @@ def test_imports_point_up_the_table(path: Path) -> None:
     assert list(breaches(path, ROOMS)) == []
 
 
+OWNED = {  # what other rooms hold of a room, by the names they hold it under
+    "gate": {"gate", "_gate", "reads", "steps", "call_sites"},
+    "tracing": {"tracer"},
+    "observe": {"hooks", "layers"},
+    "engine": {"session", "microscope", "handouts", "live", "journal", "recovery", "calls"},
+}
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_nobody_outside_a_room_writes_its_fields(path: Path) -> None:
+    foreign = set().union(*(names for room, names in OWNED.items() if room != room_of(path)))
+    written = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else targets
+        for target in [t for one in targets for t in ast.walk(one) if isinstance(t, ast.Attribute)]:
+            owner = target.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            if name in foreign and isinstance(target.ctx, ast.Store):
+                written.append(f"line {node.lineno}: {ast.unparse(target)}")  # type: ignore[attr-defined]
+    assert written == []
+
+
 def test_table_names_only_known_packages() -> None:
     assert set().union(*ROOMS.values()) <= {"torch", "rich", "safetensors", "jinja2"}
 

@@ -680,7 +680,7 @@ def test_a_part_without_gradients_belongs_to_the_step_of_the_whole() -> None:
 def test_other_threads_count_for_themselves_and_only_the_training_thread_is_in_the_step() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with watching(model) as (watch, sink):
-        watch.training_thread = threading.get_ident()
+        watch.train_in(threading.get_ident())
         barrier = threading.Barrier(4)
 
         def work(bad: bool) -> None:
@@ -830,7 +830,7 @@ def test_nothing_is_read_while_paused() -> None:
     model, bad = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.full((2, 4), torch.nan)
     with watching(model) as (watch, sink):
         paused = True
-        watch.is_paused = lambda: paused
+        watch.pause_while(lambda: paused)
         with CountReads() as mode:
             model(bad).sum().backward()
             model[0](bad).sum().backward()

@@ -55,7 +55,7 @@ def _suspects(batch: Any, indices: list[Any]) -> list[Any]:
 
 def _fetch(dataset: Any, index: Any, ownership: Ownership) -> tuple[Origin, Trace] | None:
     tracer, lines = Tracer(ownership), LineWatch(ownership)
-    tracer.region = "data"
+    tracer.at(region="data")
     try:
         with tracer, lines.watching():
             sample = dataset[index]

@@ -74,11 +74,9 @@ class Microscope:
         # Compiled functions run uncompiled; but do not load the compiler just for that.
         self._call_off = when_imported("torch._dynamo", self._force_eager)
         self.tracer = tracer = Tracer(self.ownership)
-        tracer.step = self.gate.steps.current
-        tracer.looks_for_training = True
+        tracer.at(step=self.gate.steps.current, looks_for_training=True)
         if in_step:
-            tracer.region = "step"
-            tracer.marks = True  # It may be replayed once more, to compare.
+            tracer.at(region="step", marks=True)  # It may be replayed once more, to compare.
             self.name_tensors()
         tracer.start()
         return tracer
@@ -159,24 +157,25 @@ class LiveTrace:
         self.on = True
         tracer = self._microscope.start(in_step=in_step)
         if self._block:
-            tracer.region = "step"  # The names of weights are looked up when there is something to tell.
+            tracer.at(region="step")  # The names of weights are looked up when there is something to tell.
 
     def fetched(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         """Fetches a batch; what runs meanwhile makes data."""
         tracer = self.tracer
         if tracer is None:
             return fetch(iterator)
-        before, tracer.region = tracer.region, "data"
+        before = tracer.region
+        tracer.at(region="data")
         try:
             return fetch(iterator)
         finally:
-            tracer.region = before
+            tracer.at(region=before)
 
     def handed_out(self, batch: Any) -> None:
         tracer = self.tracer
         if tracer is not None and tracer.running:
             tracer.follow()
-            tracer.region = "step"
+            tracer.at(region="step")
             self._microscope.mark_batch(batch, sys._getframe())
 
     def backward_begins(self) -> None:
@@ -187,7 +186,7 @@ class LiveTrace:
             tracer.goes_on()
         else:
             tracer.follow()
-            tracer.region = "step"
+            tracer.at(region="step")
 
     def optimizer_made(self) -> None:
         if self.tracer is not None and not self._block:
@@ -202,7 +201,7 @@ class LiveTrace:
         safe = tracer.update_begins(optimizer, closure, norm)
         if self._block:
             # Before its first step an optimizer from before the block is not known, and backward seemed to be the step.
-            tracer.step = step
+            tracer.at(step=step)
             return safe
         self._microscope.name_tensors()
         return False
@@ -214,14 +213,14 @@ class LiveTrace:
         tracer.update_ended()
         if not self._block:
             # Without an optimizer object it is now that the program updates its weights.
-            tracer.region = "update" if by_hand else "between"
+            tracer.at(region="update" if by_hand else "between")
         tracer.forget_healthy()
-        tracer.step = current
+        tracer.at(step=current)
         if self._block:
             return
         if self._from_step is None or current >= self._from_step - 1:
             tracer.start()
             tracer.follow()
-            tracer.marks = bool(self._from_step)  # A step that was asked for may be replayed, to compare.
+            tracer.at(marks=bool(self._from_step))  # A step that was asked for may be replayed, to compare.
         else:
             tracer.stop()

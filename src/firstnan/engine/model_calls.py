@@ -259,7 +259,7 @@ class UpdateReplay:
         assert optimizer is not None
         self.recovery.undo_update()
         tracer = self.microscope.start(in_step=True)
-        tracer.in_optimizer, tracer.step = True, report.step or 0
+        tracer.at(in_optimizer=True, step=report.step or 0)
         with self.hooks.muted():
             optimizer.step()
         parameters = [p for p, _ in self.recovery.models.parameters.values()]

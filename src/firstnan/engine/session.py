@@ -136,7 +136,7 @@ class Session(Observer):
             self.calls.attach()
         if self.layers is not None:
             # Replays leave no trace in events and statistics.
-            self.layers.is_paused = lambda: self.microscope.running or self.phase in REPLAYS
+            self.layers.pause_while(lambda: self.microscope.running or self.phase in REPLAYS)
             self.gate.reads.also_read(self.layers)
             self.layers.attach()
         if self.scope.optimizers is not None:
@@ -403,7 +403,7 @@ class Session(Observer):
         if self.scope.optimizers is not None:
             self.training_thread = threading.get_ident()
             if self.layers is not None:
-                self.layers.training_thread = self.training_thread
+                self.layers.train_in(self.training_thread)
 
     # Batches.
 

@@ -70,6 +70,22 @@ class Tracer:
     def running(self) -> bool:
         return self._mode is not None
 
+    def at(
+        self,
+        *,
+        step: int | None = None,
+        region: str | None = None,
+        marks: bool | None = None,
+        in_optimizer: bool | None = None,
+        looks_for_training: bool | None = None,
+    ) -> None:
+        """Says where the program is, and what is wanted of the operators from here on; None: as before."""
+        self.step = self.step if step is None else step
+        self.region = self.region if region is None else region
+        self.marks = self.marks if marks is None else marks
+        self.in_optimizer = self.in_optimizer if in_optimizer is None else in_optimizer
+        self.looks_for_training = self.looks_for_training if looks_for_training is None else looks_for_training
+
     def start(self) -> None:
         if self._mode is None:
             self.modules.attach()

@@ -56,12 +56,10 @@ class LayerWatch:
         defer_reads: bool = False,
         steps: int = 0,
     ) -> None:
-        self.training_thread: int | None = None
-        """The thread whose forward passes are the training step; None for every thread that records gradients."""
+        self._training_thread: int | None = None
         self.error: Exception | None = None
         """The first internal error."""
-        self.is_paused: Callable[[], bool] = lambda: False
-        """Whether to read nothing for now; asked when a model is called and when a gradient arrives."""
+        self._is_paused: Callable[[], bool] = lambda: False
         self._roots, self._trackable, self._skip = dict(roots), trackable, tuple(skip)
         self._statistics, self._defer_reads = statistics, defer_reads and not statistics
         self._full_until = _FULL_STEPS
@@ -102,6 +100,14 @@ class LayerWatch:
             self._pending.clear()
             self._thread = ThreadState()
 
+    def pause_while(self, paused: Callable[[], bool]) -> None:
+        """Nothing is looked at while this holds: asked when a model is called, and when a gradient comes."""
+        self._is_paused = paused
+
+    def train_in(self, thread: int | None) -> None:
+        """The thread whose forward passes are the training step; None: every thread that records gradients."""
+        self._training_thread = thread
+
     def new_step(self) -> None:
         """Begins a new step: the calls of each layer are counted from 0 again."""
         self.steps += 1
@@ -138,13 +144,13 @@ class LayerWatch:
             self.error = self.error or error
 
     def _run_unless_paused(self, function: Callable[..., None], *args: Any) -> None:
-        if not self.is_paused():
+        if not self._is_paused():
             self._run(function, *args)
 
     def _cannot_read(self) -> bool:
         """Whether to read nothing: paused, or inside a functional transform or tracer, where tensors have no values."""
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        return in_transform or torch._C._get_tracing_state() is not None or self.is_paused()
+        return in_transform or torch._C._get_tracing_state() is not None or self._is_paused()
 
     def _enter(self, module: Module, args: Any) -> None:
         thread = self._thread
@@ -190,7 +196,7 @@ class LayerWatch:
 
     def _takes_notes_only(self, thread: ThreadState) -> bool:
         """Whether the model call that begins now only takes notes."""
-        if not (self._defer_reads and thread.recording) or self.training_thread not in (None, thread.ident):
+        if not (self._defer_reads and thread.recording) or self._training_thread not in (None, thread.ident):
             return False
         return self.steps >= self._full_until and self.steps % _EVERY != 0
 
@@ -265,7 +271,7 @@ class LayerWatch:
             self._backward.follow(call, inputs, outputs)
 
     def _call(self, thread: ThreadState, layer: Layer, trains: bool, recomputing: bool) -> Call:
-        in_step = recomputing or (trains and self.training_thread in (None, thread.ident))
+        in_step = recomputing or (trains and self._training_thread in (None, thread.ident))
         return Call(layer, thread.number(layer, self.steps, recomputing), in_step, thread.name)
 
 
