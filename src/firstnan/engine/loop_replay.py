@@ -58,8 +58,10 @@ class LoopReplay:
         self._updates, self._to_drop = session.gate.steps.total, 0
         self._dropped: dict[int, int] = {}
         """Updates that the loop wanted to make since it was last given a batch, by optimizer."""
-        self._finite = self._elsewhere = False
-        """The replay under way came to an update; it failed, but not where the step did."""
+        self._finite = False
+        """The replay under way came to an update."""
+        self._elsewhere: set[tuple[str, int]] = set()
+        """Where replays of the same batch failed, but not the step."""
         self._first_trace: list[Raw] | None = None
         self._output = MutedOutput()
 
@@ -95,7 +97,7 @@ class LoopReplay:
         session.gate.reads.forget()
         self._microscope.drop_gradients()
         session.enter(phase)
-        session.backwards, self._finite, self._elsewhere = 0, False, False
+        session.backwards, self._finite = 0, False
         self._output.begin()
         if phase is not SEARCHING:
             self._microscope.start(in_step=True)
@@ -172,10 +174,12 @@ class LoopReplay:
         session = self._session
         if session.phase not in REPLAYS:
             return
-        if place != self.failure.place:
-            self._elsewhere = True
-        elif self.search is not None:
-            self.search.failed()
+        if self.search is not None:
+            # With other samples it may fail elsewhere; where it does so with the same ones, that is the replay's doing.
+            if place not in self._elsewhere:
+                self.search.failed()
+        elif place != self.failure.place:
+            self._elsewhere.add(place)
         elif session.phase is COMPARING:
             self._compared(trip)
         else:
