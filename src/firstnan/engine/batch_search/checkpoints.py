@@ -17,6 +17,7 @@ from firstnan.engine.batch_search.state import Everything, SavedState
 from firstnan.engine.batch_search.training import Training
 from firstnan.engine.step_check import Outcome, StepCheck
 from firstnan.gate.growth_guard import Guard
+from firstnan.records import words
 from firstnan.tensors.finite import norms, readable
 
 _PROBES = 4
@@ -214,11 +215,11 @@ class LateSearch:
         if not rows:
             note = f"No step was replayed: the loader has no batch for step {good}."
         elif wrong is None:
-            note = f"The {len(rows)} steps after the last checkpoint were replayed and stayed healthy."
+            note = f"A replay of the {words.count(len(rows), 'step')} after the last checkpoint stayed healthy."
         else:
             note = (
-                f"The {len(rows)} steps before it were replayed and stayed healthy: the original run had different "
-                "batches, random numbers or settings."
+                f"A replay of the {words.count(len(rows), 'step')} before it stayed healthy: the original run had "
+                "different batches, random numbers or settings."
             )
         self._notes[note] = None
 
