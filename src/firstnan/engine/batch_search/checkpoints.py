@@ -218,8 +218,8 @@ class LateSearch:
             note = f"A replay of the {words.count(len(rows), 'step')} after the last checkpoint stayed healthy."
         else:
             note = (
-                f"A replay of the {words.count(len(rows), 'step')} before it stayed healthy: the original run had "
-                "different batches, random numbers or settings."
+                f"A replay of the {words.count(len(rows), 'step')} before step {wrong} stayed healthy: the original "
+                "run had different batches, random numbers or settings."
             )
         self._notes[note] = None
 
