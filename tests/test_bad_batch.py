@@ -110,7 +110,7 @@ def test_bad_label_is_found_in_a_loader(net: Net, workers: int) -> None:
     assert found.batches[0].size == 8
     assert whats(found.batches[0]) == ["input", "loss", "gradient"]
     text = str(found)
-    assert text.startswith("Batch 5 is bad.\n  6 of 10 batches tried, without updates\n")
+    assert text.startswith("Batch 5 is bad.\n  tried 6 of 10 batches, without updates\n")
     assert "input batch[1]: NaN 1 of 8, first at [1, 0]" in text
     assert "gradient of inner.0.weight: NaN" in text
 
@@ -141,7 +141,7 @@ def test_no_bad_batch_is_an_answer(net: Net) -> None:
     found = find_bad_batch(training(net, optimizer), DataLoader(data(), batch_size=8), model=net)
     assert not found
     assert found.index is None
-    assert str(found) == "No bad batch.\n  10 of 10 batches tried, without updates"
+    assert str(found) == "No bad batch found.\n  tried 10 of 10 batches, without updates"
 
 
 def test_overflow_in_the_loss_of_one_batch_only(net: Net) -> None:
@@ -191,7 +191,7 @@ def test_bad_weights_are_told_at_once(net: Net) -> None:
     found = find_bad_batch(lambda b: net(b[0]).sum(), DataLoader(data(), batch_size=8), model=net)
     assert found
     assert (found.replays, found.batches) == (0, ())
-    assert "Not finite before the first batch: parameter inner.4.weight: Inf 1 of 8, first at [0, 3]" in str(found)
+    assert "Non-finite before the first batch: parameter inner.4.weight: Inf 1 of 8, first at [0, 3]" in str(found)
 
 
 def test_step_that_minds_a_nan_itself(net: Net) -> None:
@@ -264,7 +264,7 @@ def test_everything_is_put_back(net: Net, ending: Any) -> None:
         with pytest.raises(ending, match="stop") as raised:
             find_bad_batch(step, loader, model=net, optimizer=optimizer)
         if ending is ValueError:
-            assert raised.value.__notes__ == ["firstnan: in step(batch), with batch 3 of the loader"]
+            assert raised.value.__notes__ == ["firstnan: raised by step(batch) with batch 3 of the loader"]
     else:
         assert bool(find_bad_batch(step, loader, model=net, optimizer=optimizer)) == (ending == "found")
     assert same(before, everything(net, optimizer, scheduler))
@@ -330,7 +330,7 @@ def test_error_of_the_loader_is_the_users_with_a_note(net: Net) -> None:
 
     with pytest.raises(OSError, match="no such image") as raised:
         find_bad_batch(lambda x: net(x).mean(), batches(), model=net)
-    assert raised.value.__notes__ == ["firstnan: while batch 1 of the loader was fetched"]
+    assert raised.value.__notes__ == ["firstnan: raised while fetching batch 1 of the loader"]
 
 
 def test_silent_without_a_terminal(net: Net, capfd: pytest.CaptureFixture[str]) -> None:
@@ -347,9 +347,9 @@ def test_result_is_json(net: Net) -> None:
 
 
 def test_wrong_arguments_are_told(net: Net) -> None:
-    with pytest.raises(TypeError, match=r"model is no torch.nn.Module but int"):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
         find_bad_batch(print, [], model=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"optimizer is no torch.optim.Optimizer but str"):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got str"):
         find_bad_batch(print, [], model=net, optimizer="adam")
     with pytest.raises(ValueError, match="lazy parameters"):
         find_bad_batch(print, [], model=nn.LazyLinear(3))
@@ -403,7 +403,7 @@ def test_first_step_that_goes_wrong_long_before_the_first_nan(breaks: int) -> No
     assert breaks < found.wrong <= breaks + 20
     assert found.again <= 80
     assert same(before, everything(run.model, run.optimizer))
-    assert f"{len(found.examined)} of 64 saved states examined" in str(found)
+    assert f"tested {len(found.examined)} of 64 checkpoints, of steps " in str(found)
     assert f"Training goes wrong from step {found.step} on: the " in str(found)
     assert "Assumed: batch i of the loader belongs to step i, modulo 640." in str(found)
 
@@ -477,7 +477,7 @@ def test_run_that_fails_after_its_last_state_and_one_that_does_not_fail() -> Non
     found = healthy.search()
     assert not found
     assert "all are good" in str(found)
-    assert "No step was found" in str(found)
+    assert "No step found from which training goes wrong." in str(found)
 
 
 def test_failure_that_does_not_come_again_is_told_as_that() -> None:
@@ -496,7 +496,7 @@ def test_first_state_that_is_bad_already() -> None:
     run.states[1][1]["optimizer"]["state"][0]["momentum_buffer"] = torch.full((1, 6), math.nan)
     found = run.search(run.states[1:])
     assert found.replays == 0
-    assert "Not finite in the first saved state: optimizer state weight['momentum_buffer']: NaN, all 6" in str(found)
+    assert "Non-finite in the first checkpoint: optimizer state weight['momentum_buffer']: NaN, all 6" in str(found)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 33, 64, 100])
@@ -528,7 +528,7 @@ def test_files_as_people_save_them(tmp_path: Path) -> None:
     only = [(step, state["model"]) for step, state in run.states]
     found = run.search(only)
     assert abs(found.step - 55) <= 1
-    assert "The saved states hold no optimizer state" in str(found)
+    assert "The checkpoints hold no optimizer state" in str(found)
 
 
 def test_states_of_a_model_that_was_wrapped_otherwise() -> None:
@@ -575,13 +575,13 @@ def test_schedule_and_scaler_go_on_from_the_saved_state() -> None:
     before = everything(model, optimizer, schedule, scaler)
     found = find_bad_batch(step, batches, model=model, checkpoints=states)
     assert found.step in (33, 34)
-    assert len(found.notes) == 1 + found.notes[0].startswith("The first value")
+    assert len(found.notes) == 1 + found.notes[0].startswith("The first non-finite value")
     assert same(before, everything(model, optimizer, schedule, scaler))
     bare = [(number, {"model": state["model"]}) for number, state in states]
     said = str(find_bad_batch(step, batches, model=model, checkpoints=bare))
     assert "no optimizer state" in said
-    assert "no state of the learning-rate schedule" in said
-    assert "no state of the gradient scaler" in said
+    assert "no learning-rate scheduler state" in said
+    assert "no gradient scaler state" in said
 
 
 def test_generator_that_ends_too_early_is_told() -> None:
@@ -616,7 +616,7 @@ class Hostile:
 def test_bad_files_are_told_clearly_and_run_no_code(tmp_path: Path) -> None:
     run, other = Run(10_000, steps=20), nn.Linear(2, 2).state_dict()
     before = everything(run.model, run.optimizer)
-    with pytest.raises(FileNotFoundError, match=r"the saved state of step 0 \(.*gone\.pt\) does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"the checkpoint of step 0 \(.*gone\.pt\) does not exist"):
         run.search([(0, tmp_path / "gone.pt")])
     target, file = tmp_path / "made", tmp_path / "state.pt"
     torch.save({"model": Hostile(target)}, file)
@@ -631,15 +631,15 @@ def test_bad_files_are_told_clearly_and_run_no_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         run.search([(0, file)])
     torch.save([1, 2], file)
-    with pytest.raises(ValueError, match="holds no dict of state dicts but list"):
+    with pytest.raises(ValueError, match="must hold a dict of state dicts, got list"):
         run.search([(0, file)])
     with pytest.raises(ValueError, match="step 3 does not fit: "):
         run.search([(3, other)])
     with pytest.raises(TypeError, match=r"pairs \(step number, state\)"):
         run.search([("state.pt", 3)])
-    with pytest.raises(TypeError, match="is a path or a dict of state dicts, not int"):
+    with pytest.raises(TypeError, match="must be a path or a dict of state dicts, got int"):
         run.search([(3, 4)])
-    with pytest.raises(ValueError, match="no checkpoints"):
+    with pytest.raises(ValueError, match="checkpoints must not be empty"):
         run.search([])
     assert same(before, everything(run.model, run.optimizer))
 

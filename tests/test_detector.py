@@ -602,11 +602,11 @@ def test_healthy_training_with_workers_is_the_same_to_the_last_bit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ((3,), TypeError, "model is no torch.nn.Module but int"),
-        (([],), ValueError, "no model"),
-        (({"a": 3},), TypeError, r"model\[a\] is no torch.nn.Module"),
-        ((nn.Linear(1, 1), "adam"), TypeError, "optimizer is no torch.optim.Optimizer but str"),
-        ((nn.Linear(1, 1), nn.Linear(1, 1)), TypeError, "optimizer is no torch.optim.Optimizer but Linear"),
+        ((3,), TypeError, "model must be a torch.nn.Module, got int"),
+        (([],), ValueError, "model must hold at least one torch.nn.Module, got none"),
+        (({"a": 3},), TypeError, r"model\[a\] must be a torch.nn.Module, got int"),
+        ((nn.Linear(1, 1), "adam"), TypeError, "optimizer must be a torch.optim.Optimizer, got str"),
+        ((nn.Linear(1, 1), nn.Linear(1, 1)), TypeError, "optimizer must be a torch.optim.Optimizer, got Linear"),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused(arguments: Any, kind: type[Exception], words: str) -> None:
@@ -617,17 +617,17 @@ def test_what_is_no_model_or_optimizer_is_refused(arguments: Any, kind: type[Exc
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"on_nonfinite": "ignore"}, "raise, warn, skip, rollback, not 'ignore'"),
-        ({"on_nonfinite": "skip"}, "needs the optimizer"),
-        ({"on_nonfinite": "rollback"}, "needs the optimizer"),
-        ({"guard": "loud"}, "guard is warn, clip or off"),
+        ({"on_nonfinite": "ignore"}, "must be one of raise, warn, skip, rollback, got 'ignore'"),
+        ({"on_nonfinite": "skip"}, "on_nonfinite='skip' needs an optimizer"),
+        ({"on_nonfinite": "rollback"}, "on_nonfinite='rollback' needs an optimizer"),
+        ({"guard": "loud"}, "guard must be 'warn', 'clip' or 'off', got 'loud'"),
         ({"max_grad_norm": 0}, "max_grad_norm must be a positive, finite number"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm must be a positive, finite number"),
         ({"streak": -1}, "streak must be at least 0, got -1"),
         ({"snapshot_every": 0}, "snapshot_every must be at least 1, got 0"),
         ({"max_events": -1}, "max_events must be at least 0, got -1"),
         ({"stats": -1}, "stats must be at least 0, got -1"),
-        ({"guard": "off", "max_grad_norm": 1.0}, "guard='off' and max_grad_norm=1.0 exclude each other"),
+        ({"guard": "off", "max_grad_norm": 1.0}, r"max_grad_norm needs guard='warn' or 'clip' \(got guard='off'\)"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:

@@ -16,8 +16,9 @@ import pytest
 from firstnan.cli import main as cli
 from firstnan.cli.fix import apply, show
 from firstnan.records import Edit, Remedy, Report
-from firstnan.records.files import load, write
+from firstnan.records.files import load
 from firstnan.repair.patch import PatchError, choose, how_to_apply, portable, render
+from firstnan.report import write
 
 OLD = "import torch\n\n\ndef f(x):\n    return torch.log(x)\n"
 NEW = OLD.replace("log(x)", "log(x.clamp_min(1e-8))")

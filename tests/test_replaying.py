@@ -259,7 +259,7 @@ def test_a_folder_that_cannot_be_made(firstnan: Zygote, tmp_path: Path) -> None:
 def test_the_limit(firstnan: Zygote, tmp_path: Path) -> None:
     path = script(tmp_path, LOADER.replace("nn.Linear(6, 8)", "nn.Linear(6, 512), nn.Linear(512, 8)"))
     result = firstnan(["run", "--capsule", "kept", "--capsule-limit", "10K", path], cwd=tmp_path)
-    assert "over" not in without_capsule(result, tmp_path)
+    assert "left out" not in without_capsule(result, tmp_path)
     assert "the limit is 10.0 KiB" in without_capsule(result, tmp_path)
     first, capsule = captured(firstnan, tmp_path, "--capsule-limit", "70K")
     assert any(

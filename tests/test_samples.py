@@ -426,7 +426,7 @@ def test_no_sample_to_blame() -> None:
     assert (healthy.bad_samples, healthy.replays) == (None, 1)
     assert "finite" in healthy.note
     uncut = find_bad_samples(lambda batch: batch[0].sum(), (torch.rand(8, 2), torch.rand(3, 5)))
-    assert "cannot be cut" in uncut.note
+    assert "cannot be split into samples" in uncut.note
 
 
 def test_a_mistake_in_the_step_is_not_hidden() -> None:
@@ -677,7 +677,7 @@ for nodes, owner, y in DataLoader(Data(), 12, collate_fn=joined):
 def test_the_nodes_of_graphs_are_no_samples(firstnan: Zygote, tmp_path: Path, nodes: str, bad: list[int]) -> None:
     batch = firstnan(["run", program(tmp_path, GRAPHS.replace("NODES", nodes))], cwd=tmp_path).found["batch"]
     assert (batch["size"], batch["bad_samples"], batch["confirmed"]) == (12, bad, False)
-    assert "cannot be cut" in batch["note"]
+    assert "cannot be split into samples" in batch["note"]
 
 
 BY_HAND = """

@@ -145,7 +145,7 @@ def test_a_batch_that_cannot_be_looked_at_costs_no_more_than_its_samples(monkeyp
         (model(x) * y.log()).mean().backward()  # born: odd batch
     assert birthplace(found(caught)) == "odd batch"
     assert found(caught).cause.slug == "log_of_negative"
-    assert "could not be looked at (ZeroDivisionError" in found(caught).notes[0]
+    assert "could not be examined (ZeroDivisionError" in found(caught).notes[0]
 
 
 # Silence.

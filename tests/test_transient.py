@@ -220,7 +220,7 @@ def test_a_counter_that_starts_again_with_the_program(firstnan: Zygote, tmp_path
     assert report.reproduced == "deterministic"
     assert report.cause is not None
     assert "transient" not in [c.slug for c in (report.cause, *report.other_causes)]
-    assert any("finite when it was played again" in note for note in report.notes)
+    assert any("finite when replayed in the first run" in note for note in report.notes)
 
 
 OF_A_COUNTER = """

@@ -439,9 +439,9 @@ def options(verify: int | None, replay: Any = "auto") -> Options:
     [
         (None, 10, "deterministic", ""),
         (0, 10, "deterministic", "--verify 0"),
-        (None, 400, "deterministic", "the program ran 7 minutes; with --verify 20 it is tried all the same"),
+        (None, 400, "deterministic", "the program ran for 7 minutes; pass --verify 20 to try anyway"),
         (20, 400, "deterministic", ""),
-        (5, 10, "transient", "it did not happen again, so that a trial proves nothing"),
+        (5, 10, "transient", "the failure is not reproducible, so a trial would prove nothing"),
     ],
 )
 def test_when_nothing_is_tried(verify: int | None, seconds: float, reproduced: Any, says: str) -> None:
@@ -606,11 +606,11 @@ def test_run_tries_tells_and_writes_the_patch(place: Path, command: Any) -> None
     done = command("--json", "report.json", "--fix", remedies=(bad, good))
     assert done.code == 3
     assert done.stdout.splitlines() == [f"step {i}" for i in range(6)]  # of the first run and its replay only
-    assert "trying 2 changes in copies of the program (its output is hidden; Ctrl-C skips this)" in done.stderr
+    assert "testing 2 fixes in copies of the program (its output is hidden; Ctrl-C skips this)" in done.stderr
     assert "tried: step 5 is finite, and so are the 4 steps after it; healthy losses unchanged" in done.stderr
     report = load(place / "report.json")
     assert [r.proven for r in report.remedies] == [True, False]
-    assert f"firstnan: the first change is in {place}/report.patch\n" in done.stderr
+    assert f"firstnan: wrote the best proven fix to {place}/report.patch\n" in done.stderr
     patch = (place / "report.patch").read_text()
     assert patch.startswith("--- a/train.py\n+++ b/train.py\n@@")
     assert textwrap.dedent(LOADED).lstrip("\n") == (place / "train.py").read_text()
@@ -618,14 +618,14 @@ def test_run_tries_tells_and_writes_the_patch(place: Path, command: Any) -> None
 
 def test_fix_without_proof_says_so(place: Path, command: Any) -> None:
     done = command("--fix", "--verify", "3", remedies=(change(place / "train.py", "x.sum(", "x.abs().sum("),))
-    assert "firstnan: no change is proven, so there is no patch" in done.stderr
+    assert "firstnan: no fix is proven, so no patch was written" in done.stderr
     assert not (place / "firstnan.patch").exists()
 
 
 def test_verify_zero_tries_nothing(place: Path, command: Any) -> None:
     done = command("--verify", "0", remedies=(change(place / "train.py", "x.sum(", "x.abs().sum("),))
     assert done.code == 3
-    assert "trying" not in done.stderr
+    assert "testing" not in done.stderr
     assert "not tried: --verify 0" in done.stderr
 
 

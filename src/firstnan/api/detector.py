@@ -79,7 +79,7 @@ class NaNDetector:
     ) -> None:
         self._roots, self._optimizers = models_given(model), optimizers_given(optimizer)
         if on_nonfinite not in get_args(OnNonfinite):
-            raise ValueError(f"on_nonfinite is one of {', '.join(get_args(OnNonfinite))}, not {on_nonfinite!r}")
+            raise ValueError(f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {on_nonfinite!r}")
         if on_nonfinite in ("skip", "rollback") and not self._optimizers:
             raise ValueError(f"on_nonfinite={on_nonfinite!r} needs an optimizer: NaNDetector(model, optimizer)")
         if guard not in ("warn", "clip", "off"):

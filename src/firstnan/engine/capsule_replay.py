@@ -86,4 +86,4 @@ def _differences(before: Report, now: Report) -> list[str]:
     if before.origin is None or now.origin is None:
         return []
     one, other = (f"{o.op} in line {o.site.line}" if o.site else o.op for o in (before.origin, now.origin))
-    return [] if one == other else [f"when it was captured, the value was born in {one}"]
+    return [] if one == other else [f"in the captured run the value was created by {one}"]

@@ -242,7 +242,7 @@ class EventLog(Sequence[NaNEvent]):
                 self._callback_failed = True
                 _say(
                     logging.ERROR,
-                    "on_event raised an exception; training continues, and others are not logged",
+                    "on_event raised an exception; training continues, and further exceptions are not logged",
                     trace=True,
                 )
         finally:

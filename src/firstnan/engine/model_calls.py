@@ -224,9 +224,9 @@ def _autocast() -> list[tuple[str, torch.dtype]]:
 
 
 _OUTSIDE = "the loss code was outside what could be replayed"
-_ADVICE = ": take batches from detector.batches(loader), or make the step with detector.step(function), to include it"
-_IN_THE_LOSS = "the model's calls were finite when made again, so the value originated after them, in the loss code"
-_FORWARD = "the model's calls were finite when made again; the gradients that reached them in backward were not kept"
+_ADVICE = ": take batches from detector.batches(loader), or run the step with detector.step(function), to include it"
+_IN_THE_LOSS = "the model's calls were finite when replayed, so the value originated after them, in the loss code"
+_FORWARD = "the model's calls were finite when replayed; the gradients that reached them in backward were not kept"
 _GIVEN = "the gradient reaching the model's output was already non-finite, so it originated in the loss code"
 
 
@@ -263,7 +263,7 @@ class UpdateReplay:
         with self.hooks.muted():
             optimizer.step()
         parameters = [p for p, _ in self.recovery.models.parameters.values()]
-        found = self.microscope.conclude(trip.noticed, parameters, [], "the update was made again")
+        found = self.microscope.conclude(trip.noticed, parameters, [], "the update was replayed")
         return _placed(found, report) if found is not None else report
 
 
@@ -287,7 +287,7 @@ class CallReplay:
             # Where the gradient that came in was bad already, everything after it is.
             found = None
             if outcome.bad and not given:
-                found = self.microscope.conclude(trip.noticed, outcome.bad, [], "the model's last call was made again")
+                found = self.microscope.conclude(trip.noticed, outcome.bad, [], "the model's last call was replayed")
             if found is not None:
                 notes = (*found.notes, outside)
                 return replace(_placed(found, report), batch=report.batch or found.batch, notes=notes)

@@ -19,6 +19,7 @@ from firstnan.engine.batch_search.training import Everything, SavedState, Traini
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.step_check import Outcome, StepCheck
 from firstnan.gate.growth_guard import Guard
+from firstnan.records import words
 from firstnan.tensors.finite import norms, readable
 from firstnan.tensors.state import batch_size
 
@@ -217,11 +218,11 @@ class LateSearch:
         if not rows:
             note = f"No step was replayed: the loader has no batch for step {good}."
         elif wrong is None:
-            note = f"The {len(rows)} steps after the last checkpoint were replayed and stayed healthy."
+            note = f"A replay of the {words.count(len(rows), 'step')} after the last checkpoint stayed healthy."
         else:
             note = (
-                f"The {len(rows)} steps before it were replayed and stayed healthy: the original run had different "
-                "batches, random numbers or settings."
+                f"A replay of the {words.count(len(rows), 'step')} before step {wrong} stayed healthy: the original "
+                "run had different batches, random numbers or settings."
             )
         self._notes[note] = None
 

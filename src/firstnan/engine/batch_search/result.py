@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from firstnan.records import Noticed, TensorStat, encode
+from firstnan.records.words import count
 from firstnan.report.text import tensor_facts
 
 _SHOWN = 8
@@ -127,7 +128,7 @@ class BatchSearch:
             lines[0] += f"; {until}"
         return [
             *lines,
-            f"  called step {self.replays} times: {self.again} to replay steps, the rest to test checkpoints",
+            f"  called step {count(self.replays, 'time')}: {self.again} to replay steps, the rest to test checkpoints",
         ]
 
 
