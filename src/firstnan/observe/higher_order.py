@@ -30,7 +30,8 @@ def call_chosen_branch(patches: Patches, mode: type[TorchDispatchMode]) -> None:
 
         return call
 
-    patches.put(type(_higher_order_ops["cond"]), "__call__", make)
+    if "cond" in _higher_order_ops:
+        patches.put(type(_higher_order_ops["cond"]), "__call__", make)
 
 
 def accept(mode: type[TorchDispatchMode]) -> None:
