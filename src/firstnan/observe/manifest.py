@@ -55,7 +55,7 @@ CHANGED_SOURCES: tuple[tuple[str, str], ...] = (
 """Replaced for good in a process that exists to try a change of the program (`runner.py`); by module, since
 watching a program imports none of them."""
 
-TRACED: tuple[Name, ...] = ((type(_higher_order_ops["cond"]), "__call__"),)
+TRACED: tuple[Name, ...] = ((type(_higher_order_ops["cond"]), "__call__"),) if "cond" in _higher_order_ops else ()
 """Replaced while operators are recorded (`higher_order.py`)."""
 
 OUTPUT: tuple[Name, ...] = ((sys, "stdout"), (sys, "stderr"))
