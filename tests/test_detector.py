@@ -514,7 +514,7 @@ def test_what_was_not_looked_at_is_not_blamed() -> None:
             optimizer.step()
             break
     assert caught.value.report.noticed.what == "gradient"
-    assert not any("born" in note for note in caught.value.report.notes)
+    assert not any("originated" in note for note in caught.value.report.notes)
     notes = caught.value.report.notes
     assert any("the gradients that reached them in backward were not kept" in note for note in notes)
 
