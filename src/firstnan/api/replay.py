@@ -1,4 +1,4 @@
-"""`replay`: a captured step once more, in a loop of one's own."""
+"""`replay`: replays a captured step in your own loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def replay(
     model: Module | Iterable[Module] | Mapping[str, Module],
     optimizer: Any = None,
 ) -> Report:
-    """Replays the captured step in one's own loop: restores its state and calls `step(batch)`, traced.
+    """Replays the captured step in your own loop: restores its state and calls `step(batch)`, traced.
 
         report = firstnan.replay("firstnan-step000011.capsule", step=train_step, model=model, optimizer=optimizer)
 

@@ -1,4 +1,4 @@
-"""The batches of the step under way, kept so that they can be handed out again with the state put back."""
+"""The batches of the current step, kept to hand them out again with the state restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One failure, investigated by the program's own loop: its batches are handed out again, with the state put back."""
+"""Investigates one failure with the program's own loop: hands out its batches again, with the state restored."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _NO_LOOP = "the training loop could not be replayed for this step"
 
 @dataclass(frozen=True)
 class Failure:
-    """The trip that is investigated, and which one of the step it was."""
+    """The trip under investigation, and its place in the step."""
 
     trip: Trip
     place: tuple[str, int]
     report: Report
-    """What is known of it so far."""
+    """What is known so far."""
 
 
 def can_replay(session: Session) -> bool:
-    """Whether the step under way began with batches that are still here, and nothing of it is written for good."""
+    """Whether the batches of the current step are still available, and none of its updates is irreversible."""
     gate, recovery = session.gate, session.recovery
     undone = gate.in_step is None or (recovery is not None and recovery.backup is not None)
     return world().is_alone and gate.optimizers > 0 and undone and session.handouts.possible(gate.steps.total)
 
 
 class LoopReplay:
-    """Has the step run again as often as it takes, and keeps every update of it from the weights.
+    """Replays the step as often as needed, and keeps its updates away from the weights.
 
     The session's phase says what the loop is run for: the trace, a second trace to compare, the search for bad samples.
     """
@@ -57,18 +57,18 @@ class LoopReplay:
         self._handouts, self._microscope = session.handouts, session.microscope
         self._updates, self._to_drop = session.gate.steps.total, 0
         self._dropped: dict[int, int] = {}
-        """Updates that the loop wanted to make since it was last given a batch, by optimizer."""
+        """How many updates each optimizer attempted since the loop last got a batch."""
         self._finite = False
-        """The replay under way came to an update."""
+        """Whether the current replay reached an update."""
         self._elsewhere: set[tuple[str, int]] = set()
-        """Where replays of the same batch failed, but not the step."""
+        """Places where replays of the same batch failed, but the original step did not."""
         self._first_trace: list[Raw] | None = None
         self._output = MutedOutput()
 
-    # What the loop does.
+    # Called while the loop runs.
 
     def next_batch(self, source: Any) -> tuple[Any] | None:
-        """The next batch of the replay under way, or the first of the next one; None where the replays are over."""
+        """The next batch of this replay, or the first of the next one; None after the last replay."""
         session = self._session
         try:
             with session.unseen():
@@ -82,7 +82,7 @@ class LoopReplay:
                     return (self._handed_out(handout),)
         except NonFiniteError:
             raise
-        except Exception as error:  # The replay is our idea: what goes wrong with it is no news to the program.
+        except Exception as error:  # The replay is not part of the program, so its errors must not reach the program.
             if not isinstance(error, ReplayError):
                 session.internal_error(error)
             session.hooks.guarded(self._give_up)
@@ -90,7 +90,7 @@ class LoopReplay:
         return None
 
     def _begin(self, phase: Phase, source: Any) -> None:
-        """Everything is as it was when the step began; ReplayError where its batches are gone."""
+        """Restores the state from the start of the step; raises ReplayError if its batches are gone."""
         session = self._session
         self._to_drop, self._dropped = self._handouts.begin(source, self._updates), {}
         self._schedules.restore()
@@ -103,7 +103,7 @@ class LoopReplay:
             self._microscope.start(in_step=True)
 
     def _next(self, source: Any) -> Handout | None:
-        """None where this loader has handed out all batches of the step; ReplayError where it has none of them."""
+        """None after this loader's last batch of the step; raises ReplayError if it has none of them."""
         if self._handouts.has_more(source):
             return self._handouts.again(source)
         if self._handouts.knows(source):
@@ -120,13 +120,13 @@ class LoopReplay:
         return batch
 
     def drops(self, optimizer: Any) -> bool:
-        """Whether an update is dropped before its gradients are looked at."""
+        """Whether to drop an update before its gradients are checked."""
         session = self._session
         if session.phase in REPLAYS:
             if self._handouts.more_to_come:
                 return True  # A loop that counts its batches counts these too, and updates its weights too early.
             if self._to_drop > 0:
-                self._to_drop -= 1  # It is in the weights already.
+                self._to_drop -= 1  # The weights already contain it.
                 return True
         if self.search is not None:
             return self.search.decided
@@ -137,30 +137,30 @@ class LoopReplay:
         return True
 
     def _is_stuck(self, optimizer: Any) -> bool:
-        """One more update; whether there are too many for a loop that will ask for a batch."""
+        """Counts an update; True if the loop makes more than it does per batch, so it will not ask for one."""
         count = self._dropped[id(optimizer)] = self._dropped.get(id(optimizer), 0) + 1
         return count > self._handouts.updates_per_batch
 
     def decide(self, optimizer: Any, closure: bool) -> Decision:
-        """The gradients of an update have been looked at, and may have tripped."""
+        """Decides on an update after its gradients were checked, which may have tripped."""
         session = self._session
         if session.phase is TRIPPED:
             self._is_stuck(optimizer)
         elif self.search is not None:
             self.search.passed()
         elif closure and session.recovery is None:
-            self._give_up()  # A closure computes its gradients inside the update, which has to be undone then.
+            self._give_up()  # A closure computes its gradients inside the update, which then has to be undone.
         elif closure:
             session.recovery.before_update(optimizer, closure, session.gate.norm)  # type: ignore[union-attr]
             return Decision.RUN
         else:
             self._was_finite()
             self._is_stuck(optimizer)
-        # Where training goes on, a second finite replay is the step.
+        # If training continues, a second finite replay counts as the step.
         return Decision.RUN if session.phase is WATCHING else Decision.DROP
 
     def update_ended(self) -> None:
-        """Bad numbers appeared inside the update, or it was a replay's: it is undone."""
+        """Undoes an update that went bad inside, or that a replay made."""
         session = self._session
         if self.search is not None:
             return
@@ -170,12 +170,12 @@ class LoopReplay:
             self._was_finite()
 
     def tripped(self, trip: Trip, place: tuple[str, int]) -> None:
-        """A replay failed; it explains the step only if it failed where the step did."""
+        """A replay failed; it explains the step only if it failed in the same place."""
         session = self._session
         if session.phase not in REPLAYS:
             return
         if self.search is not None:
-            # With other samples it may fail elsewhere; where it does so with the same ones, that is the replay's doing.
+            # With other samples it may fail elsewhere; a place where it fails with the same ones is due to the replay.
             if place not in self._elsewhere:
                 self.search.failed()
         elif place != self.failure.place:
@@ -188,10 +188,10 @@ class LoopReplay:
             if not searches or not self.searches(report):
                 self._settle(report, trip.before_update)
 
-    # What comes of it.
+    # Results.
 
     def _body_ended(self, source: Any) -> None:
-        """The loop asks for more batches than the step had: this replay is over."""
+        """The loop asks for more batches than the step had, so this replay is over."""
         if self.search is not None:
             self._after_question(self.search, source)
         elif self._elsewhere and not self._finite:
@@ -202,7 +202,7 @@ class LoopReplay:
                 self._begin(COMPARING, source)
 
     def _was_finite(self) -> None:
-        """The same step, from the same state, is not bad this time."""
+        """The same step from the same state was finite this time."""
         self._finite = True
         self._microscope.stop()
         if self._session.phase is COMPARING:
@@ -211,7 +211,7 @@ class LoopReplay:
             self._first_trace = self._microscope.tracer.raws
 
     def _compared(self, trip: Trip | None) -> None:
-        """The step was traced twice: says what differed. `trip` where it failed the second time."""
+        """Compares the two traces of the step; `trip` if the second one failed."""
         report, first, tracer = self.failure.report, self._first_trace, self._microscope.tracer
         if trip is not None and report.origin is None:
             report = self._microscope.conclude(trip.noticed, trip.tensors, [], HOW) or report
@@ -220,7 +220,7 @@ class LoopReplay:
         self._settle(not_repeated(report, difference), before_update=True, finite=trip is None)
 
     def searches(self, report: Report) -> bool:
-        """Begins the search for bad samples; False where there is none to begin."""
+        """Begins the search for bad samples; False if there is nothing to search."""
         session = self._session
         self._microscope.stop()
         try:
@@ -243,7 +243,7 @@ class LoopReplay:
             self._begin(SEARCHING, source)
         elif search.repeated or self._first_trace is None:
             self._settle(search.told_in(self.failure.report), before_update=True)
-        else:  # The same batch was finite: another trace of it shows what differs.
+        else:  # The same batch was finite: a second trace shows what differs.
             self.search = None
             self._begin(COMPARING, source)
 
@@ -262,7 +262,7 @@ class LoopReplay:
         session.step_is_over()
 
     def left(self) -> Report:
-        """The loop was left, and no replay will come: what is known."""
+        """What is known when the loop was left, so no replay will follow."""
         self._output.end()
         if self.search is not None:
             return self.search.told_in(self.failure.report)
@@ -272,7 +272,7 @@ class LoopReplay:
         return self._session.replayed_at_once(self.failure.report, self.failure.trip)
 
     def end(self) -> None:
-        """The program's output is its own again."""
+        """Restores the program's output and stops the replay."""
         self._output.end()
         self._handouts.stop_again()
         self._microscope.stop()

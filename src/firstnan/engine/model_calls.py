@@ -269,7 +269,7 @@ class UpdateReplay:
 
 @dataclass(frozen=True)
 class CallReplay:
-    """The model's last calls, without the loss code; `advises` where the loop could be written so that all is seen."""
+    """The model's last calls, without the loss code; `advises`: whether to suggest a loop that shows everything."""
 
     microscope: Microscope
     calls: ModelCalls

@@ -1,4 +1,4 @@
-"""The phases of a session, and what it does about a step that is not finite once all is known."""
+"""The phases of a session, and what it does about a non-finite step once the investigation is over."""
 
 from __future__ import annotations
 
@@ -32,60 +32,60 @@ class Stop(SystemExit):
 
 
 def end_program() -> NoReturn:
-    """Stops the thread that trains; in another than the main one only plain SystemExit ends it silently."""
+    """Stops the training thread; outside the main thread, only a plain SystemExit ends it silently."""
     raise Stop if threading.current_thread() is threading.main_thread() else SystemExit(Stop().code)
 
 
 class Policy:
-    """The base: investigates every trip, lets healthy updates run, and does nothing when settled."""
+    """The base: investigates every trip and lets healthy updates run."""
 
     searches = True
-    """The bad samples are searched for."""
+    """Whether bad samples are searched for."""
     investigates: int | None = None
-    """So many failures are investigated; None: all."""
+    """How many failures are investigated; None for all."""
     undoes = False
-    """A bad update is taken back."""
+    """Whether a bad update is undone."""
     goes_on = False
-    """A bad step is dropped, and training goes on."""
+    """Whether a bad step is dropped and training continues."""
 
     def tripped(self, session: Session, trip: Trip) -> bool:
-        """Whether this trip is to be investigated."""
+        """Whether to investigate this trip."""
         return True
 
     def known(self, session: Session, report: Report) -> None:
-        """The first that is known of a failure, before anything is tried."""
+        """Called with the first report of a failure, before any replay."""
 
     def before_backward(self, session: Session, roots: list[Tensor]) -> None: ...
 
     def before_update(self, session: Session, optimizer: Any, closure: bool) -> Decision:
-        """About an update with finite gradients, in a healthy step."""
+        """Decides on an update with finite gradients, in a healthy step."""
         return Decision.RUN
 
     def loss_scaled(self, given: Any, scaled: Any) -> Any:
-        """What the program gets of a loss that a gradient scaler has scaled."""
+        """The loss that the program gets from a gradient scaler."""
         return scaled
 
     def step_ended(self, session: Session) -> None:
-        """A healthy step is done."""
+        """Called after a healthy step."""
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
-        """All is known of a failure that will be."""
+        """Called when the investigation of a failure is over."""
         raise NotImplementedError
 
     def step_dropped(self, session: Session) -> None:
-        """An update was made in a step of which nothing is to stay."""
+        """Called after an update that belongs to a dropped step."""
 
     def resume(self, session: Session) -> None:
-        """The step that is not kept is over."""
+        """Called when a dropped step is over."""
 
 
 class EndProgram(Policy):
-    """The program ends where it is; what was found is saved the moment it is known."""
+    """Ends the program; findings are saved as soon as they are known."""
 
     def __init__(self, save: Callable[[Report], None]) -> None:
         self.save = save
         self.unresolved = False
-        """The program has to be run again for the whole answer."""
+        """Whether the program has to be run again for a complete answer."""
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         self.known(session, report)
@@ -102,7 +102,7 @@ class EndProgram(Policy):
 
 
 class Raise(Policy):
-    """Training ends with NonFiniteError, in the state before the bad step."""
+    """Ends training with NonFiniteError, in the state from before the bad step."""
 
     undoes = True
 
@@ -111,7 +111,7 @@ class Raise(Policy):
 
 
 class RaiseAsItRuns(Policy):
-    """NonFiniteError where the value reaches training; nothing is undone."""
+    """Raises NonFiniteError where the value reaches training; nothing is undone."""
 
     searches = False
 
@@ -121,7 +121,7 @@ class RaiseAsItRuns(Policy):
 
 
 class Warn(Policy):
-    """The step is written; once the weights are lost every step is bad, and that is said ever more rarely."""
+    """Keeps the update and warns, less and less often once the weights are bad and every step fails."""
 
     searches = False
     investigates = 3
@@ -134,7 +134,7 @@ class Warn(Policy):
 
 
 class Skip(Policy):
-    """Nothing of the step is written; more than `streak` of them in a row end training."""
+    """Drops the step; more than `streak` bad steps in a row end training."""
 
     searches = False
     investigates = 3
@@ -160,7 +160,7 @@ class Skip(Policy):
 
 
 class Rollback(Skip):
-    """Weights and optimizer go back to the last good state."""
+    """Restores the last good snapshot of weights and optimizer."""
 
     def tell(self, session: Session, report: Report) -> None:
         assert session.recovery is not None

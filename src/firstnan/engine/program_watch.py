@@ -38,7 +38,7 @@ P = TypeVar("P", bound=EndProgram)
 
 
 class ProgramWatch(Generic[P]):
-    """What `firstnan run` needs of a session."""
+    """A session with what `firstnan run` needs."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ProgramWatch(Generic[P]):
 
     @property
     def unresolved(self) -> bool:
-        """The program has to be run again for the whole answer."""
+        """Whether the program has to be run again for a complete answer."""
         return self.policy.unresolved
 
     @property
@@ -86,10 +86,10 @@ class ProgramWatch(Generic[P]):
         self.values.program_failed(error)
 
     def end(self) -> Report:
-        """The program is over: what was found, and torch is as it was."""
+        """Ends the watch: returns the findings and restores torch."""
         try:
             return self.values.program_ended()
-        except Exception as error:  # What was found so far is still to be told.
+        except Exception as error:  # Findings so far still have to be reported.
             self.internal_error(error)
             return self.session.report or Report("clean")
         finally:
@@ -157,14 +157,14 @@ def _training_objects(gate: Gate) -> TrainingObjects:
 
 
 class ProgramValues:
-    """Looks at what the program reads, at what its modules return before it trains, and at what ends it."""
+    """Checks what the program reads, what its modules return before it trains, and how it ends."""
 
     def __init__(self, ownership: Ownership, *, outputs_decide: bool = False) -> None:
         self.bad_output: Noticed | None = None
-        """What an outermost module returned that was not finite, until the program trained."""
+        """A non-finite output of an outermost module, before the program trained."""
         self._ownership, self._outputs_decide = ownership, outputs_decide
         self._suspect: tuple[Noticed, int | None] | None = None
-        """The last bad value that the program has read: if it stops now, that is why."""
+        """The last bad value that the program read: if it stops now, that is the reason."""
         self._handles_nan_itself = False
         self._output_event: int | None = None
         self._session: Session
@@ -181,11 +181,11 @@ class ProgramValues:
     # While it runs.
 
     def forget(self) -> None:
-        """A step was made all the same."""
+        """The program made a step in spite of it."""
         self._suspect = None
 
     def trains_on(self) -> None:
-        """It saw a non-finite value and trains on: its own business, as long as nothing bad is written."""
+        """The program read a non-finite value and trains on, so it handles such values itself."""
         if self._suspect is not None:
             self._handles_nan_itself, self._suspect = True, None
 
@@ -194,7 +194,7 @@ class ProgramValues:
             return
         seen = [tensor]
         if not tensor.requires_grad and self._ownership.owns(frame.f_code):
-            # Detached, or a yes-or-no question: mostly about a number at hand where it is asked.
+            # Detached, or the result of a test: usually about a number in the same frame.
             seen = [t for t in frame.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
         tracer = self._session.microscope.tracer
         for t in seen:
@@ -221,11 +221,11 @@ class ProgramValues:
     # How it ends.
 
     def program_failed(self, error: BaseException) -> None:
-        """The program ends by an exception."""
+        """The program ends with an exception."""
         session = self._session
         if isinstance(error, Stop | KeyboardInterrupt) or session.phase is SETTLED or self._suspect is not None:
             return
-        if session.left_by(error):  # What it says of a replay is no news: the output stays hidden to the end.
+        if session.left_by(error):  # An error in a replay is not reported: the output stays hidden to the end.
             return
         if isinstance(error, SystemExit) and error.code in (0, None):
             return
@@ -234,7 +234,7 @@ class ProgramValues:
             self._stopped_by(Noticed("exception", type(error).__name__), bad, [])
 
     def program_ended(self) -> Report:
-        """The last look; returns what was found."""
+        """Checks once more what training left behind; returns the report."""
         session = self._session
         session.left_by_program()
         trip = session.gate.remaining_nonfinite()
@@ -253,7 +253,7 @@ class ProgramValues:
         return session.report if session.report is not None else self._clean()
 
     def _clean(self) -> Report:
-        """Nothing was found; a loss that left all bounds and stayed finite is told."""
+        """The clean report, with a note on a loss that exploded but stayed finite."""
         report, alarm = Report("clean"), self._session.gate.explosion
         if alarm is None:
             return report
@@ -276,7 +276,7 @@ class ProgramValues:
             session.close()
 
     def _concluded(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> bool:
-        """Blames and explains from what was traced; False where everything seen was put there on purpose."""
+        """Explains from the trace; False if everything non-finite was intended."""
         report = self._session.microscope.conclude(noticed, tensors, events, AS_IT_RAN)
         if report is not None:
             self._policy.known(self._session, report)

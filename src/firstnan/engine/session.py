@@ -1,4 +1,4 @@
-"""The engine behind every door: hears of trips, has the step replayed and searched, and does as its policy says."""
+"""The engine behind every door: reacts to trips, replays and searches the step, and follows its policy."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot
 log = logging.getLogger("firstnan")
 
 _active: weakref.WeakSet[Session] = weakref.WeakSet()
-"""The sessions that watch named optimizers in this process now."""
+"""The sessions in this process that watch named optimizers."""
 
 
 class Session(Observer):
-    """One watch over one training, from `begin` to `end`; what the doors differ in are its parts.
+    """Watches one training run, from `begin` to `end`; the doors differ only in the parts they pass in.
 
     `gate` and `handouts` are made by whoever makes the parts that share them. `journal`, `layers`, `recovery` and
     `calls` are those of a detector; `capsules` writes the failing step to a file; `restart` starts from such a file;
@@ -110,16 +110,16 @@ class Session(Observer):
         self.training_thread: int | None = None
         self.through_loop, self._may_replay = through_loop, may_replay
         self._clips, self._clip_at = clips, clip_at
-        """Gradients are clipped at a warning; no norm is let through above the limit."""
+        """Whether gradients are clipped after a warning, and the limit that every norm is clipped to."""
         self._errors = InternalErrors(say)
         self._lock = threading.RLock()
         self._busy = self._told = False
-        """Something of ours runs that looks like training; this step's failure was told."""
+        """Whether code of ours runs that looks like training, and whether this step's failure was reported."""
         self._investigated = 0
         self.backwards = 0
-        """How many backward calls the step under way has made."""
+        """How many backward calls the current step has made."""
         self._updated = False
-        """Of a step that is dropped: its update has come."""
+        """Whether the update of a dropped step has come."""
         self._replay: LoopReplay | None = None
         self._schedules: Schedules | None = None
 
@@ -146,7 +146,7 @@ class Session(Observer):
         """Leaves torch, the models and the optimizers as they were."""
         self.forget_replay()
         if self.phase is SETTLED and self.report is not None:
-            with contextlib.suppress(NonFiniteError):  # told already
+            with contextlib.suppress(NonFiniteError):  # already reported
                 self.resume()
         _active.discard(self)
         self.hooks.remove()
@@ -170,7 +170,7 @@ class Session(Observer):
             self.end()
 
     def learn_models(self) -> None:
-        """From now on the names and the buffers of the models are known."""
+        """Finds the models, to know the names and buffers from now on."""
         self.models = self.microscope.models = self.scope.models()
         self.handouts.watch_buffers(self.models.slots)
         self.gate.watch_models(self.models)
@@ -236,7 +236,7 @@ class Session(Observer):
         return Decision.RUN
 
     def _drops(self, optimizer: Any) -> bool:
-        """Nothing is written between a trip and its replay, nor twice by the replay, nor of a bad step."""
+        """Whether to drop an update: between a trip and its replay, repeated by a replay, or part of a bad step."""
         if self._replay is not None:
             return self._replay.drops(optimizer)
         if self.phase is SETTLED:
@@ -245,7 +245,7 @@ class Session(Observer):
         return (self._restart is not None and self._restart.drops_update()) or self._is_held()
 
     def _decide(self, optimizer: Any, closure: bool) -> Decision:
-        """The gradients have been looked at, and may have tripped."""
+        """Decides on an update after its gradients were checked, which may have tripped."""
         if self._replay is not None:
             decision = self._replay.decide(optimizer, closure)
             if self.phase is not WATCHING:
@@ -263,7 +263,7 @@ class Session(Observer):
             self.gate.drop_update(optimizer)
 
     def _is_held(self) -> bool:
-        """Whether another session is having this very step replayed, or dropped."""
+        """Whether another session is replaying or dropping this step."""
         return len(_active) > 1 and any(
             other is not self
             and other.phase is not WATCHING
@@ -392,7 +392,7 @@ class Session(Observer):
 
     def _alarmed(self, alarm: Alarm | None, optimizer: Any) -> None:
         if alarm is None or self._journal is None:
-            return  # Growth is no failure yet; what it came to is told at the end.
+            return  # Growth is not a failure yet; its outcome is reported at the end.
         if self.layers is not None:
             self.layers.watch_closely()
         self._journal.alarmed(alarm, optimizer)
@@ -414,12 +414,12 @@ class Session(Observer):
         self.handouts.epoch_begins(iterator)
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
-        """The next batch of a loader; while the failing step is replayed, its batches again."""
+        """The next batch of a loader; during a replay, the batches of the failing step again."""
         while self._replay is not None and torch.is_grad_enabled():
             again = self._replay.next_batch(iterator)
             if again is not None:
                 return again[0]
-        if self.handouts.has_more(iterator):  # Training goes on in the middle of a replay.
+        if self.handouts.has_more(iterator):  # Training continues in the middle of a replay.
             return self.handouts.again(iterator).batch
         self.hooks.guarded(self.body_ended)
         if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
@@ -443,7 +443,7 @@ class Session(Observer):
         self.live.handed_out(batch)
 
     def through_the_loop(self) -> None:
-        """The loop takes its batches or makes its steps through us: a failing step can be replayed whole."""
+        """The loop gets its batches or runs its steps through us, so a failing step can be replayed completely."""
         if not self.through_loop:
             self.through_loop = True
             if self.calls is not None and self.scope.optimizers and world().is_alone:
@@ -507,13 +507,13 @@ class Session(Observer):
         self.settle(report, trip.before_update)
 
     def known(self, trip: Trip) -> Report:
-        """What is known at once."""
+        """What is known without a replay."""
         if self.layers is not None:
             self.layers.read_notes()
         return self.microscope.evidence(trip.noticed, trip.tensors).preliminary()
 
     def keep_state(self, report: Report, trip: Trip) -> None:
-        """The failing step goes into a capsule while its weights are still there."""
+        """Saves the failing step in a capsule while its weights still exist."""
         if self._capsules is not None and self.values is not None:
             self._capsules.tripped(report, written=not trip.before_update or self.gate.in_step is not None)
 
@@ -521,7 +521,7 @@ class Session(Observer):
         return self._may_replay and self.through_loop and can_replay(self)
 
     def _traced_as_it_ran(self, failure: Failure) -> None:
-        """Every operator is recorded already."""
+        """Explains a failure whose operators are already recorded."""
         trip = failure.trip
         self.keep_state(failure.report, trip)
         report = self.microscope.conclude(trip.noticed, trip.tensors, [], AS_IT_RAN)
@@ -534,7 +534,7 @@ class Session(Observer):
         self.settle(report, trip.before_update)
 
     def replayed_at_once(self, report: Report, trip: Trip) -> Report:
-        """The report with what can be seen without the loop."""
+        """The report, completed by a replay that needs no loop."""
         self._busy = True
         try:
             source = next((s for s in self._sources if s.can(trip)), None)
@@ -549,7 +549,7 @@ class Session(Observer):
     # The policy.
 
     def settle(self, report: Report, before_update: bool, *, finite: bool = False) -> None:
-        """All is known of a failure: the policy decides. `finite` where the step was good in the end."""
+        """The investigation is over and the policy decides. `finite`: the step was good in the end."""
         self.microscope.stop()
         self._replay = None
         self.enter(SETTLED)
@@ -575,11 +575,11 @@ class Session(Observer):
         return self._journal.completed(report) if self._journal is not None else report
 
     def buffers_before(self) -> list[Any]:
-        """As they were when the step under way began."""
+        """The buffers as they were when the current step began."""
         return self.calls.buffers_before() if self.calls is not None else self.handouts.first_buffers()
 
     def drop_rest_of_step(self, *, updated: bool) -> None:
-        """What remains of this step must not be written. A backward still to come needs the weights as they are."""
+        """Drops the rest of this step's updates. A later backward call still needs the current weights."""
         self._updated = updated
         if not self.through_loop and self.calls is not None:
             self.calls.before_next(self._model_called)
@@ -593,7 +593,7 @@ class Session(Observer):
 
     @property
     def asks_again(self) -> bool:
-        """Whether the next batch that the loop gets is one of the failing step."""
+        """Whether the loop's next batch belongs to the failing step."""
         return self._replay is not None or self.handouts.more_to_come
 
     @property
@@ -601,7 +601,7 @@ class Session(Observer):
         return self.phase is SEARCHING
 
     def left_by(self, error: BaseException) -> bool:
-        """An error has left the loop; whether that is only what became of a replay."""
+        """Whether an error that left the loop was raised by a replay with replaced samples."""
         search = self._replay.search if self._replay is not None else None
         if search is not None:
             search.left_by(error)
@@ -609,7 +609,7 @@ class Session(Observer):
 
     @contextlib.contextmanager
     def step_again(self) -> Iterator[None]:
-        """Around a function of one step: what it raises while samples are replaced is no news to anyone."""
+        """Wraps a step function: hides what it raises while samples are replaced."""
         try:
             yield
         except NonFiniteError:
@@ -621,18 +621,18 @@ class Session(Observer):
             search.raised(error)
 
     def forget_replay(self) -> None:
-        """Whatever became of it, no more of it will come."""
+        """Ends the replay under way, if there is one."""
         if self._replay is not None:
             self._replay.end()
             self._replay = None
             self.enter(SETTLED)
 
     def step_is_over(self) -> None:
-        """As far as a bad step was made, it was made: training resumes when the loop goes on."""
+        """Lets training resume when the loop continues."""
         self._updated = True
 
     def resume(self) -> None:
-        """The bad step is over, and training goes on."""
+        """The bad step is over, and training continues."""
         self.enter(WATCHING)
         self._updated = False
         if self.calls is not None:
@@ -640,7 +640,7 @@ class Session(Observer):
         self.policy.resume(self)
 
     def clean_up(self, buffers: list[Any]) -> None:
-        """Takes back what a dropped step changed besides the weights."""
+        """Restores what a dropped step changed besides the weights."""
         self._told = False
         self.gate.reads.forget()
         if self.recovery is not None:
@@ -666,7 +666,7 @@ class Session(Observer):
     # The loop was left.
 
     def left(self, error: BaseException | None) -> Report | None:
-        """The loop was left, perhaps because of a bad value: what is known of it; None where that was told."""
+        """The report of a failure that the loop was left with; None if there is none, or it was already reported."""
         replay = self._replay
         if replay is not None:
             return self._left_in_replay(replay, error)
@@ -689,7 +689,7 @@ class Session(Observer):
         return self.report
 
     def _known_at_end(self, trip: Trip, *, replay: bool) -> Report:
-        """An exception with a bad value, or what the last update has left."""
+        """The report of an exception with a bad value, or of what the last update left behind."""
         report = self.known(trip)
         if not replay:
             self.journal.tripped(trip.noticed, trip.tensors, report.step, None)
@@ -699,11 +699,11 @@ class Session(Observer):
         return self.report
 
     def found(self, report: Report) -> None:
-        """Something was found outside of any step."""
+        """Keeps a report that belongs to no step."""
         self.report = report
 
     def left_by_program(self) -> None:
-        """The program has ended, and no replay will come."""
+        """The program has ended, so no replay will follow."""
         replay = self._replay
         if replay is not None:
             self.forget_replay()
@@ -711,12 +711,12 @@ class Session(Observer):
                 self.policy.known(self, replay.left())
 
     def close(self) -> None:
-        """Nothing is looked at any more, and nothing is written."""
+        """Stops checking; later updates are dropped."""
         if self.phase is WATCHING:
             self.enter(SETTLED)
 
     def restored(self) -> None:
-        """The state of a captured step was put in: from here on every operator is recorded."""
+        """The state of a captured step was restored: records every operator from here on."""
         self.microscope.stop()
         self.learn_models()
         self.microscope.drop_gradients()
@@ -724,5 +724,5 @@ class Session(Observer):
         self.live.begin(in_step=True)
 
     def trip_at_end(self, trip: Trip) -> None:
-        """What is left of training is not finite."""
+        """Training left something non-finite behind."""
         self._trip(trip, None)

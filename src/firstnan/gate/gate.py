@@ -231,7 +231,7 @@ class Gate:
                 self._steps.pop()
 
     def drop_update(self, optimizer: Any) -> None:
-        """A step without an update: it counts all the same."""
+        """Counts a step whose update was dropped."""
         self.steps.add(optimizer)
 
     def look_at_everything(self) -> None:
