@@ -50,7 +50,7 @@ def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
 
 @contextlib.contextmanager
 def _kept_as_it_is(step: Callable[[Any], Any]) -> Iterator[Callable[[Any], bool]]:
-    """Whether the step is finite with a batch; every call begins with the state of now, which comes back at the end."""
+    """Yields a function that says whether the step is finite with a batch; every call starts from the current state."""
     models, handouts = Models(), Handouts()
     handouts.watch_buffers(models.slots)
     buffers, random = handouts.copied_buffers(), RandomState.now()

@@ -1,4 +1,4 @@
-"""A program that is started again in a captured step: traced from there, ended after that step, and compared."""
+"""Runs a program from a captured step: traces it from there, ends it after that step, and compares the reports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from firstnan.records import Report
 
 HOW = "the captured step was replayed"
 _WITH_BATCH, _WITHOUT_BATCH = 2, 20
-"""So many steps are waited for the failure: what an update wrote shows in the next one. More of them where only the
-state could be put in."""
+"""How many steps to wait for the failure, because a bad update shows in the next step; more if only the state could be
+restored."""
 
 
 class CapsuleReplay(EndProgram):
@@ -27,7 +27,7 @@ class CapsuleReplay(EndProgram):
         super().__init__(save)
         self._restart = restart
         self.was_finite = False
-        """The captured step was replayed, and nothing happened."""
+        """Whether the captured step was replayed and stayed finite."""
         self._steps = 0
 
     def step_ended(self, session: Session) -> None:
@@ -55,28 +55,28 @@ class CapsuleReplay(EndProgram):
 
 
 def from_the_start(capsule: Capsule) -> bool:
-    """Nothing has to be put in before the very first step, and without a batch nothing can be."""
+    """Whether the capsule holds the very first step without a batch, so there is nothing to restore."""
     return not capsule.batches and capsule.steps.current == 0
 
 
 def told_by(restart: Restart, report: Report, program: str) -> Report:
-    """The report with what was not as it had been, and whether it says the same as the captured one."""
+    """The report with notes on what differs from the captured step and its report."""
     notes = [*report.notes, *restart.notes, *changed_sources(restart.capsule, program)]
     before = restart.capsule.report
     if _made_before(before, report):
-        # It is in the capsule as it was; what made it is known from there.
+        # The captured report knows what produced it.
         same = {name: getattr(before, name) for name in ("origin", "cause", "other_causes", "path", "remedies")}
         report = replace(report, **same)
     differences = _differences(before, report)
     if not differences and before.batch is not None and report.batch is not None:
-        # The same value of the same batch: which samples are bad was found out when it was captured.
+        # The same value in the same batch: the captured report knows the bad samples.
         report = replace(report, batch=before.batch if before.batch.size == report.batch.size else report.batch)
     notes += differences
     return replace(report, notes=tuple(notes), replay=HOW)
 
 
 def _made_before(before: Report, now: Report) -> bool:
-    """Whether the bad value was there when the step began, and the captured report knows where it came from."""
+    """Whether the bad value existed before the step, and the captured report knows its source."""
     if before.origin is None or now.origin is None or before.origin.phase != now.origin.phase:
         return False
     return came_from_outside(now.origin) and before.origin.site is not None and bool(before.origin.op)

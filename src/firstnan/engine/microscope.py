@@ -1,4 +1,4 @@
-"""Looks at one step with everything there is: traces its operators, as a replay or as it runs, for a report."""
+"""Traces one step, as a replay or as it runs, and turns the trace into a report."""
 
 from __future__ import annotations
 
@@ -157,10 +157,10 @@ class LiveTrace:
         self.on = True
         tracer = self._microscope.start(in_step=in_step)
         if self._block:
-            tracer.at(region="step")  # The names of weights are looked up when there is something to tell.
+            tracer.at(region="step")  # The names of weights are looked up when there is something to report.
 
     def fetched(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
-        """Fetches a batch; what runs meanwhile makes data."""
+        """Fetches a batch; operators that run meanwhile are marked as data."""
         tracer = self.tracer
         if tracer is None:
             return fetch(iterator)
@@ -190,7 +190,7 @@ class LiveTrace:
 
     def optimizer_made(self) -> None:
         if self.tracer is not None and not self._block:
-            # Another stage of training: what was done since the last update prepared it.
+            # Another stage of training: everything since the last update was its setup.
             self.tracer.relabel("between", "setup")
 
     def update_begins(self, optimizer: Any, closure: bool, norm: float | None, step: int) -> bool:
@@ -212,7 +212,7 @@ class LiveTrace:
             return
         tracer.update_ended()
         if not self._block:
-            # Without an optimizer object it is now that the program updates its weights.
+            # Without an optimizer object, this is where the program updates its weights.
             tracer.at(region="update" if by_hand else "between")
         tracer.forget_healthy()
         tracer.at(step=current)
@@ -221,6 +221,6 @@ class LiveTrace:
         if self._from_step is None or current >= self._from_step - 1:
             tracer.start()
             tracer.follow()
-            tracer.at(marks=bool(self._from_step))  # A step that was asked for may be replayed, to compare.
+            tracer.at(marks=bool(self._from_step))  # A requested step may be replayed, to compare.
         else:
             tracer.stop()

@@ -1,4 +1,4 @@
-"""Calls the user's own step with one batch, under the gate, and says what was not finite in it."""
+"""Calls the user's step with one batch, under the gate, and returns what was non-finite."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Outcome:
 
 
 class Collect(Policy):
-    """Every trip is noted and nothing is done about it; `updates` are made or dropped."""
+    """Notes every trip and investigates none; `updates`: whether updates are made or dropped."""
 
     def __init__(self, models: Models, *, updates: bool) -> None:
         self._models, self._updates = models, updates
         self.seen: dict[str, Seen] = {}
         self.norms: list[float] = []
-        """Of the gradients that each update would have used."""
+        """The norm of the gradients for each update."""
         self.went_back = False
-        """The step has called backward itself."""
+        """Whether the step has called backward itself."""
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
-        """What backward writes gradients to, with the gradient that was there before."""
+        """The leaves that backward writes gradients to, each with its previous gradient."""
 
     def tripped(self, session: Session, trip: Trip) -> bool:
         if trip.tensors:
@@ -65,7 +65,7 @@ class Collect(Policy):
             if session.gate.norm is not None:
                 self.norms.append(session.gate.norm)
             return Decision.RUN
-        if closure:  # The gradients come later; this update is undone with all the rest.
+        if closure:  # The gradients come later; the caller undoes this update.
             return Decision.RUN
         self.look_at_gradients(parameters_of(optimizer))
         return Decision.DROP
@@ -79,7 +79,7 @@ class Collect(Policy):
             self.note("gradient", self._models.name(bad), bad)
 
     def loss_scaled(self, given: Any, scaled: Any) -> Any:
-        # Where nothing is written, no scale is looked for: what overflows by it is no fault of the batch.
+        # Without updates no scale is searched for: an overflow caused by the scale is not the batch's fault.
         return scaled if self._updates else given
 
 
@@ -95,12 +95,12 @@ class StepCheck:
         updated_by: Iterable[Any] = (),
         results_count: bool = False,
     ) -> None:
-        """`updated_by` update where the step does not; `results_count` where any bad value it returns counts."""
+        """`updated_by` make the update if the step does not; `results_count`: any bad value it returns counts."""
         self.calls = 0
         self._step, self._models, self._results_count = step, models, results_count
         self._optimizers, self._updated_by = list(optimizers), list(updated_by)
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
-        """Everything that backward wrote gradients to, with the gradient before the first call."""
+        """The leaves that backward wrote gradients to, each with its gradient before the first call."""
 
     def __call__(self, batch: Any, *, updates: bool = False) -> Outcome:
         """Calls the step with a copy of the batch, its updates made or dropped.
@@ -128,9 +128,9 @@ class StepCheck:
             policy.note(left.noticed.what, left.noticed.name or self._models.name(left.tensors[0]), left.tensors[0])
         self.leaves = policy.leaves | self.leaves
         if not (updates and gate.steps.total):
-            # Where updates are made, a scaler that skips one leaves the gradients that it did not like.
+            # With updates, a scaler that skips one leaves its infinite gradients behind.
             policy.look_at_gradients([p for p, _ in self._models.parameters.values()])
-        # An infinity in a batch may be meant: a mask.
+        # An infinity in a batch may be intended: a mask.
         bad_inputs = [s for s in bad_inputs if policy.seen or s.tensor is None or s.tensor.nan]
         past = gate.past().steps
         return Outcome(
@@ -140,7 +140,7 @@ class StepCheck:
         )
 
     def _run(self, batch: Any, policy: Collect, updates: bool) -> float | None:
-        """The step, and what it leaves to us; returns the loss where the gate has not seen it."""
+        """Runs the step, and backward and the update if it does not; returns the loss if the gate has not seen it."""
         result = self._step(batch)
         if policy.went_back and not self._results_count:
             return None

@@ -16,7 +16,7 @@ from firstnan.repair.verdict import TrialOutcome, described
 
 
 class Trial(EndProgram):
-    """Ends the program at a failure, or after step `last`; `tell` hears of what was seen from step `step` on.
+    """Ends the program at a failure, or after step `last`; calls `tell` with the outcome from step `step` on.
 
     Steps are those of the optimizer that is made at `made` (file and line), where there are several.
     """
@@ -47,7 +47,7 @@ class Trial(EndProgram):
     def step_ended(self, session: Session) -> None:
         self._counted.step_ended()
         if self._counted.passed > self._step:
-            self._tell(self.outcome())  # if time runs out, so much is known
+            self._tell(self.outcome())  # known even if time runs out
         if self._counted.passed > self._last or os.getppid() != self._parent:
             self._stopped = True
             session.close()
@@ -74,7 +74,7 @@ class Trial(EndProgram):
 
 
 class _CountedSteps:
-    """Counts the steps of the optimizer that is made at a place; where there is but one, or no place, all of them."""
+    """Counts the steps of the optimizer created at a place; all steps if there is only one, or no place."""
 
     def __init__(self, gate: Gate, ownership: Ownership, made: tuple[str, int] | None) -> None:
         self._gate, self._ownership, self._made = gate, ownership, made
@@ -97,7 +97,7 @@ class _CountedSteps:
             self._passed = max(self._passed, steps.of(optimizer))
 
     def _nearest(self, optimizers: list[Any], file: str, line: int) -> list[Any]:
-        """Those that are made there; a change of the source may have moved the line a little."""
+        """The optimizers created there; a change of the source may have moved the line."""
         sites = [(o, self._gate.call_sites.of(o, self._ownership)[0]) for o in optimizers]
         away = [
             (abs(s.line - line), o)

@@ -1,4 +1,4 @@
-"""Follows training by what torch lets us hook and by the functions of the manifest, and tells one observer."""
+"""Installs torch's hooks and the patches of the manifest, and reports training to one observer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from firstnan.tensors.optimizers import drop_gradients
 
 
 class Hooks:
-    """What is installed while training is watched: around the optimizers given, or around all there will be.
+    """The hooks that are installed while training is watched: on the given optimizers, or on all.
 
     With `program` also around what a program that knows nothing of it does: its batches, and what it reads.
     """
@@ -72,7 +72,7 @@ class Hooks:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """What runs inside is no step of the program."""
+        """A context whose updates are not steps of the program."""
         self.installed = False
         try:
             yield
@@ -81,11 +81,11 @@ class Hooks:
 
     @property
     def idle(self) -> bool:
-        """Removed while someone else still holds a patched function; or in a forked worker, which inherits them."""
+        """Whether to do nothing: removed while other code still holds a patched function, or in a forked worker."""
         return not self.installed or os.getpid() != self._process
 
     def guarded(self, act: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
-        """An error of ours is said once and never reaches the program; what was found does."""
+        """Calls our code: its errors are reported once and never reach the program, but findings do."""
         if not self.installed:
             return otherwise
         try:
@@ -112,7 +112,7 @@ class Hooks:
             self.guarded(self.observer.after_update, optimizer)
 
     def _quickly(self, suffices: Callable[[Any], bool], optimizer: Any) -> bool:
-        """Without the lock, which costs more than it is worth: no other thread has a part in a step that passes."""
+        """Asks without the lock, which is expensive and not needed for a step that passes."""
         try:
             return self.installed and suffices(optimizer)
         except NonFiniteError:
@@ -258,7 +258,7 @@ class Hooks:
             if warned or not tensor.requires_grad:
                 value = original(tensor)
             else:
-                # torch warns of this once, and has to name the line of the program, not this one.
+                # torch warns about this once, and the warning must name the program's line, not this one.
                 with warnings.catch_warnings(record=True) as said:
                     warnings.simplefilter("always")
                     value = original(tensor)
@@ -305,7 +305,7 @@ class Hooks:
 
     def _compile(self, original: Any) -> Any:
         def compile(*args: Any, **kwargs: Any) -> Any:
-            # Compiled code is guarded on these hooks: taken off later they would make it compile again.
+            # Compiled code has guards on these hooks: removing them later would cause a recompilation.
             self._stop_following_modules()
             return original(*args, **kwargs)
 

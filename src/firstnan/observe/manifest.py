@@ -33,7 +33,7 @@ TRAINING: tuple[Name, ...] = (
 """Replaced while any training is watched."""
 
 ALL_OPTIMIZERS: tuple[Name, ...] = ((Optimizer, "__init__"),)
-"""Replaced where optimizers are watched that nobody named."""
+"""Replaced if all optimizers are watched, not only given ones."""
 
 PROGRAM: tuple[Name, ...] = (
     (_BaseDataLoaderIter, "__next__"),
@@ -52,7 +52,7 @@ CHANGED_SOURCES: tuple[tuple[str, str], ...] = (
     ("importlib.machinery", "SourceFileLoader.path_stats"),
     ("multiprocessing.spawn", "get_preparation_data"),
 )
-"""Replaced for good in a process that exists to try a change of the program (`runner.py`); by module, since
+"""Replaced for good in a process that only tests a change of the program (`runner.py`); by module, since
 watching a program imports none of them."""
 
 TRACED: tuple[Name, ...] = ((type(_higher_order_ops["cond"]), "__call__"),) if "cond" in _higher_order_ops else ()

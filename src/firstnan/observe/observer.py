@@ -1,4 +1,4 @@
-"""What can be told of a program that trains: one method for each thing that the hooks see."""
+"""What the hooks report about a training program: one method for each kind of event."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class Decision(Enum):
-    """What becomes of the update that an optimizer is about to make."""
+    """What happens to the update that an optimizer is about to make."""
 
     RUN = auto()
     DROP = auto()
 
 
 class Observer:
-    """Hears of what a program does; every method here does nothing, and lets everything pass."""
+    """The base class: every method does nothing and lets everything pass."""
 
     # Optimizers.
 
@@ -27,15 +27,15 @@ class Observer:
         """An optimizer was constructed; `frame` is the constructor's."""
 
     def passes_quickly(self, optimizer: Any) -> bool:
-        """Whether the update about to be made needs no more than this question."""
+        """Whether this check suffices before an update."""
         return False
 
     def passed_quickly(self, optimizer: Any) -> bool:
-        """Whether the update just made needs no more than this question."""
+        """Whether this check suffices after an update."""
         return False
 
     def before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
-        """An optimizer is about to update its parameters, perhaps by a closure that computes the gradients."""
+        """An optimizer is about to update its parameters; `closure` if a closure computes the gradients."""
         return Decision.RUN
 
     def after_update(self, optimizer: Any) -> None: ...
@@ -44,19 +44,19 @@ class Observer:
         """A gradient scaler found infinite gradients and made no update."""
 
     def update_count(self) -> int:
-        """How many updates were seen so far."""
+        """How many updates were made so far."""
         return 0
 
     # Backward.
 
     def concerns(self, roots: list[Tensor]) -> bool:
-        """Whether this backward call is part of the training that is watched."""
+        """Whether this backward call belongs to the watched training."""
         return True
 
     def before_backward(self, roots: list[Tensor], frame: FrameType) -> None: ...
 
     def needs_after_backward(self) -> bool:
-        """Whether `after_backward` is to be told: asked after every backward call, so it has to be quick."""
+        """Whether `after_backward` has to be called; asked after every backward call, so it must be quick."""
         return False
 
     def after_backward(self, roots: list[Tensor]) -> None: ...
@@ -76,7 +76,7 @@ class Observer:
     # Data.
 
     def indices_sampled(self, iterator: Any, indices: Any) -> None:
-        """A loader's sampler chose these elements of the dataset for a batch to come."""
+        """A loader's sampler chose these dataset indices for a later batch."""
 
     def epoch_begins(self, iterator: Any) -> None: ...
 
@@ -87,7 +87,7 @@ class Observer:
     # What the program reads.
 
     def value_read(self, tensor: Tensor, frame: FrameType) -> None:
-        """The program looked at a value that is not finite, or asked whether one is."""
+        """The program read a non-finite value, or the result of a test."""
 
     def module_returned(self, module: Any, output: Any) -> None:
         """An outermost module returned, before the program has trained."""
@@ -95,8 +95,8 @@ class Observer:
     # Ourselves.
 
     def internal_error(self, error: Exception) -> None:
-        """Our own code failed; the program goes on."""
+        """Our own code failed; the program continues."""
 
     def unseen(self) -> contextlib.AbstractContextManager[Any]:
-        """While this lasts, what runs is ours and not the program's."""
+        """A context for our own code, which is not part of the program."""
         return contextlib.nullcontext()
