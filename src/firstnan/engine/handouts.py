@@ -49,7 +49,6 @@ class Handouts:
 
     def __init__(self) -> None:
         self.sources: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
-        self.replaying = False
         self.latest: Handout | None = None
         self.latest_iterator: weakref.ref[Any] | None = None
         self.modified = False
@@ -226,7 +225,6 @@ class Handouts:
         first.random.restore()
         restore_buffers(first.buffers)
         torch.clear_autocast_cache()
-        self.replaying = True
         return updates - latest.updates
 
     def latest_first(self) -> list[Handout]:
