@@ -241,3 +241,40 @@ def test_a_step_that_was_finite_in_its_replays_is_made(policy: Any) -> None:
     assert torch.equal(model.weight, expected.weight)
     assert detector.report is not None
     assert detector.report.reproduced == "transient"
+
+
+def test_a_failure_that_does_not_recur_is_reported_under_warn_too(caplog: pytest.LogCaptureFixture) -> None:
+    model, calls = nn.Linear(2, 1), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with NaNDetector(model, optimizer, on_nonfinite="warn") as detector:
+        for x in detector.batches([torch.ones(3, 2)] * 4):
+            calls += 1
+            optimizer.zero_grad()
+            (model(x).mean() * (float("nan") if calls == 3 else 1.0)).backward()
+            optimizer.step()
+    assert "[transient]" in caplog.text
+
+
+# --- a loop that goes on without us ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback", "warn"])
+def test_a_loop_that_was_left_in_a_bad_step_trains_on(policy: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> bool:
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        (model(x).mean() * x.sum().log()).backward()
+        optimizer.step()
+        return not torch.equal(before, model.weight)
+
+    with NaNDetector(model, optimizer, on_nonfinite=policy) as detector:
+        for x in detector.batches([torch.ones(3, 2), -torch.ones(3, 2), torch.ones(3, 2)]):
+            step(x)
+            if (x < 0).any():
+                break
+        # Nobody asks for the failing batch any more; at most one update passes before that is known.
+        assert [step(torch.ones(3, 2) * i) for i in range(2, 7)][1:] == [True] * 4
+    assert torch.isfinite(model.weight).all()

@@ -133,6 +133,7 @@ class LoopReplay:
         if session.phase is not TRIPPED and not self._finite:
             return False
         if self._is_stuck(optimizer):
+            session.left_without_asking()
             self._give_up()
         return True
 

@@ -45,8 +45,10 @@ class Policy:
     """How many failures are investigated; None for all."""
     undoes = False
     """Whether a bad update is undone."""
-    goes_on = False
-    """Whether a bad step is dropped and training continues."""
+    continues = False
+    """Whether training continues after a failure."""
+    drops = False
+    """Whether it does so without the bad step."""
 
     def tripped(self, session: Session, trip: Trip) -> bool:
         """Whether to investigate this trip."""
@@ -124,6 +126,7 @@ class Warn(Policy):
     """Keeps the update and warns, less and less often once the weights are bad and every step fails."""
 
     searches = False
+    continues = True
     investigates = 3
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
@@ -138,7 +141,7 @@ class Skip(Policy):
 
     searches = False
     investigates = 3
-    undoes = goes_on = True
+    undoes = continues = drops = True
 
     def __init__(self, streak: int) -> None:
         self.streak = streak

@@ -303,7 +303,7 @@ class Session(Observer):
         if self.phase is SETTLED:
             self.policy.step_dropped(self)
             self._updated = True
-            if self._journal is not None and not self.policy.goes_on:
+            if self._journal is not None and not self.policy.drops:
                 self._journal.counts.steps += 1
             return
         if not told:
@@ -555,7 +555,7 @@ class Session(Observer):
         self.enter(SETTLED)
         self.report = report = self._completed(report, before_update)
         self.streak += not finite
-        if finite and self.policy.goes_on:
+        if finite and self.policy.continues:
             log.warning("%s", nonfinite_error(report))
             self.enter(WATCHING)
             return
@@ -627,6 +627,10 @@ class Session(Observer):
             self._replay = None
             self.enter(SETTLED)
 
+    def left_without_asking(self) -> None:
+        """The loop goes on without asking for a batch: from now on a step ends where the next backward begins."""
+        self.through_loop = False
+
     def step_is_over(self) -> None:
         """Lets training resume when the loop continues."""
         self._updated = True
@@ -679,7 +683,7 @@ class Session(Observer):
     def _left_in_replay(self, replay: LoopReplay, error: BaseException | None) -> Report | None:
         report = replay.left()
         self.microscope.stop()
-        if self.policy.goes_on and error is None and replay.search is None:
+        if self.policy.drops and error is None and replay.search is None:
             self.settle(report, before_update=True)
             self.resume()
             return None
