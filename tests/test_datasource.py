@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from firstnan.engine.data_origin import LineWatch, bad_rows, find_maker
+from firstnan.engine.data_origin import bad_rows, find_maker
 from firstnan.engine.handouts import RandomState
+from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership
 from firstnan.records import Origin
 from firstnan.tensors.state import Handout

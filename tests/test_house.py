@@ -155,6 +155,21 @@ def test_nobody_outside_a_room_writes_its_fields(path: Path) -> None:
     assert written == []
 
 
+# The dispatch mode is the tracer itself; the rest of torch and Python is touched in one room.
+TOUCHES = re.compile(
+    r"\.register_\w*hook\(|settrace\(|setprofile\(|set_stance\(|meta_path\.|\.py_impl\(|\bsetattr\((?!self)"
+)
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_torch_and_python_are_touched_in_one_room(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    touches = [
+        f"line {i}: {line.strip()}" for i, line in enumerate(lines, 1) if TOUCHES.search(line) and '"' not in line
+    ]
+    assert room_of(path) == "observe" or touches == []
+
+
 def test_table_names_only_known_packages() -> None:
     assert set().union(*ROOMS.values()) <= {"torch", "rich", "safetensors", "jinja2"}
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from firstnan.engine.conclude import Evidence
 from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
+from firstnan.observe.patches import eager
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, Spot
 from firstnan.records import Noticed, Report
@@ -22,29 +21,6 @@ from firstnan.tensors.names import Models
 from firstnan.tracing.tracer import Tracer
 
 _NOTHING = contextlib.nullcontext()
-
-
-class _Eager:
-    """Makes compiled functions run uncompiled, in the whole process, as long as anyone needs that."""
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._stance: Any = None
-
-    def ask(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._stance = torch.compiler.set_stance("force_eager")
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._stance.__exit__(None, None, None)
-
-
-_eager = _Eager()
 
 
 class Microscope:
@@ -88,12 +64,12 @@ class Microscope:
         self._call_off()
         if self._is_eager:
             self._is_eager = False
-            _eager.release()
+            eager.release()
 
     def _force_eager(self) -> None:
         if not self._is_eager:
             self._is_eager = True
-            _eager.ask()
+            eager.ask()
 
     def name_tensors(self) -> None:
         """Tells the tracer which tensors are weights and buffers."""

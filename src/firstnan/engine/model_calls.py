@@ -18,8 +18,7 @@ from firstnan.engine.handouts import Handouts
 from firstnan.engine.microscope import Microscope
 from firstnan.engine.recovery import Recovery
 from firstnan.gate.gate import Trip
-from firstnan.observe.hooks import Hooks
-from firstnan.observe.patches import Hook
+from firstnan.observe.hooks import CallHooks, Hooks, on_gradient
 from firstnan.records import Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tensors.names import Slot
@@ -67,29 +66,23 @@ class ModelCalls:
         """A model was called, with gradients, since this was last asked."""
         self._making = self._light = False
         self._last: tuple[Module, Any, Any, int, bool] | None = None
-        self._before_handles: list[Any] = []
-        self._after_handles: list[Any] = []
+        self._hooks = CallHooks(self.roots, self._before, self._after)
 
     def on_error(self, tell: Callable[[Exception], None]) -> None:
         """Who hears of errors of our own."""
         self._trouble = tell
 
     def attach(self) -> None:
-        for root in self.roots:
-            self._before_handles.append(root.register_forward_pre_hook(Hook(self._before), with_kwargs=True))
-            self._after_handles.append(root.register_forward_hook(Hook(self._after)))
+        self._hooks.install()
 
     def keep_less(self) -> None:
         """The loop is replayed whole, so the gradients that reach the model are not needed."""
-        for handle in self._after_handles:
-            handle.remove()
-        self._after_handles, self._light = [], True
+        self._hooks.remove_after()
+        self._light = True
 
     def detach(self) -> None:
-        self.keep_less()
-        for handle in self._before_handles:
-            handle.remove()
-        self._before_handles = []
+        self._hooks.remove()
+        self._light = True
         self.forget()
 
     def before_next(self, act: Callable[[], None] | None) -> None:
@@ -140,7 +133,7 @@ class ModelCalls:
             call = weakref.ref(calls[-1])
             for i, (_, t) in enumerate(tensors_in(output)):
                 if t.requires_grad and not t.is_leaf:
-                    t.register_hook(_Keeper(call, i))
+                    on_gradient(t, _Keeper(call, i))
         except Exception as error:
             self._trouble(error)
 

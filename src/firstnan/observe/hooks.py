@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from firstnan.observe import manifest
 from firstnan.observe.observer import Decision, Observer
-from firstnan.observe.patches import Patches
+from firstnan.observe.patches import Hook, Patches
 from firstnan.records.errors import NonFiniteError
 from firstnan.tensors.finite import is_finite
 from firstnan.tensors.optimizers import drop_gradients
@@ -310,6 +310,37 @@ class Hooks:
             return original(*args, **kwargs)
 
         return compile
+
+
+class CallHooks:
+    """Hooks on the calls of given models, which do not follow them into copies or files."""
+
+    def __init__(self, roots: Sequence[Any], before: Callable[..., None], after: Callable[..., None]) -> None:
+        """`before(module, args, kwargs)` and `after(module, args, output)`."""
+        self._roots, self._before, self._after = roots, Hook(before), Hook(after)
+        self._before_handles: list[Any] = []
+        self._after_handles: list[Any] = []
+
+    def install(self) -> None:
+        for root in self._roots:
+            self._before_handles.append(root.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._after_handles.append(root.register_forward_hook(self._after))
+
+    def remove_after(self) -> None:
+        for handle in self._after_handles:
+            handle.remove()
+        self._after_handles = []
+
+    def remove(self) -> None:
+        self.remove_after()
+        for handle in self._before_handles:
+            handle.remove()
+        self._before_handles = []
+
+
+def on_gradient(tensor: Tensor, act: Callable[[Tensor], None]) -> None:
+    """Calls `act` with the gradient of this tensor when backward has computed it."""
+    tensor.register_hook(act)
 
 
 _AROUND = {

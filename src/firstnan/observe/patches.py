@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 Make = Callable[[Any], Callable[..., Any]]
 """The current function -> its replacement."""
 
@@ -75,6 +77,29 @@ class Patches:
                     chain.restore()
                     _chains.pop((id(chain.owner), chain.name), None)
             self._mine = []
+
+
+class EagerMode:
+    """Makes compiled functions run uncompiled, in the whole process, as long as anyone needs that."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._stance: Any = None
+
+    def ask(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._stance.__exit__(None, None, None)
+
+
+eager = EagerMode()
 
 
 class Hook:
