@@ -278,3 +278,12 @@ def test_a_loop_that_was_left_in_a_bad_step_trains_on(policy: Any) -> None:
         # Nobody asks for the failing batch any more; at most one update passes before that is known.
         assert [step(torch.ones(3, 2) * i) for i in range(2, 7)][1:] == [True] * 4
     assert torch.isfinite(model.weight).all()
+
+
+@pytest.mark.parametrize("read", ["loss.item()", "float(loss)", "loss.tolist()", "loss.detach().numpy()"])
+def test_a_program_that_reads_a_nan_and_stops_is_understood(read: str, firstnan: Zygote, tmp_path: Path) -> None:
+    lines = ["import torch", "w = torch.zeros(1, requires_grad=True)", "loss = (w - 1).log().sum()", f"x = {read}"]
+    text = "\n".join([*lines, "raise SystemExit(0)", ""])
+    (tmp_path / "train.py").write_text(text)
+    found = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path).found
+    assert (found["origin"]["op"], found["origin"]["line"]) == ("log", 3)
