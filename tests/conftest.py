@@ -50,3 +50,9 @@ def _leaves_nothing_behind() -> Iterator[None]:
     after = torch_state()
     left = sorted(name for name in before if before[name] != after[name])
     assert not left, f"left behind: {', '.join(left)}"
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays run in the process itself, as where there is no isolation, and the test can watch them."""
+    monkeypatch.setenv("FIRSTNAN_ISOLATION", "off")

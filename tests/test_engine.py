@@ -171,7 +171,7 @@ def trained(through: Through, **options: Any) -> tuple[NaNDetector, list[int]]:
 
 
 @pytest.mark.parametrize("through", [by_batches, by_step])
-def test_replays_and_searches_leave_no_trace_in_events_and_counts(through: Through) -> None:
+def test_replays_and_searches_leave_no_trace_in_events_and_counts(through: Through, in_process: None) -> None:
     detector, calls = trained(through, layers=True)
     assert len(calls) > 5 + 3  # the failing step ran again: traced, and with samples replaced
     assert detector.report is not None
@@ -198,7 +198,7 @@ def test_replays_leave_no_trace_in_the_statistics(through: Through) -> None:
 
 
 @pytest.mark.parametrize("through", [by_batches, by_step])
-def test_a_replay_that_was_finite_is_compared(through: Through) -> None:
+def test_a_replay_that_was_finite_is_compared(through: Through, in_process: None) -> None:
     torch.manual_seed(1)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -222,7 +222,7 @@ def test_a_replay_that_was_finite_is_compared(through: Through) -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip", "warn", "rollback"])
-def test_a_step_that_was_finite_in_its_replays_is_made(policy: Any) -> None:
+def test_a_step_that_was_finite_in_its_replays_is_made(policy: Any, in_process: None) -> None:
     model, calls = nn.Linear(2, 1), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = nn.Linear(2, 1)
@@ -258,7 +258,7 @@ def test_a_failure_that_does_not_recur_is_reported_under_warn_too(caplog: pytest
 # --- a loop that goes on without us ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback", "warn"])
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_loop_that_was_left_in_a_bad_step_trains_on(policy: Any) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 # Import nothing heavy here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
 COMMANDS = ("run", "show", "fix", "replay", "causes", "demo")
-_OPTIONS_WITH_VALUE = ("--json", "-o", "--output", "--replay", "--verify", "--capsule", "--capsule-limit")
+_OPTIONS_WITH_VALUE = (
+    "--json",
+    "-o",
+    "--output",
+    "--replay",
+    "--verify",
+    "--isolation",
+    "--capsule",
+    "--capsule-limit",
+)
 
 
 class UsageError(Exception):
@@ -91,6 +100,7 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         fix=fix,
         capsule=_capsule_request(parsed),
         restart=parsed.replayed_capsule,
+        isolation=parsed.isolation == "auto",
     )
     return runner.run(program, Investigation(options))
 
@@ -258,6 +268,13 @@ def _run_parser() -> _Parser:
         metavar="N",
         help="test candidate fixes in copies of the program, up to N steps past the failing one (default: 20; 0: none)",
     )
+    parser.add_argument(
+        "--isolation",
+        choices=("auto", "off"),
+        default="auto",
+        help="keep whatever runs again away from your files, network and processes, or do not run it (default: auto); "
+        "off: run it again in the open",
+    )
     parser.add_argument("--fix", action="store_true", help="write the best proven fix as a .patch next to the report")
     parser.add_argument("--capsule", metavar="DIR", help="save the failing step to a file in DIR, for firstnan replay")
     parser.add_argument(
@@ -277,7 +294,7 @@ def _replay_parser() -> _Parser:
         allow_abbrev=False,
     )
     _add_program_options(parser)
-    parser.set_defaults(trace=False, replay="never", capsule=None, verify=0, fix=False)
+    parser.set_defaults(trace=False, replay="never", capsule=None, verify=0, fix=False, isolation="auto")
     return parser
 
 

@@ -64,6 +64,9 @@ class Handouts:
         self._kept_lists: tuple[list[Tensor], list[Tensor]] = [], []
         """Copies of buffers, with the buffers themselves."""
         self._kept_at: int | None = None
+        self._turns: deque[tuple[RandomState, list[tuple[Slot, Tensor, Tensor]]]] = deque(maxlen=2)
+        """Random state and buffers at the ends of the last steps, in a loop without a loader."""
+        self._last_random: RandomState | None = None
 
     # While the program is healthy.
 
@@ -108,7 +111,7 @@ class Handouts:
         latest.versions, latest.pristine = tensor_versions(batch), None
         latest.indices = source.pending_indices.popleft() if source.pending_indices else None
         if self._draws:
-            latest.random = RandomState.now()
+            latest.random = self._last_random = RandomState.now()
         if self._buffers:
             latest.buffers = self._step_buffers(updates)
         source.count += 1
@@ -124,12 +127,32 @@ class Handouts:
     def _random(self) -> RandomState:
         """The state of the generators; an older copy if steps draw no random numbers."""
         self._handouts += 1
-        latest = self.latest
-        if latest is not None and not self._draws and self._handouts > _TESTED and self._handouts % _EVERY:
-            return latest.random
-        now = RandomState.now()
+        last = self._last_random
+        if last is not None and not self._draws and self._handouts > _TESTED and self._handouts % _EVERY:
+            return last
+        now = self._last_random = RandomState.now()
         self._testing = None if self._draws else now
         return now
+
+    def turn_ended(self, updates: int) -> None:
+        """A step has ended in a loop without a loader: the next one begins."""
+        self.body_ended()
+        self._turns.append((self._random(), self._step_buffers(updates) if self._buffers else []))
+
+    def restore_turn(self, earlier: int, *, whole: bool) -> None:
+        """Restores random state and buffers from the start of the step, or from so many steps earlier.
+
+        Not the random state if only the last part of the step is replayed (not `whole`).
+        """
+        if self.latest is not None:
+            random, buffers = self.latest.random, self.latest.buffers
+        elif len(self._turns) > earlier:
+            random, buffers = self._turns[-1 - earlier]
+        else:
+            return
+        if whole:
+            random.restore()
+        restore_buffers(buffers)
 
     def passed(self, iterator: Any) -> None:
         """A batch that is not for training was handed out."""
@@ -226,6 +249,12 @@ class Handouts:
         restore_buffers(first.buffers)
         torch.clear_autocast_cache()
         return updates - latest.updates
+
+    def hand_out_again(self) -> None:
+        """The batches of the current step come again, to whoever asks for them."""
+        latest = self.latest
+        for source in self.sources.values():
+            source.again = [h for h in source.recent if latest is not None and h.updates == latest.updates]
 
     def latest_first(self) -> list[Handout]:
         """The batches of the current step, the latest first; only that one if there are many."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -13,19 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from firstnan.capsule import Wanted
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
-from firstnan.engine.second_run import Order, Start
+from firstnan.engine.isolation import IsolationError
+from firstnan.engine.second_run import Order, SecondRun, Start
 from firstnan.observe.runner import Program, overlay_sources, when_imported
 from firstnan.observe.sites import Ownership
 from firstnan.records import Report, ReportError
 from firstnan.records.files import write_whole
 from firstnan.repair.patch import choose, how_to_apply, portable
-from firstnan.repair.verdict import TrialOutcome, ended_by
-from firstnan.report import print_text, write
+from firstnan.repair.verdict import TrialOutcome, ended_by, last_bad_step
+from firstnan.report import Progress, print_text, write
 
 if TYPE_CHECKING:
     from firstnan.capsule.content import Capsule
     from firstnan.engine.capsule_replay import CapsuleReplay
     from firstnan.engine.program_watch import ProgramWatch
+    from firstnan.engine.session import Session
+    from firstnan.engine.step_trial import StepTrials
     from firstnan.engine.trial_policy import Trial
 
 FOUND = 3
@@ -51,6 +53,8 @@ class Options:
     capsule: Wanted | None = None
     restart: Capsule | None = None
     """The captured step to begin with."""
+    isolation: bool = True
+    """Whether what runs again must change nothing of the user's; if that is impossible, it is not run."""
 
 
 class Investigation:
@@ -69,6 +73,7 @@ class Investigation:
         self._trial: Trial | None = None
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
+        self._tried = self._first_part_printed = False
         self._fate = TrialOutcome()
         """How the program ended, as text; the exception itself would keep tensors alive."""
 
@@ -89,18 +94,20 @@ class Investigation:
         self.seconds = time.monotonic() - self.began
         watch = self.watch
         if watch is not None:
-            self.report = watch.end()
-            if watch.unresolved:
-                self._run_again(watch)
+            report = watch.end()
+            if not self._tried:  # otherwise it is complete, with the results of the trials
+                self.report = report
+                if watch.unresolved:
+                    self._run_again(watch)
         code = self._tell_of_restart()
-        if self.order is None and self.options.restart is None:
-            self._try_remedies()
+        if self.order is None and self.options.restart is None and not self._tried:
+            self._try_remedies(self.report)
         self._finish_capsule()
         if self.order is not None:
             if self.order.what == "trial":
                 self._tell(self._trial.outcome(self._fate) if self._trial else self._fate)
             else:
-                write(self.report, self.order.report)
+                self._answer_order(self.report)
             return 0
         self._deliver()
         return FOUND if self.report.verdict == "nonfinite" else code
@@ -146,6 +153,7 @@ class Investigation:
             self.watch = program_watch.watch(
                 ownership,
                 self._save,
+                self._explained,
                 trace_from=0 if self.options.trace else order.step if order else None,
                 tracing=self.options.trace or order is not None,
                 outputs_decide=order is not None and order.what == "output",
@@ -175,13 +183,18 @@ class Investigation:
             step = "" if output or first.step is None else f" in step {first.step}"
             say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
         try:
-            second = self._second_run(None if output else first.step)
-        except OSError as error:
-            say(f"the program cannot be run again: {error}")
-            second = None
-        if second is not None and second.origin is not None:
-            same = output or told or first.step is None or second.step is None or second.step <= first.step
-            own_state = (_OWN_STATE,) if first.reproduced == "transient" else ()
+            run = self._second_run(None if output else first.step)
+        except KeyboardInterrupt:
+            run = None
+        except IsolationError as error:
+            self.report = Report("clean") if output else replace(first, notes=(*first.notes, _not_apart(error)))
+            return
+        second = run.report if run is not None else None
+        if run is not None and second is not None and second.origin is not None:
+            same = output or told or _is_same_failure(first, second)
+            notes = (*second.notes, *((_OWN_STATE,) if first.reproduced == "transient" else ()))
+            if not same:
+                notes = (*notes, _other_failure(first, second))
             # A failure in two runs of the whole program is reproducible, whatever a replay of the step has shown.
             causes = [c for c in (second.cause, *second.other_causes) if c is not None and c.slug != "transient"]
             self.report = replace(
@@ -189,28 +202,46 @@ class Investigation:
                 reproduced="deterministic" if same else "transient",
                 cause=causes[0] if causes else second.cause,
                 other_causes=tuple(causes[1:]),
-                notes=(*second.notes, *own_state),
+                notes=notes,
                 replay=f"{trials.RUN_AGAIN}, traced in the failing step",
                 batch=first.batch if first.batch is not None and first.batch.confirmed else second.batch or first.batch,
             )
         elif output:
             self.report = Report("clean")
         elif not told:
-            self.report = replace(first, notes=(*first.notes, _UNFINISHED))
-            if second is not None:
-                cause = first.cause or transient("The program was run again from its start, and was finite")
-                self.report = replace(first, notes=(*first.notes, _FINITE), reproduced="transient", cause=cause)
+            self.report = self._not_repeated(first, run)
 
-    def _second_run(self, step: int | None) -> Report | None:
-        """The child's report; the child runs once more if the failure turns out to begin in an earlier step."""
-        what, program = "output" if step is None else "step", self.options.program
-        report = self.start.run_again(program, step=step, what=what, capsule=self._still_wanted())
+    def _not_repeated(self, first: Report, run: SecondRun | None) -> Report:
+        """The report of the first run, and what can be said of a second one without that failure."""
+        if run is None or (run.report is None and run.in_time):
+            return replace(first, notes=(*first.notes, _UNFINISHED))
+        if not run.in_time:
+            return replace(first, notes=(*first.notes, f"{_UNFINISHED}: it took longer than the first"))
+        step, fate = first.step or 0, run.fate
+        if fate.passed < step or (fate.error and fate.passed == step):
+            how = fate.error or fate.exit or "its end"
+            text = f"the second run did not reach step {step}; it ended after {fate.passed} steps with {how}"
+            return replace(first, notes=(*first.notes, text))
+        cause = first.cause or transient("The program was run again from its start, and was finite")
+        return replace(first, notes=(*first.notes, _FINITE), reproduced="transient", cause=cause)
+
+    def _second_run(self, step: int | None) -> SecondRun:
+        """The second run; a third if the failure turns out to begin in an earlier step."""
+        run = self._once_more(step, "output" if step is None else "step", self._still_wanted())
+        report = run.report
         if report is None or report.step is None or step is None or report.step >= step - 1:
-            return report
-        if report.origin is not None and report.origin.site is not None:
-            return report
-        wanted = None if report.capsule else self._still_wanted()
-        return self.start.run_again(program, step=report.step, what=what, capsule=wanted) or report
+            return run
+        if report.origin is None or report.origin.site is not None:
+            return run
+        third = self._once_more(report.step, "step", None if report.capsule else self._still_wanted())
+        return third if third.report is not None else run
+
+    def _once_more(self, step: int | None, what: str, capsule: tuple[str, int] | None) -> SecondRun:
+        seconds = trials.Limits.after(self.seconds).one
+        apart = self.options.isolation
+        return self.start.run_again(
+            self.options.program, step=step, what=what, seconds=seconds, capsule=capsule, apart=apart
+        )
 
     def _still_wanted(self) -> tuple[str, int] | None:
         """Where the second run should write the capsule that the first could not write."""
@@ -218,40 +249,64 @@ class Investigation:
         wanted = capsules.wanted if capsules is not None and not capsules.is_done else None
         return (str(wanted.folder), wanted.limit) if wanted is not None else None
 
-    def _try_remedies(self) -> None:
-        """Runs the program with each fix, until one is known to help."""
-        options, report = self.options, self.report
+    def _explained(self, report: Report, session: Session) -> None:
+        """The failure is explained, and the program still stands at the failing step: tries the remedies there."""
+        if self.order is not None or self.options.restart is not None:
+            return
+        from firstnan.engine.step_trial import StepTrials
+
+        self.seconds = time.monotonic() - self.began
+        at_step = StepTrials(session, session.failure) if session.failure is not None else None
+        self._try_remedies(session.complete(report), at_step)
+
+    def _try_remedies(self, report: Report, at_step: StepTrials | None = None) -> None:
+        """Tries each fix, until one is known to help; prints what is known before."""
+        options = self.options
+        self.report, self._tried = report, True
         count = min(sum(1 for remedy in report.remedies if remedy.diff), trials.MOST)
         if not count:
             return
-        why = reason_not_to_try(report, options, self.seconds)
-        if why:
-            self.report = report.with_(remedies=tuple(replace(r, note=why) for r in report.remedies))
+        why, from_start = reason_not_to_try(report, options), reason_not_to_start(options, self.seconds)
+        if why or (from_start and at_step is None):
+            self.report = report.with_(remedies=tuple(replace(r, note=why or from_start) for r in report.remedies))
             return
         self._save(report)
-        changes = "1 fix in a copy" if count == 1 else f"{count} fixes in copies"
-        say(f"testing {changes} of the program (its output is hidden; Ctrl-C skips this)")
+        self._print_first_part()
+        progress = Progress(count)
         steps = trials.STEPS if options.verify is None else options.verify
-        attempts = trials.Trials(self.start, options.program, steps, trials.Limits.after(self.seconds))
+        limits = trials.Limits.after(self.seconds)
+        attempts = trials.Trials(
+            self.start, options.program, steps, limits, apart=options.isolation, at_step=at_step, from_start=from_start
+        )
         try:
-            attempts.run(report, self._keep)
+            attempts.run(report, lambda tried: self._keep(tried, progress))
         except KeyboardInterrupt:
             pass  # what was tried until now is in the report
         except Exception as error:
             say(f"internal error: {type(error).__name__}: {error}")
+        finally:
+            progress.end()
 
-    def _keep(self, report: Report) -> None:
+    def _keep(self, report: Report, progress: Progress) -> None:
         self.report = report
         self._save(report)
+        progress.tried(sum(1 for remedy in report.remedies if remedy.tried))
 
     def _tell(self, outcome: TrialOutcome) -> None:
         assert self.order is not None
-        write_whole(self.order.report, json.dumps(asdict(outcome)))
+        self.order.answer(asdict(outcome))
+
+    def _answer_order(self, report: Report) -> None:
+        """Sends what this second run has seen so far."""
+        assert self.order is not None
+        passed = self.watch.session.gate.steps.current if self.watch is not None else 0
+        self.order.answer({"report": report.to_dict(), "fate": asdict(replace(self._fate, passed=passed))})
 
     def _save(self, report: Report) -> None:
         """Writes the report to disk as soon as something is found."""
         if self.order is not None:
-            write(report, self.order.report)
+            self._answer_order(report)
+            return
         for path, extension in ((self.options.json, ".json"), (self.options.output, None)):
             if path is not None:
                 try:
@@ -259,11 +314,17 @@ class Investigation:
                 except (OSError, ReportError) as error:
                     say(f"can't write {path}: {getattr(error, 'strerror', None) or error}")
 
+    def _print_first_part(self) -> None:
+        """Everything but the fixes, which are still to be tried."""
+        self._first_part_printed = True
+        print_text(self.report, sys.stderr, parts="first")
+
     def _deliver(self) -> None:
         self._save(self.report)
         if self.report.verdict == "nonfinite":
             saved = self.options.json or self.options.output
-            print_text(self.report, sys.stderr, saved=str(saved) if saved else "")
+            name = str(saved) if saved else ""
+            print_text(self.report, sys.stderr, saved=name, parts="rest" if self._first_part_printed else "whole")
             if self.options.fix is not None:
                 self._write_fix(self.options.fix)
         elif self.report.events:
@@ -285,11 +346,32 @@ class Investigation:
             say(f"wrote the best proven fix to {path}" + (f"; apply it with {command}" if command else ""))
 
 
+def _is_same_failure(first: Report, second: Report) -> bool:
+    """Whether the second run failed in the same step, or noticed bad weights sooner: it reads all after each update."""
+    steps = last_bad_step(first), last_bad_step(second)
+    closer = second.noticed is not None and second.noticed.what in ("parameter", "buffer")
+    return first.step is None or second.step is None or steps[0] == steps[1] or (closer and steps[1] < steps[0])
+
+
+def _other_failure(first: Report, second: Report) -> str:
+    return (
+        f"not the same failure: the first run failed in step {last_bad_step(first)}, "
+        f"the second, which is shown here, in step {last_bad_step(second)}"
+    )
+
+
+def _not_apart(error: OSError) -> str:
+    return (
+        f"the program was not run again, since it could not be kept away from your files here ({error}); "
+        "--isolation off runs it again all the same"
+    )
+
+
 def say(text: str) -> None:
     print(f"firstnan: {text}", file=sys.stderr, flush=True)
 
 
-def reason_not_to_try(report: Report, options: Options, seconds: float) -> str:
+def reason_not_to_try(report: Report, options: Options) -> str:
     """Why no fix is tested; empty if there is no reason not to."""
     if report.reproduced == "transient":
         return "the failure is not reproducible, so a trial would prove nothing"
@@ -297,6 +379,11 @@ def reason_not_to_try(report: Report, options: Options, seconds: float) -> str:
         return "--verify 0"
     if options.verify is None and options.replay == "never":
         return "--replay never"
+    return ""
+
+
+def reason_not_to_start(options: Options, seconds: float) -> str:
+    """Why the program is not run from its start with a fix that cannot be tried at the failing step."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         return "one of several processes cannot be run alone"
     if options.verify is None and seconds > trials.PATIENCE:

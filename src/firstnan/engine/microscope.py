@@ -88,6 +88,15 @@ class Microscope:
         for label, t in tensors_in(batch, "batch"):
             self.tracer.give_role(t, "input", label)
 
+    def is_unnamed(self, tensor: Tensor) -> bool:
+        """Whether this is no weight or buffer of a known model."""
+        return self.models is None or not self.models.name(tensor)
+
+    def mark_value(self, tensor: Tensor, name: str) -> None:
+        """Tells the tracer that this is data, in a variable of the program."""
+        assert self.tracer is not None
+        self.tracer.give_role(tensor, "input", name)
+
     def drop_gradients(self) -> None:
         for p, _ in self.models.parameters.values() if self.models else ():
             p.grad = None

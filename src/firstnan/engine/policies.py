@@ -84,13 +84,20 @@ class Policy:
 class EndProgram(Policy):
     """Ends the program; findings are saved as soon as they are known."""
 
-    def __init__(self, save: Callable[[Report], None]) -> None:
-        self.save = save
+    def __init__(
+        self,
+        save: Callable[[Report], None],
+        explained: Callable[[Report, Session], None] = lambda report, session: None,
+    ) -> None:
+        """`explained` is called with a complete report, while the program still stands at its failing step."""
+        self.save, self._explained = save, explained
         self.unresolved = False
         """Whether the program has to be run again for a complete answer."""
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         self.known(session, report)
+        if not self.unresolved:
+            self._explained(report, session)
         end_program()
 
     def known(self, session: Session, report: Report) -> None:

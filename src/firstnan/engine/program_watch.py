@@ -99,6 +99,7 @@ class ProgramWatch(Generic[P]):
 def watch(
     ownership: Ownership,
     save: Callable[[Report], None],
+    explained: Callable[[Report, Session], None],
     *,
     tracing: bool,
     trace_from: int | None,
@@ -108,7 +109,7 @@ def watch(
 ) -> ProgramWatch[EndProgram]:
     """Watches for a failure; `tracing` records every operator from the first line on, or from a step on."""
     found = ProgramWatch(
-        EndProgram(save),
+        EndProgram(save, explained),
         ownership,
         Gate(thorough=tracing),
         trace_from=trace_from,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,19 +12,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from firstnan.engine.isolation import Started
 from firstnan.observe.runner import Program
-from firstnan.records import Report
+from firstnan.records import Report, ReportError
+from firstnan.repair.verdict import TrialOutcome
 
 VARIABLE = "FIRSTNAN_CHILD"
 
 
 @dataclass(frozen=True)
 class Order:
-    """The instructions for a child process; passed as a small JSON file."""
+    """The instructions for a child process; passed as JSON in an open file."""
 
     step: int | None
     what: str
-    report: str
     python_random: list[Any]
     numpy_random: list[Any] | None = None
     torch_seed: int | None = None
@@ -38,12 +37,42 @@ class Order:
     """File and line where the optimizer whose steps are counted is created."""
     capsule: tuple[str, int] | None = None
     """The folder for a capsule, and its maximum size."""
+    result: int = -1
+    """The open file, which takes the answer; nothing else that the child writes is kept."""
 
     @staticmethod
     def given() -> Order | None:
         """The instructions that this process was started with; its own children must not follow them."""
-        path = os.environ.pop(VARIABLE, None)
-        return Order(**json.loads(Path(path).read_text())) if path else None
+        number = os.environ.pop(VARIABLE, None)
+        if not number:
+            return None
+        os.set_inheritable(int(number), False)
+        content = os.pread(int(number), os.fstat(int(number)).st_size, 0)
+        return Order(**json.loads(content), result=int(number))
+
+    def answer(self, data: Any) -> None:
+        """Replaces the answer given so far."""
+        text = json.dumps(data).encode()
+        os.ftruncate(self.result, 0)
+        os.pwrite(self.result, text, 0)
+
+
+@dataclass(frozen=True)
+class SecondRun:
+    """What came of running the program again."""
+
+    report: Report | None = None
+    fate: TrialOutcome = field(default_factory=TrialOutcome)
+    """How far it came, and how it ended."""
+    in_time: bool = True
+
+    @staticmethod
+    def of(text: bytes, in_time: bool) -> SecondRun:
+        try:
+            data = json.loads(text)
+            return SecondRun(Report.from_dict(data["report"]), TrialOutcome.of(data["fate"]), in_time)
+        except (ValueError, KeyError, ReportError):
+            return SecondRun(in_time=in_time)
 
 
 class Start:
@@ -82,19 +111,18 @@ class Start:
             sys.modules["torch"].default_generator.manual_seed(order.torch_seed)
 
     def run_again(
-        self, program: Program, *, step: int | None, what: str, capsule: tuple[str, int] | None = None
-    ) -> Report | None:
-        """The child's report, or None if there is none; the program's output is discarded."""
-        from firstnan.records import ReportError
-        from firstnan.records.files import load
-
-        with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
-            report = Path(folder, "report.json")
-            try:
-                self._run(program, replace(self._order(step, what, report), capsule=capsule), folder)
-                return load(report)
-            except (KeyboardInterrupt, ReportError):
-                return None
+        self,
+        program: Program,
+        *,
+        step: int | None,
+        what: str,
+        seconds: float,
+        capsule: tuple[str, int] | None = None,
+        apart: bool = True,
+    ) -> SecondRun:
+        """Runs the program again up to its failure; its output is discarded. `apart`: nothing of the user's changes."""
+        order = replace(self._order(step, what), capsule=capsule)
+        return SecondRun.of(*self._run(program, order, seconds, apart))
 
     def try_out(
         self,
@@ -105,54 +133,45 @@ class Start:
         last: int,
         seconds: float,
         made: tuple[str, int] | None = None,
+        apart: bool = True,
     ) -> tuple[Any, bool]:
         """The child's result for the program with changed files, and whether it finished in time."""
-        with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:
-            result = Path(folder, "outcome.json")
-            # Every byte is a Latin-1 character, so any file fits into JSON.
-            texts = {path: content.decode("latin-1") for path, content in contents.items()}
-            order = replace(self._order(step, "trial", result), contents=texts, last=last, made=made)
-            in_time = self._run(program, order, folder, seconds)
-            try:
-                return json.loads(result.read_text()), in_time
-            except (OSError, ValueError):
-                return None, in_time
+        # Every byte is a Latin-1 character, so any file fits into JSON.
+        texts = {path: content.decode("latin-1") for path, content in contents.items()}
+        order = replace(self._order(step, "trial"), contents=texts, last=last, made=made)
+        text, in_time = self._run(program, order, seconds, apart)
+        try:
+            return json.loads(text), in_time
+        except ValueError:
+            return None, in_time
 
-    def _order(self, step: int | None, what: str, result: Path) -> Order:
-        return Order(step, what, str(result), [*self.random], self.numpy, self.torch_seed)
+    def _order(self, step: int | None, what: str) -> Order:
+        return Order(step, what, [*self.random], self.numpy, self.torch_seed)
 
-    def _run(self, program: Program, order: Order, folder: str, seconds: float | None = None) -> bool:
-        """Runs the child to its end, or stops it and its own children after `seconds`."""
-        path = Path(folder, "order.json")
-        path.write_text(json.dumps(asdict(order)))
+    def _run(self, program: Program, order: Order, seconds: float, apart: bool) -> tuple[bytes, bool]:
+        """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer."""
         words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "firstnan", "run"]  # type: ignore[attr-defined]
         words += ["-m"] if program.module else []
-        environment = {**self.environment, VARIABLE: str(path)}
         source = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in (environment.get("PYTHONPATH"), source) if p)
-        child = subprocess.Popen(
-            [*words, "--", program.target, *program.args],
-            cwd=self.directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=None if os.environ.get("FIRSTNAN_DEBUG") else subprocess.DEVNULL,
-            start_new_session=seconds is not None,
-        )
-        try:
-            child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            _end(child, group=seconds is not None)
-        return True
-
-
-def _end(child: subprocess.Popen[bytes], *, group: bool) -> None:
-    """Ends the child and the processes it started, if any are still running."""
-    if group and hasattr(os, "killpg"):
-        with contextlib.suppress(OSError):
-            os.killpg(child.pid, signal.SIGKILL)
-    elif child.returncode is None:
-        child.terminate()
-    child.wait()
+        with tempfile.TemporaryFile() as file:
+            instructions = asdict(order)
+            del instructions["result"]
+            file.write(json.dumps(instructions).encode())
+            file.flush()
+            environment = {**self.environment, VARIABLE: str(file.fileno())}
+            environment["PYTHONPATH"] = os.pathsep.join(p for p in (environment.get("PYTHONPATH"), source) if p)
+            shared = [order.capsule[0]] if order.capsule is not None else []
+            child = Started(
+                [*words, "--", program.target, *program.args],
+                environment,
+                self.directory,
+                keep=file.fileno(),
+                apart=apart,
+                shared=shared,
+            )
+            try:
+                in_time = child.wait(seconds)
+            finally:
+                child.end()
+            file.seek(0)
+            return file.read(), in_time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from firstnan.engine import apart, isolation
+from firstnan.engine.apart import Answer, Answering, TurnReplay
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay
@@ -120,8 +123,13 @@ class Session(Observer):
         """How many backward calls the current step has made."""
         self._updated = False
         """Whether the update of a dropped step has come."""
-        self._replay: LoopReplay | None = None
+        self._dropped: dict[int, int] = {}
+        """How many updates of the bad step each optimizer has attempted."""
+        self._replay: LoopReplay | TurnReplay | None = None
         self._schedules: Schedules | None = None
+        self.failure: Failure | None = None
+        """The failure under investigation, where that happens in children."""
+        self.began = time.monotonic()
 
     # Attaching and detaching.
 
@@ -240,8 +248,7 @@ class Session(Observer):
         if self._replay is not None:
             return self._replay.drops(optimizer)
         if self.phase is SETTLED:
-            self._drop_settled(optimizer)
-            return True
+            return self._drop_settled(optimizer)
         return (self._restart is not None and self._restart.drops_update()) or self._is_held()
 
     def _decide(self, optimizer: Any, closure: bool) -> Decision:
@@ -257,10 +264,18 @@ class Session(Observer):
             self.recovery.before_update(optimizer, closure, self.gate.norm)
         return self.policy.before_update(self, optimizer, closure)
 
-    def _drop_settled(self, optimizer: Any) -> None:
-        if self._journal is not None:
-            self._updated = True
-            self.gate.drop_update(optimizer)
+    def _drop_settled(self, optimizer: Any) -> bool:
+        """Drops an update of a bad step; False if the loop makes more than it does per batch, so it was left."""
+        if self._journal is None:
+            return True
+        self._updated = True
+        count = self._dropped[id(optimizer)] = self._dropped.get(id(optimizer), 0) + 1
+        if self.through_loop and count > self.handouts.updates_per_batch:
+            self.left_without_asking()
+            self.resume()
+            return False
+        self.gate.drop_update(optimizer)
+        return True
 
     def _is_held(self) -> bool:
         """Whether another session is replaying or dropping this step."""
@@ -308,6 +323,8 @@ class Session(Observer):
             return
         if not told:
             self.streak = 0
+        if self.handouts.latest is None:
+            self.handouts.turn_ended(self.gate.steps.total)
         if self._journal is not None:
             self._journal.counts.steps += 1
         if self.calls is not None:
@@ -460,6 +477,8 @@ class Session(Observer):
     def value_read(self, tensor: Tensor, frame: FrameType) -> None:
         if self.values is not None and self.phase in (WATCHING, REPLAYING, COMPARING):
             self.values.read(tensor, frame)
+            if isinstance(self._replay, TurnReplay):
+                self._replay.value_read(tensor)
 
     def module_returned(self, module: Any, output: Any) -> None:
         if self.values is not None:
@@ -495,10 +514,16 @@ class Session(Observer):
         self.keep_state(report, trip)
         if closely or self.policy.undoes:
             self._schedules = Schedules.of(list(self.gate.steps.done))
-        if closely and trip.before_update and self._can_replay():
-            assert self._schedules is not None
-            self._replay = LoopReplay(self, Failure(trip, place, report), self._schedules)
-            self.enter(TRIPPED)
+        if closely and self._may_replay and not isolation.unavailable():
+            self.failure = Failure(trip, place, report)
+            answer = apart.ask(self, self.failure)
+            if self.in_child:
+                return
+            if answer is not None:
+                self.settle(answer.report, answer.before_update)
+                return
+        if closely and trip.before_update and self.can_replay_loop():
+            self.replay_by_loop(Failure(trip, place, report))
             return
         if closely:
             report = self.replayed_at_once(report, trip)
@@ -517,8 +542,37 @@ class Session(Observer):
         if self._capsules is not None and self.values is not None:
             self._capsules.tripped(report, written=not trip.before_update or self.gate.in_step is not None)
 
-    def _can_replay(self) -> bool:
+    def can_replay_loop(self) -> bool:
         return self._may_replay and self.through_loop and can_replay(self)
+
+    # In a forked child.
+
+    @property
+    def in_child(self) -> bool:
+        return isinstance(self.policy, Answering)
+
+    def continue_as_child(self, policy: Answering) -> None:
+        """From now on this process only investigates; everything it learns goes to its parent."""
+        self.policy = policy
+        self.hooks.moved_to_child()
+
+    def try_with(self, policy: Policy) -> None:
+        """In a child that tries a change: training goes on from here, under this policy."""
+        self.policy, self._replay, self.phase = policy, None, WATCHING
+        self._told = False
+
+    def replay_by_loop(self, failure: Failure) -> None:
+        """Replays the step when the loop asks for its next batch."""
+        assert self._schedules is not None
+        self._replay = LoopReplay(self, failure, self._schedules)
+        self.enter(TRIPPED)
+
+    def turn_replayed_by(self, replay: TurnReplay) -> None:
+        self._replay = replay
+
+    @property
+    def has_sources(self) -> bool:
+        return bool(self._sources)
 
     def _traced_as_it_ran(self, failure: Failure) -> None:
         """Explains a failure whose operators are already recorded."""
@@ -527,7 +581,7 @@ class Session(Observer):
         report = self.microscope.conclude(trip.noticed, trip.tensors, [], AS_IT_RAN)
         if report is None:
             return
-        if self.policy.searches and trip.before_update and self._can_replay():
+        if self.policy.searches and trip.before_update and self.can_replay_loop():
             self._replay = LoopReplay(self, failure, Schedules.of(list(self.gate.steps.done)))
             if self._replay.searches(report):
                 return
@@ -550,6 +604,8 @@ class Session(Observer):
 
     def settle(self, report: Report, before_update: bool, *, finite: bool = False) -> None:
         """The investigation is over and the policy decides. `finite`: the step was good in the end."""
+        if isinstance(self.policy, Answering):
+            self.policy.answer(Answer(report, before_update, finite))
         self.microscope.stop()
         self._replay = None
         self.enter(SETTLED)
@@ -570,6 +626,10 @@ class Session(Observer):
         undo = self.recovery.undo_update if self.recovery is not None and self.policy.undoes else None
         random = first.random if first is not None else None
         return self._capsules.settled(report, before_update, undo, self.buffers_before(), random)
+
+    def complete(self, report: Report) -> Report:
+        """The report, with what the program's watch adds to it."""
+        return self._told_of(report)
 
     def _told_of(self, report: Report) -> Report:
         return self._journal.completed(report) if self._journal is not None else report
@@ -639,6 +699,7 @@ class Session(Observer):
         """The bad step is over, and training continues."""
         self.enter(WATCHING)
         self._updated = False
+        self._dropped.clear()
         if self.calls is not None:
             self.calls.before_next(None)
         self.policy.resume(self)
@@ -672,6 +733,8 @@ class Session(Observer):
     def left(self, error: BaseException | None) -> Report | None:
         """The report of a failure that the loop was left with; None if there is none, or it was already reported."""
         replay = self._replay
+        if self.in_child:
+            apart.answer_left(self, replay)
         if replay is not None:
             return self._left_in_replay(replay, error)
         if isinstance(error, Exception) and not isinstance(error, NonFiniteError):
@@ -680,7 +743,7 @@ class Session(Observer):
         last = self.gate.remaining_nonfinite() if error is None and self.phase is WATCHING and not self.streak else None
         return self._known_at_end(last, replay=False) if last is not None else None
 
-    def _left_in_replay(self, replay: LoopReplay, error: BaseException | None) -> Report | None:
+    def _left_in_replay(self, replay: LoopReplay | TurnReplay, error: BaseException | None) -> Report | None:
         report = replay.left()
         self.microscope.stop()
         if self.policy.drops and error is None and replay.search is None:
@@ -709,6 +772,8 @@ class Session(Observer):
     def left_by_program(self) -> None:
         """The program has ended, so no replay will follow."""
         replay = self._replay
+        if self.in_child:
+            apart.answer_left(self, replay)
         if replay is not None:
             self.forget_replay()
             if replay.search is not None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from firstnan.engine.second_run import Start
 from firstnan.observe.runner import Program
@@ -20,6 +21,9 @@ from firstnan.repair.verdict import (
     repeats_first_loss,
     untried,
 )
+
+if TYPE_CHECKING:
+    from firstnan.engine.step_trial import StepTrials
 
 STEPS = 20
 """How many steps after the failing one have to be finite, by default."""
@@ -51,8 +55,23 @@ class Limits:
 class Trials:
     """Tests the remedies of one report, best first, until one helps or time is up."""
 
-    def __init__(self, start: Start, program: Program, steps: int, limits: Limits) -> None:
-        self.start, self.program, self.steps, self.limits = start, program, steps, limits
+    def __init__(
+        self,
+        start: Start,
+        program: Program,
+        steps: int,
+        limits: Limits,
+        *,
+        apart: bool = True,
+        at_step: StepTrials | None = None,
+        from_start: str = "",
+    ) -> None:
+        """`at_step` tries at the failing step; the program is run from its start where that is not possible.
+
+        `from_start` is a reason not to do that.
+        """
+        self.start, self.program, self.steps, self.limits, self._apart = start, program, steps, limits, apart
+        self._at_step, self._from_start = at_step, from_start
         self.until = time.monotonic() + limits.all
         self._fails_again: bool | None = None
         """Whether the unchanged program is known to fail again in the same step."""
@@ -101,6 +120,12 @@ class Trials:
         except (PatchError, SyntaxError, ValueError) as error:
             return replace(remedy, note=f"the change does not fit: {error}")
         contents = {os.path.realpath(file.path): content for file, content in changes}
+        bad = last_bad_step(report)
+        here = self._at_step.outcome(contents, remedy, step=bad, steps=self.steps) if self._at_step else None
+        if here is not None:
+            return judged(remedy, here, report)
+        if self._from_start:
+            return replace(remedy, note=self._from_start)
         try:
             outcome, stopped = self._outcome(contents, report, self.steps, remedy)
             result = judged(remedy, outcome, report, stopped)
@@ -121,7 +146,7 @@ class Trials:
         began = time.monotonic()
         seconds = min(self.limits.one, max(self.until - began, 1.0))
         data, in_time = self.start.try_out(
-            self.program, contents, step=bad, last=bad + steps, seconds=seconds, made=made
+            self.program, contents, step=bad, last=bad + steps, seconds=seconds, made=made, apart=self._apart
         )
         self._longest = max(self._longest, time.monotonic() - began)
         return TrialOutcome.of(data) if data is not None else None, "" if in_time else f"stopped after {seconds:.0f} s"

@@ -70,6 +70,10 @@ class Hooks:
         self._patches.remove()
         self._stop_following_modules()
 
+    def moved_to_child(self) -> None:
+        """This process was forked from the watched one, to go on in its place."""
+        self._process = os.getpid()
+
     @contextmanager
     def muted(self) -> Iterator[None]:
         """A context whose updates are not steps of the program."""

@@ -27,6 +27,12 @@ class TrialOutcome:
     """The exit code, if the program ended itself with one other than 0."""
     trained: bool = False
     exploded: str = ""
+    frozen: str = ""
+    """Why training learns nothing any more, if it does not."""
+    change: float | None = None
+    """The largest relative change of a healthy loss, where that was measured at the failing step."""
+    at_step: bool = False
+    """Whether the run began with the failing step, which the unchanged program fails again."""
     losses: tuple[tuple[int, float], ...] = ()
 
     @staticmethod
@@ -51,7 +57,9 @@ def judged(remedy: Remedy, outcome: TrialOutcome | None, report: Report, stopped
     if outcome is None or (stopped and outcome.passed <= bad and not outcome.noticed):
         why = f"{stopped}, before step {bad} finished" if stopped else "the trial wrote no result"
         return replace(remedy, note=why)
-    change = loss_change(outcome, report) if remedy.kind == "code" else None
+    change = outcome.change if outcome.at_step else loss_change(outcome, report)
+    if remedy.kind != "code":
+        change = None
     finite, after, note = _verdict(remedy, outcome, report)
     note = "; ".join(part for part in (note, "" if outcome.noticed else stopped) if part)
     return replace(
@@ -71,6 +79,8 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.error:
         return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"
+    if outcome.frozen and reached:
+        return True, None, f"finite, but training stops learning: {outcome.frozen}"
     if outcome.exploded and reached:
         return True, None, outcome.exploded[:1].lower() + outcome.exploded[1:].rstrip(".")
     if reached:

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -27,6 +27,8 @@ WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
 MOST = {"inputs": 5, "evidence": 4, "remedies": 3, "diff": 12, "causes": 3, "notes": 4, "layers": 6, "features": 4}
 
+Parts = Literal["whole", "first", "rest"]
+"""What of a report to show: all of it, or only the part before the fixes, or the fixes and what follows."""
 Rows = Iterable[tuple[str, RenderableType]]
 """Labels and what is shown beside them."""
 
@@ -39,6 +41,7 @@ def render_text(
     ascii: bool = False,
     encoding: str = "utf-8",
     saved: str = "",
+    parts: Parts = "whole",
 ) -> str:
     """The report as one screen of text, in characters that `encoding` has; `saved` names the JSON file.
 
@@ -62,11 +65,11 @@ def render_text(
         legacy_windows=False,
         _environ={},  # the arguments count, not FORCE_COLOR or COLUMNS
     )
-    console.print(page.whole(saved))
+    console.print(page.built(saved, parts))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
-def print_text(report: Report, stream: TextIO, *, saved: str = "") -> None:
+def print_text(report: Report, stream: TextIO, *, saved: str = "", parts: Parts = "whole") -> None:
     """Writes the report to `stream`: in color to a terminal, in ASCII if the encoding has nothing else."""
     tty = stream.isatty()
     width = WIDTH
@@ -75,7 +78,7 @@ def print_text(report: Report, stream: TextIO, *, saved: str = "") -> None:
             width = min(width, os.get_terminal_size(stream.fileno()).columns or width)
     color = tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(render_text(report, width=width, color=color, encoding=encoding, saved=saved))
+    stream.write(render_text(report, width=width, color=color, encoding=encoding, saved=saved, parts=parts))
     stream.flush()
 
 
@@ -96,17 +99,20 @@ class _Page:
     def __init__(self, report: Report, chars: Charset, width: int) -> None:
         self.report, self.chars, self.width = report, chars, width
 
-    def whole(self, saved: str) -> RenderableType:
+    def built(self, saved: str, parts: Parts) -> RenderableType:
         report = self.report
         if report.verdict == "clean":
             return Group(self._headline(saved), self._table(self._notes()))
-        parts: list[RenderableType] = [self._headline()]
-        if report.origin and (source := source_lines(report.origin, self.chars, self.width)):
-            parts += [Text(), *source]
-        for section in (self._cause(), self._numbers(), self._remedies(), self._footer(saved)):
+        shown: list[RenderableType] = []
+        if parts != "rest":
+            shown.append(self._headline())
+            if report.origin and (source := source_lines(report.origin, self.chars, self.width)):
+                shown += [Text(), *source]
+        first, rest = (self._cause(), self._numbers()), (self._remedies(), self._footer(saved))
+        for section in first if parts == "first" else rest if parts == "rest" else (*first, *rest):
             if rows := list(section):
-                parts += [Text(), self._table(rows)]
-        return Group(*parts)
+                shown += [Text(), self._table(rows)]
+        return Group(*shown)
 
     def _table(self, rows: Rows) -> Table:
         """Labels on the left, text on the right that wraps below itself."""

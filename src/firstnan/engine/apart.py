@@ -1,0 +1,254 @@
+"""Investigates a failure in forked children, one for each way to have the step again, while the program waits."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from firstnan.engine import isolation
+from firstnan.engine.conclude import bad_values, came_from_outside
+from firstnan.engine.loop_replay import Failure, LoopReplay
+from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
+from firstnan.engine.turn import LeftLoop, Turn, line_in, turns_around
+from firstnan.gate.gate import Trip
+from firstnan.observe.observer import Decision
+from firstnan.records import Noticed, Report
+from firstnan.tensors.optimizers import drop_gradients
+
+if TYPE_CHECKING:
+    from firstnan.engine.session import Session
+
+HOW = "the loop's body was run again"
+_MOST_TURNS = 2
+_PATIENCE = 60.0
+"""Seconds without a message after which a child is given up; more where the program's steps take long."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a child has found."""
+
+    report: Report
+    before_update: bool = True
+    finite: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no other way would tell more: the origin is known, or the same step was finite."""
+        origin = self.report.origin
+        return self.finite or (origin is not None and not came_from_outside(origin))
+
+
+class Answering(Policy):
+    """The policy of a child: everything it learns is sent to the parent."""
+
+    def __init__(self, policy: Policy, channel: isolation.Channel) -> None:
+        self.searches, self._channel = policy.searches, channel
+        self._parent = os.getpid()
+
+    def known(self, session: Session, report: Report) -> None:
+        self._channel.send(Answer(report))
+
+    def heartbeat(self) -> None:
+        self._channel.send(None)
+
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        self.answer(Answer(report, before_update))
+
+    def answer(self, answer: Answer) -> NoReturn:
+        self._channel.send(answer)
+        self._channel.leave()
+
+    def leave(self) -> NoReturn:
+        """Ends the child; what it has sent so far is its answer."""
+        if os.getpid() == self._parent:
+            self._channel.leave()
+        os._exit(0)  # a process that the program has forked meanwhile
+
+
+Way = Callable[[], None]
+"""Begins a replay in the child: returns if the program's own loop continues it, otherwise never."""
+
+
+def ask(session: Session, failure: Failure) -> Answer | None:
+    """The best answer of the ways to have the step again; None if there is no isolation, or in the child."""
+    best: Answer | None = None
+    for way in _ways(session, failure):
+        child = isolation.fork()
+        if child is None:
+            return best
+        if isinstance(child, isolation.Channel):
+            policy = Answering(session.policy, child)
+            session.continue_as_child(policy)
+            atexit.register(session.left_by_program)
+            way()
+            return None
+        answer = heard(child, session)
+        if answer is not None and (best is None or best.report.origin is None or answer.is_complete):
+            best = answer
+        if best is not None and best.is_complete:
+            break
+    return best or Answer(failure.report, failure.trip.before_update)
+
+
+def heard(child: isolation.Fork, session: Session) -> Any:
+    """The last answer of a child; None if there was none."""
+    last: Any = None
+    steps = max(session.gate.steps.updates, 1)
+    seconds = max(_PATIENCE, 100 * (time.monotonic() - session.began) / steps)
+    try:
+        for message in child.receive(seconds):
+            last = message if message is not None else last
+    finally:
+        child.end()
+    return last
+
+
+def _ways(session: Session, failure: Failure) -> Iterator[Way]:
+    trip = failure.trip
+    if trip.before_update and session.can_replay_loop():
+        yield lambda: session.replay_by_loop(failure)
+    if trip.noticed.what not in ("parameter", "buffer"):  # the weights are those that the step began with
+        for turn in turns_around(sys._getframe(1), session.microscope.ownership.owns)[:_MOST_TURNS]:
+            for start in turn.starts:
+                yield TurnReplay(session, failure, turn, start=start).run
+            yield TurnReplay(session, failure, turn, rehearsals=1).run
+    if session.has_sources:
+        yield lambda: session.settle(session.replayed_at_once(failure.report, trip), trip.before_update)
+
+
+class TurnReplay:
+    """Runs one turn of the loop again, from its source.
+
+    `start`: how many statements of the body to leave out at its beginning. `rehearsals`: how many turns to run before
+    it, from the random state of as many steps earlier, for a loop that draws a batch in the turn before its use.
+    """
+
+    search = None
+
+    def __init__(
+        self,
+        session: Session,
+        failure: Failure,
+        turn: Turn,
+        *,
+        start: int = 0,
+        rehearsals: int = 0,
+        traced: bool = True,
+    ) -> None:
+        self.failure, self._traced, self._failed = failure, traced, False
+        self._session, self._turn, self._start, self._rehearsals = session, turn, start, rehearsals
+        self._code: CodeType | None = None
+        self._rehearsing = False
+
+    def run(self) -> NoReturn:
+        session, policy = self._session, self._session.policy
+        assert isinstance(policy, Answering)
+        try:
+            self._run()
+        except Exception as error:
+            if os.environ.get("FIRSTNAN_DEBUG"):
+                raise
+            session.internal_error(error)
+        policy.leave()
+
+    def _run(self) -> None:
+        session, microscope, turn = self._session, self._session.microscope, self._turn
+        self._code = turn.compiled(start=self._start)
+        if self._code is None:
+            return
+        session.turn_replayed_by(self)
+        for phase in (WATCHING, TRIPPED, REPLAYING):
+            session.enter(phase)
+        session.handouts.restore_turn(self._rehearsals, whole=not self._start)
+        session.gate.reads.forget()
+        for optimizer in list(session.gate.steps.done):
+            drop_gradients(optimizer)
+        self._rehearsing = True
+        for _ in range(self._rehearsals):
+            with contextlib.suppress(LeftLoop):
+                turn.run(self._code)
+        self._rehearsing = False
+        if not self._traced:
+            with contextlib.suppress(BaseException):
+                turn.run(self._code)
+            return
+        microscope.start(in_step=True)
+        for name, value in list(turn.names.items()):
+            if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):
+                microscope.mark_value(value, name)
+        try:
+            turn.run(self._code)
+        except LeftLoop:
+            pass
+        except BaseException as error:
+            self._raised(error)
+
+    def _raised(self, error: BaseException) -> None:
+        trip = self.failure.trip
+        if trip.noticed.what == "exception" and type(error).__name__ == trip.noticed.name:
+            events = self._session.microscope.raised()
+            self._settle(Trip(trip.noticed, bad_values(error), before_update=True), events)
+
+    # Called while the turn runs, as a LoopReplay's are.
+
+    def next_batch(self, source: Any) -> tuple[Any] | None:
+        latest = self._session.handouts.latest
+        return (latest.batch if latest is not None else None,)
+
+    def drops(self, optimizer: Any) -> bool:
+        return self._rehearsing
+
+    def decide(self, optimizer: Any, closure: bool) -> Decision:
+        return Decision.RUN if closure else Decision.DROP
+
+    def update_ended(self) -> None: ...
+
+    def tripped(self, trip: Trip, place: tuple[str, int]) -> None:
+        """Explains the failure if the same statement of the loop has failed in the same way."""
+        if self._rehearsing or self._code is None or place[0] != self.failure.place[0]:
+            return
+        if line_in(self._turn, sys._getframe(), self._code) == self._turn.at:
+            self._settle(trip, [])
+
+    def value_read(self, tensor: Tensor) -> None:
+        if self.failure.trip.noticed.what == "value":
+            self.tripped(Trip(Noticed("value"), [tensor], before_update=True), self.failure.place)
+
+    def fails_again(self) -> bool:
+        """Runs the turn; whether it fails as before."""
+        self._run()
+        return self._failed
+
+    def _settle(self, trip: Trip, events: list[int]) -> None:
+        self._failed = True
+        if not self._traced:
+            raise SystemExit
+        report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, HOW)
+        if report is not None:
+            self._session.settle(report, trip.before_update)
+
+    def left(self) -> Report:
+        return self.failure.report
+
+    def end(self) -> None: ...
+
+
+def answer_left(session: Session, replay: Any) -> NoReturn:
+    """The program has left its loop in the child, so no more can be learned this way."""
+    policy = session.policy
+    assert isinstance(policy, Answering)
+    if isinstance(replay, LoopReplay) and session.phase in (SEARCHING, REPLAYING):
+        report = replay.left()
+        if report.origin is not None:
+            policy.answer(Answer(report))
+    policy.leave()

@@ -1,0 +1,512 @@
+"""A child process that can change nothing of the user's: it has its own view of files, network, processes and pipes.
+
+Linux only. The child gets its own user, mount, network and process namespaces. Every file system is covered by a layer
+in memory that takes its writes, so C code and other programs it starts are covered too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from firstnan.observe.forked import alone_after_fork, end_thread_pools
+
+_NEW_FILES, _NEW_IPC, _NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
+_DIE_WITH_PARENT = 1
+_OF_THE_KERNEL = {
+    "proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "securityfs", "debugfs", "tracefs", "bpf",
+    "pstore", "configfs", "hugetlbfs", "binfmt_misc", "autofs", "efivarfs", "fusectl", "selinuxfs", "nsfs",
+}  # fmt: skip
+_SCRATCH = "/sys"
+_MOST_ENTRIES = 4096
+_COPIED = 256 << 20
+"""Open files up to this size are copied for the child."""
+_IDLE = 15.0
+"""Seconds without any processor time after which a child counts as stuck."""
+
+_MUTED = (0, 1) if os.environ.get("FIRSTNAN_DEBUG") else (0, 1, 2)
+_because: list[str] = []
+"""Why isolation cannot be had here, once that is known."""
+
+
+def unavailable() -> str:
+    """Why nothing can be run apart from the program here; empty if it can, as far as is known."""
+    if not sys.platform.startswith("linux"):
+        return f"there is no isolation on {sys.platform}"
+    if os.environ.get("FIRSTNAN_ISOLATION") == "off":
+        return "FIRSTNAN_ISOLATION=off"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a process that uses CUDA cannot be forked"
+    return _because[0] if _because else ""
+
+
+class IsolationError(OSError):
+    """This system does not allow it."""
+
+
+# --- the child's view ----------------------------------------------------------------------------------------------
+
+
+def _libc(name: str, *args: Any) -> None:
+    """Calls a function of libc; raises IsolationError if it fails."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
+        number = ctypes.get_errno()
+        raise IsolationError(number, f"{name}: {os.strerror(number)}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+    words = [word.encode() if word else None for word in (source, target, kind)]
+    _libc("mount", *words, ctypes.c_ulong(flags), options.encode() if options else None)
+
+
+def _enter_view(shared: Sequence[str] = ()) -> None:
+    """Gives this process, which has one thread, its own view of the system; `shared` folders stay the real ones."""
+    here = os.getcwd()
+    flags = _NEW_FILES | _NEW_IPC | _NEW_NETWORK | _NEW_PROCESSES
+    as_user = os.geteuid() != 0 or os.environ.get("FIRSTNAN_ISOLATION") == "user"
+    if not as_user:
+        try:
+            _libc("unshare", flags)
+        except IsolationError:  # root in a container may be allowed no more than a user
+            as_user = True
+    if as_user:
+        user, group = os.geteuid(), os.getegid()
+        _libc("unshare", flags | _NEW_USER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    _mount("", "/", "", _RECURSIVE | _PRIVATE)
+    _View("userxattr,xino=off" if as_user else "xino=off").build()
+    for folder in shared:
+        _mount(folder, f"{_SCRATCH}/root{folder}", "", _BIND)
+    os.chroot(f"{_SCRATCH}/root")
+    os.chdir(here)
+    with contextlib.suppress(OSError):
+        _loopback_up()
+
+
+def _loopback_up() -> None:
+    """Lets the child bind its own local ports."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+
+
+class _View:
+    """A copy-on-write view of all mounted file systems, built in memory that is mounted on /sys, out of the way."""
+
+    def __init__(self, options: str) -> None:
+        self._options, self._layers = options, 0
+        self._kinds = _mounted()
+        self._sys = os.open(_SCRATCH, os.O_PATH | os.O_DIRECTORY)
+
+    def build(self) -> None:
+        _mount("tmpfs", _SCRATCH, "tmpfs", options="size=25%,mode=755")
+        os.mkdir(f"{_SCRATCH}/root")
+        self._cover("/", f"{_SCRATCH}/root")
+        os.close(self._sys)
+
+    def _below(self, path: str) -> list[str]:
+        """The mount points below `path` that are below no other one."""
+        inside = path.rstrip("/") + "/"
+        found: list[str] = []
+        for one in sorted(self._kinds):
+            if one != path and one.startswith(inside) and not any(one.startswith(f"{f}/") for f in found):
+                found.append(one)
+        return found
+
+    def _cover(self, path: str, target: str) -> None:
+        if path in ("/dev", _SCRATCH) or self._kinds.get(path) in _OF_THE_KERNEL:
+            _mount(f"/proc/self/fd/{self._sys}" if path == _SCRATCH else path, target, "", _BIND | _RECURSIVE)
+            if path == "/dev":  # shared memory is below
+                self._cover_below(path, target)
+        elif not os.path.isdir(path):
+            self._read_only(path, target)
+        elif self._overlay(path, target):
+            self._cover_below(path, target)
+        elif self._below(path):
+            self._entries(path, target)
+        else:
+            self._read_only(path, target)
+
+    def _cover_below(self, path: str, target: str) -> None:
+        for one in self._below(path):
+            inside = f"{target.rstrip('/')}/{os.path.relpath(one, path)}"
+            if os.path.lexists(inside):
+                try:
+                    self._cover(one, inside)
+                except FileNotFoundError:
+                    continue
+
+    def _overlay(self, path: str, target: str) -> bool:
+        self._layers += 1
+        upper, work = f"{_SCRATCH}/upper{self._layers}", f"{_SCRATCH}/work{self._layers}"
+        os.mkdir(upper)
+        os.mkdir(work)
+        with contextlib.suppress(OSError):
+            info = os.stat(path)
+            os.chmod(upper, stat.S_IMODE(info.st_mode))
+            os.chown(upper, info.st_uid, info.st_gid)
+        if any(c in path for c in ",:\\"):
+            return False
+        for more in (",volatile", ""):
+            options = f"lowerdir={path},upperdir={upper},workdir={work},{self._options}{more}"
+            with contextlib.suppress(IsolationError):
+                _mount("overlay", target, "overlay", options=options)
+                return True
+        return False
+
+    def _read_only(self, path: str, target: str) -> None:
+        """Better that a write fails than that it arrives."""
+        _mount(path, target, "", _BIND)
+        with contextlib.suppress(IsolationError):
+            _mount("", target, "", _BIND | _REMOUNT | _READ_ONLY)
+            return
+        _libc("umount2", target.encode(), 2)
+
+    def _entries(self, path: str, target: str) -> None:
+        """Covers a folder entry by entry: a user may not cover one that has others mounted inside."""
+        entries = list(os.scandir(path))
+        if len(entries) > _MOST_ENTRIES:
+            raise IsolationError(errno.E2BIG, f"{path} has {len(entries)} entries, and others mounted inside")
+        for entry in entries:
+            inside = f"{target.rstrip('/')}/{entry.name}"
+            with contextlib.suppress(PermissionError):
+                if entry.is_symlink():
+                    os.symlink(os.readlink(entry.path), inside)
+                elif entry.is_dir():
+                    os.mkdir(inside)
+                    self._cover(entry.path, inside)
+                elif entry.is_file():
+                    os.close(os.open(inside, os.O_CREAT))
+                    self._read_only(entry.path, inside)
+
+
+def _mounted() -> dict[str, str]:
+    """Mount point -> kind of file system."""
+    found = {}
+    with open("/proc/self/mountinfo") as file:
+        for line in file:
+            words = line.split()
+            point = words[4].encode().decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
+            found[point] = words[words.index("-") + 1]
+    return found
+
+
+# --- what a forked child inherits -----------------------------------------------------------------------------------
+
+
+def _separate_descriptors(keep: int) -> None:
+    """Replaces open files by copies at the same position, and pipes and sockets by ones that lead nowhere."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in _MUTED:
+        os.dup2(null, number)
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number <= 2 or number in (keep, null):
+            continue
+        with contextlib.suppress(OSError):
+            _separate(number)
+    os.close(null)
+
+
+def _separate(number: int) -> None:
+    info, flags = os.fstat(number), fcntl.fcntl(number, fcntl.F_GETFL)
+    closes = not os.get_inheritable(number)
+    if stat.S_ISREG(info.st_mode):
+        new = _private_copy(number, info.st_size, flags)
+        with contextlib.suppress(OSError):
+            os.lseek(new, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+    elif stat.S_ISFIFO(info.st_mode) or stat.S_ISSOCK(info.st_mode):
+        ours, other = socket.socketpair()
+        other.close()
+        new = ours.detach()
+    else:
+        return
+    os.dup2(new, number, inheritable=not closes)
+    os.close(new)
+
+
+def _private_copy(number: int, size: int, flags: int) -> int:
+    path, access = f"/proc/self/fd/{number}", flags & os.O_ACCMODE
+    if access == os.O_RDONLY or (access == os.O_RDWR and size > _COPIED):
+        return os.open(path, os.O_RDONLY)  # its own position in the file
+    new = os.memfd_create("copy")
+    os.ftruncate(new, size)
+    if size <= _COPIED:
+        with open(path, "rb", buffering=0) as source:
+            at = 0
+            while at < size and (sent := os.sendfile(new, source.fileno(), at, size - at)):
+                at += sent
+    fcntl.fcntl(new, fcntl.F_SETFL, flags & (os.O_APPEND | os.O_NONBLOCK))
+    return new
+
+
+def _separate_memory() -> None:
+    """Makes memory that is shared with files or other processes the child's own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    with open("/proc/self/maps") as file:
+        lines = [line.split(None, 5) for line in file]
+    for area, rights, offset, _, _, *path in lines:
+        name = path[0].strip() if path else ""
+        if (
+            rights[1] != "w"
+            or rights[3] != "s"
+            or (name.startswith("/dev/") and not name.startswith(("/dev/shm", "/dev/zero")))
+        ):
+            continue
+        first, last = (int(one, 16) for one in area.split("-"))
+        size, how, number = last - first, 0x10 | 0x2, -1  # MAP_FIXED, MAP_PRIVATE
+        with contextlib.suppress(OSError):
+            if name.startswith("/") and not name.endswith("(deleted)"):
+                number = os.open(name, os.O_RDONLY)
+        if number >= 0:
+            libc.mmap(first, size, 3, how, number, int(offset, 16))
+            os.close(number)
+        else:
+            content = ctypes.string_at(first, size)
+            libc.mmap(first, size, 3, how | 0x20, -1, 0)  # MAP_ANONYMOUS
+            ctypes.memmove(first, content, size)
+
+
+# --- a forked child -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Channel:
+    """The child's way to talk to its parent; in the child only."""
+
+    number: int
+
+    def send(self, message: Any) -> None:
+        data = pickle.dumps(message)
+        data = len(data).to_bytes(8, "big") + data
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self.number, data) :]
+
+    def leave(self) -> NoReturn:
+        """Ends the child without any of the program's own handlers."""
+        os._exit(0)
+
+
+class Fork:
+    """A forked child as its parent sees it."""
+
+    def __init__(self, process: int, number: int) -> None:
+        self._process, self._number = process, number
+        self.stuck = False
+        """Whether it took too long, or waited for something that never came."""
+
+    def receive(self, seconds: float) -> Iterator[Any]:
+        """What the child sends, until it ends; each message gives it the whole time again."""
+        until, busy, used, data = time.monotonic() + seconds, time.monotonic(), -1.0, b""
+        while True:
+            ready, _, _ = select.select([self._number], [], [], 0.5)
+            now = time.monotonic()
+            if ready:
+                more = os.read(self._number, 1 << 20)
+                if not more:
+                    return
+                data, busy, until = data + more, now, now + seconds
+                while len(data) >= 8 and len(data) >= 8 + (size := int.from_bytes(data[:8], "big")):
+                    message, data = pickle.loads(data[8 : 8 + size]), data[8 + size :]
+                    yield message
+                continue
+            if (time_used := _processor_time(self._process)) != used:
+                used, busy = time_used, now
+            if now > until or now - busy > _IDLE:
+                self.stuck = True
+                return
+
+    def end(self) -> None:
+        """Kills the child and everything it started, if they still run, and cleans up."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._process, 0)
+        os.close(self._number)
+
+
+def _processor_time(process: int) -> float:
+    """What a process and its child have used, in clock ticks; the child's own children count when they end."""
+    total = 0.0
+    with contextlib.suppress(OSError, ValueError):
+        with open(f"/proc/{process}/task/{process}/children") as file:
+            processes = [process, *map(int, file.read().split())]
+        for one in processes:
+            with open(f"/proc/{one}/stat") as file:
+                total += sum(map(float, file.read().rpartition(")")[2].split()[11:15]))
+    return total
+
+
+def fork() -> Fork | Channel | None:
+    """Forks: returns a Channel in the child, where nothing of the user's can be changed, and a Fork in the parent.
+
+    None if this system does not allow it.
+    """
+    if unavailable():
+        return None
+    reading, writing = os.pipe()
+    numbers = random.getstate()  # Python seeds its generator anew in a forked process
+    pools_ended = end_thread_pools()
+    process = _fork()
+    if process:
+        os.close(writing)
+        child = Fork(process, reading)
+        first = next(child.receive(30.0), "the child could not be started")
+        if first is None:
+            return child
+        _because.append(first)
+        child.end()
+        return None
+    channel = Channel(writing)
+    try:
+        os.close(reading)
+        _die_with_parent()
+        _enter_view()
+        _move_on(writing)
+        _separate_descriptors(writing)
+        _separate_memory()
+        random.setstate(numbers)
+        alone_after_fork(threads=pools_ended)
+        _because.append("this is such a child already")
+    except BaseException as error:
+        channel.send(f"nothing can be run apart from the program here ({error})")
+        os._exit(1)
+    channel.send(None)
+    return channel
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():  # newer Pythons warn of threads, which the child does without
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
+def _die_with_parent() -> None:
+    """Ends with the parent, however that ends; the terminal's Ctrl-C is for the parent."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        os.setsid()
+    _libc("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _move_on(keep: int) -> None:
+    """Goes on in the first process of the new process namespace: when that ends, so do all that it started."""
+    process = _fork()
+    if not process:
+        _libc("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        return
+    os.closerange(3, 1 << 16)
+    _, status = os.waitpid(process, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
+
+
+# --- a started child ------------------------------------------------------------------------------------------------
+
+
+class Started:
+    """A program started in a process of its own; `apart`: in its own view of the system, except for `shared` folders.
+
+    Only the open file `keep` leads outside. It dies with this process, and with it whatever it has started.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: dict[str, str],
+        folder: str | None,
+        *,
+        keep: int,
+        apart: bool = True,
+        shared: Sequence[str] = (),
+    ) -> None:
+        for one in shared:
+            os.makedirs(one, exist_ok=True)
+        reading, writing = os.pipe()
+        self._process = _fork()
+        if not self._process:
+            try:
+                os.close(reading)
+                self._exec(words, environment, folder, keep, writing, apart, shared)
+            except BaseException as error:
+                os.write(writing, str(error).encode())
+            os._exit(1)
+        os.close(writing)
+        with open(reading, "rb") as file:
+            why_not = file.read().decode(errors="replace")  # empty once the program has replaced this process
+        if why_not:
+            self.end()
+            raise IsolationError(why_not)
+
+    def _exec(
+        self,
+        words: Sequence[str],
+        environment: dict[str, str],
+        folder: str | None,
+        keep: int,
+        writing: int,
+        apart: bool,
+        shared: Sequence[str],
+    ) -> NoReturn:
+        _die_with_parent()
+        if folder is not None:
+            os.chdir(folder)
+        if apart:
+            _enter_view(shared)
+            _move_on(writing)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in _MUTED:
+            os.dup2(null, number)
+        os.set_inheritable(keep, True)
+        os.set_inheritable(writing, False)
+        for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+            if int(name) > 2 and int(name) not in (keep, writing):
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(one, signal.SIG_DFL)
+        os.execve(words[0], list(words), environment)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it ends; False if it did not end in time."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            process, _ = os.waitpid(self._process, os.WNOHANG)
+            if process:
+                self._process = 0
+                return True
+            time.sleep(0.02)
+        return False
+
+    def end(self) -> None:
+        """Kills it and everything it started."""
+        if self._process:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._process, 0)

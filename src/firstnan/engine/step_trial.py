@@ -1,0 +1,411 @@
+"""Tries a changed program at the failing step itself, in forked children: seconds, however long the run was.
+
+The turn of the loop that failed is run with the changed code, then some turns more. That is possible where the change
+lies in the body of the loop or in functions that it calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import linecache
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from types import CodeType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from firstnan.engine import isolation
+from firstnan.engine.apart import Answering, TurnReplay, heard
+from firstnan.engine.loop_replay import Failure
+from firstnan.engine.policies import Policy
+from firstnan.engine.turn import LeftLoop, Turn, find_loop, parsed, turns_around
+from firstnan.gate.gate import Trip
+from firstnan.observe.observer import Decision
+from firstnan.records import Remedy
+from firstnan.repair.patch import edits_of, located, moved_line
+from firstnan.repair.verdict import TrialOutcome, described
+from firstnan.tensors.optimizers import drop_gradients
+
+if TYPE_CHECKING:
+    from firstnan.engine.session import Session
+
+_COMPARED = 3
+"""How many healthy turns are run with and without the change, to compare their losses."""
+_NOT_REPEATED = ("__init__", "__new__", "__init_subclass__", "__post_init__", "setUp", "setup")
+
+
+@dataclass
+class StepTrials:
+    """Tries remedies of one failure at its step."""
+
+    session: Session
+    failure: Failure
+    _turn: tuple[Turn, int] | None = None
+    """The turn that fails again, and how many of its statements are left out."""
+    _looked: bool = False
+    _healthy: list[float] = field(default_factory=list)
+
+    def outcome(self, contents: dict[str, bytes], remedy: Remedy, *, step: int, steps: int) -> TrialOutcome | None:
+        """The outcome of the changed program, which fails in `step`; None if it has to be run from its start."""
+        if not self._looked:
+            self._looked = True
+            self._turn = self._failing_turn()
+            if self._turn is not None:
+                self._healthy = self._ask(_Compared(self.session, *self._turn, None)) or []
+        if self._turn is None:
+            return None
+        change = _Change.of(contents, remedy, self._turn[0])
+        if change is None:
+            return None
+        trial = _Tried(self.session, *self._turn, change, steps)
+        seen: Any = self._ask(trial)
+        if seen is None or (seen.noticed and not seen.called and change.functions):
+            return None
+        passed, noticed = step + seen.turns, seen.noticed
+        losses = self._ask(_Compared(self.session, *self._turn, change)) if not noticed else None
+        return TrialOutcome(
+            passed=passed,
+            noticed=noticed,
+            bad_step=passed if noticed else None,
+            error=seen.error,
+            trained=True,
+            exploded=seen.exploded,
+            frozen=seen.frozen(),
+            change=_largest_change(self._healthy, losses or []),
+            at_step=True,
+        )
+
+    def _failing_turn(self) -> tuple[Turn, int] | None:
+        for turn in turns_around(sys._getframe(1), self.session.microscope.ownership.owns)[:1]:
+            for start in turn.starts:
+                if self._ask(_FailsAgain(self.session, self.failure, turn, start)):
+                    return turn, start
+        return None
+
+    def _ask(self, work: _Work) -> Any:
+        child = isolation.fork()
+        if child is None:
+            return None
+        if isinstance(child, isolation.Channel):
+            self.session.continue_as_child(Answering(self.session.policy, child))
+            work.run(child)
+        return heard(child, self.session)
+
+
+class _Work:
+    """What a child does with a turn."""
+
+    def __init__(self, session: Session, turn: Turn, start: int) -> None:
+        self.session, self.turn, self.start = session, turn, start
+
+    def run(self, channel: isolation.Channel) -> NoReturn:
+        try:
+            channel.send(self.answer())
+        except BaseException as error:
+            if os.environ.get("FIRSTNAN_DEBUG"):
+                sys.excepthook(type(error), error, error.__traceback__)
+        channel.leave()
+
+    def answer(self) -> Any:
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Restores what the step began with."""
+        session = self.session
+        session.handouts.hand_out_again()
+        session.handouts.restore_turn(0, whole=not self.start)
+        session.gate.reads.forget()
+        session.gate.look_at_everything()
+        for optimizer in list(session.gate.steps.done):
+            drop_gradients(optimizer)
+
+
+class _FailsAgain(_Work):
+    """Whether the unchanged turn fails again."""
+
+    def __init__(self, session: Session, failure: Failure, turn: Turn, start: int) -> None:
+        super().__init__(session, turn, start)
+        self._replay = TurnReplay(session, failure, turn, start=start, traced=False)
+
+    def answer(self) -> bool:
+        return self._replay.fails_again()
+
+
+class _Watching(Policy):
+    """Lets the turns run, and keeps what is seen of them."""
+
+    searches = False
+
+    def __init__(self, *, updates: bool) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float | None] = []
+        self.noticed = ""
+        self._updates = updates
+
+    def tripped(self, session: Session, trip: Trip) -> bool:
+        self.noticed = self.noticed or described(trip.noticed)
+        raise TurnFailed
+
+    def before_backward(self, session: Session, roots: list[Tensor]) -> None:
+        if roots and roots[0].numel() == 1:
+            self.losses.append(float(roots[0].detach()))
+
+    def before_update(self, session: Session, optimizer: Any, closure: bool) -> Decision:
+        self.norms.append(session.gate.norm)
+        return Decision.RUN if self._updates or closure else Decision.DROP
+
+
+class TurnFailed(BaseException):
+    """Something in the turn is not finite."""
+
+
+class _Compared(_Work):
+    """The losses of healthy turns after the failing one, without updates; with a change or without."""
+
+    def __init__(self, session: Session, turn: Turn, start: int, change: _Change | None) -> None:
+        super().__init__(session, turn, start)
+        self._change = change
+
+    def answer(self) -> list[float]:
+        watching = _Watching(updates=False)
+        self.session.try_with(watching)
+        code = self._change.made(self.turn, 0) if self._change is not None else self.turn.compiled()
+        if code is None:
+            return []
+        for names in islice(following(self.turn, self.session), _COMPARED):
+            self.turn.names.update(names)
+            try:
+                self.turn.run(code)
+            except (LeftLoop, TurnFailed):
+                break
+        return watching.losses
+
+
+@dataclass
+class Seen:
+    """What came of a changed turn and those after it."""
+
+    turns: int = 0
+    """How many were finite, the failing one included."""
+    noticed: str = ""
+    error: str = ""
+    called: bool = False
+    """Whether a changed function was called in the failing turn."""
+    exploded: str = ""
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+
+    def frozen(self) -> str:
+        """Why training does not learn any more, if it does not."""
+        norms = [norm for norm in self.norms if norm is not None]
+        if norms and not any(norms):
+            return "all gradients are 0 with it"
+        if len(self.losses) > 5 and len(set(self.losses)) == 1:
+            return f"the loss is {self.losses[0]:.6g} in every step with it"
+        return ""
+
+
+class _Tried(_Work):
+    """The changed turn, and some more."""
+
+    def __init__(self, session: Session, turn: Turn, start: int, change: _Change, steps: int) -> None:
+        super().__init__(session, turn, start)
+        self._change, self._steps = change, steps
+
+    def answer(self) -> Seen:
+        seen, watching = Seen(), _Watching(updates=True)
+        self.session.try_with(watching)
+        first, code = self._change.made(self.turn, self.start), self._change.made(self.turn, 0)
+        if first is None or code is None:
+            raise ValueError("the loop is not in the changed file")
+        self.begin()
+        more = following(self.turn, self.session)
+        for i in range(self._steps + 1):
+            try:
+                if i == 0:
+                    seen.called = self._change.is_called_in(lambda: self.turn.run(first))
+                    self.session.handouts.stop_again()
+                else:
+                    self.turn.names.update(next(more, {}))
+                    self.turn.run(code)
+            except LeftLoop:
+                pass
+            except TurnFailed:
+                seen.noticed = watching.noticed
+                break
+            except Exception as error:
+                seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                break
+            seen.turns += 1
+        trip = self.session.gate.remaining_nonfinite()
+        if trip is not None and not seen.noticed:
+            seen.noticed = described(trip.noticed)
+        alarm = self.session.gate.explosion
+        seen.exploded = alarm.text if alarm is not None else ""
+        seen.losses, seen.norms = watching.losses, watching.norms
+        return seen
+
+
+def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
+    """The loop's variables in the turns after the failing one: the next batches where they can be had."""
+    handouts = session.handouts
+    latest = handouts.latest
+    iterator = handouts.iterator_of(latest) if latest is not None else None
+    loop = find_loop(parsed("".join(linecache.getlines(turn.file))), turn.line)
+    if isinstance(loop, ast.For) and latest is not None and iterator is not None:
+        counters = {name: turn.names[name] for name in _names(loop.target) if type(turn.names.get(name)) is int}
+        while True:
+            batch = next(iterator, None)
+            found = _unpacked(loop.target, batch, latest.batch, turn.names) if batch is not None else None
+            if found is None:
+                return
+            counters = {name: number + 1 for name, number in counters.items()}
+            yield {**found, **counters}
+    yield from turn.following()
+
+
+def _names(target: ast.expr) -> list[str]:
+    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def _unpacked(target: ast.expr, batch: Any, before: Any, names: dict[str, Any]) -> dict[str, Any] | None:
+    """The variables of the loop for a batch: where the batch before was taken apart, or kept whole."""
+    if isinstance(target, ast.Name):
+        return {target.id: batch} if type(names.get(target.id)) is not int else None
+    if not isinstance(target, ast.Tuple | ast.List):
+        return None
+    parts = target.elts
+    whole = [p for p in parts if isinstance(p, ast.Name) and names.get(p.id) is before]
+    if whole and isinstance(whole[0], ast.Name):
+        return {whole[0].id: batch}
+    for part in parts:
+        if isinstance(part, ast.Tuple | ast.List):
+            inner = _unpacked(part, batch, before, names)
+            if inner is not None:
+                return inner
+    if isinstance(batch, list | tuple) and len(batch) == len(parts) and all(isinstance(p, ast.Name) for p in parts):
+        return {p.id: value for p, value in zip(parts, batch, strict=True) if isinstance(p, ast.Name)}
+    rest = [p for p in parts if isinstance(p, ast.Name) and type(names.get(p.id)) is not int]
+    return {rest[0].id: batch} if len(rest) == 1 and isinstance(rest[0], ast.Name) else None
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The changed sources, where all that has changed lies in the turn or in functions that can be replaced."""
+
+    texts: dict[str, str]
+    """Real path -> the changed source."""
+    remedy: Remedy
+    functions: bool
+    """Whether something outside the body of the loop has changed."""
+    replaced: list[CodeType] = field(default_factory=list)
+
+    @staticmethod
+    def of(contents: dict[str, bytes], remedy: Remedy, turn: Turn) -> _Change | None:
+        functions = False
+        for name, edits in edits_of(remedy).items():
+            path = os.path.realpath(located(name))
+            tree = parsed(_text(path))
+            if tree is None:
+                return None
+            loop = find_loop(tree, turn.line) if path == os.path.realpath(turn.file) else None
+            for edit in edits:
+                first, last = edit.line, max(edit.end_line - (edit.end_column == 0), edit.line)
+                if loop is not None and loop.body[0].lineno <= first and last <= (loop.body[-1].end_lineno or 0):
+                    continue
+                owner = _function_at(tree, first, last)
+                if owner is None or owner.name in _NOT_REPEATED:
+                    return None
+                if path == os.path.realpath(turn.file) and owner.lineno <= turn.line <= (owner.end_lineno or 0):
+                    return None  # it is running, and the change lies before or after the loop
+                functions = True
+        texts = {path: content.decode() for path, content in contents.items()}
+        return _Change(texts, remedy, functions)
+
+    def made(self, turn: Turn, start: int) -> CodeType | None:
+        """Makes the change in this process; returns the code of the changed turn."""
+        for path, text in self.texts.items():
+            self._replace_functions(path, text)
+        path = os.path.realpath(turn.file)
+        if path not in self.texts:
+            return turn.compiled(start=start)
+        line, at = (moved_line(self.remedy, turn.file, one) for one in (turn.line, turn.at))
+        return turn.compiled(self.texts[path], line, at, start)
+
+    def _replace_functions(self, path: str, text: str) -> None:
+        old, new = _codes(compile(_text(path), path, "exec")), _codes(compile(text, path, "exec"))
+        changed = {key: code for key, code in new.items() if key in old and not _same(code, old[key])}
+        keys = {(code.co_qualname, code.co_firstlineno): key for key, code in old.items()}
+        functions = [one for one in gc.get_objects() if type(one) is FunctionType] if changed else []
+        files = {name: os.path.realpath(name) for name in {one.__code__.co_filename for one in functions}}
+        for function in functions:
+            code = function.__code__
+            if files[code.co_filename] != path:
+                continue
+            fresh = changed.get(keys.get((code.co_qualname, code.co_firstlineno), ("", -1)))
+            if fresh is not None and len(fresh.co_freevars) == len(code.co_freevars):
+                fresh = fresh.replace(co_filename=code.co_filename)
+                function.__code__ = fresh
+                self.replaced.append(fresh)
+
+    def is_called_in(self, act: Any) -> bool:
+        """Runs it; returns whether a replaced function was called."""
+        called = False
+
+        def watch(frame: FrameType, event: str, argument: Any) -> None:
+            nonlocal called
+            called = called or (event == "call" and any(frame.f_code is code for code in self.replaced))
+
+        if self.replaced:
+            sys.setprofile(watch)
+        try:
+            act()
+        finally:
+            sys.setprofile(None)
+        return called
+
+
+def _text(path: str) -> str:
+    return "".join(linecache.getlines(path))
+
+
+def _function_at(tree: ast.Module, first: int, last: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The innermost function whose body contains these lines."""
+    found: ast.FunctionDef | ast.AsyncFunctionDef | None = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside = node.body[0].lineno <= first and last <= (node.end_lineno or 0)
+            if inside and (found is None or node.lineno > found.lineno):
+                found = node
+    return found
+
+
+def _codes(code: CodeType) -> dict[tuple[str, int], CodeType]:
+    """Every function in a module's code: by its name, and how many of that name came before it."""
+    found: dict[tuple[str, int], CodeType] = {}
+    counts: dict[str, int] = {}
+    waiting = [code]
+    while waiting:
+        one = waiting.pop(0)
+        number = counts[one.co_qualname] = counts.get(one.co_qualname, -1) + 1
+        found[one.co_qualname, number] = one
+        waiting += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
+    return found
+
+
+def _same(one: CodeType, other: CodeType) -> bool:
+    return (one.co_code, one.co_consts, one.co_names) == (other.co_code, other.co_consts, other.co_names)
+
+
+def _largest_change(before: list[float], after: list[float]) -> float | None:
+    pairs = [(a, b) for a, b in zip(before, after, strict=False) if math.isfinite(a) and math.isfinite(b)]
+    if not pairs:
+        return None
+    least = 1e-6 * max(abs(a) for a, _ in pairs)
+    return max(abs(a - b) / (max(abs(a), abs(b), least) or 1.0) for a, b in pairs)

@@ -1,0 +1,247 @@
+"""One turn of the program's own loop, taken from its source: run again with the variables as they are now.
+
+Only for a forked child, since it runs the program's code on the program's own objects.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+_OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
+_STANDARD = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+_RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "ipykernel", "IPython"))
+"""Packages that run a program and have loops of their own, as the standard library has."""
+_MOST_STARTS = 12
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_Loop = ast.For | ast.While
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The loop around the failing call: where it is, and the names that its body uses."""
+
+    file: str
+    line: int
+    """The line of the loop itself."""
+    at: int
+    """The line in its body that was running."""
+    code: CodeType
+    """The function, or module, whose loop it is."""
+    names: dict[str, Any]
+    """The variables; in a module its own, in a function a copy together with the module's."""
+
+    @property
+    def starts(self) -> list[int]:
+        """The places in the body where a replay may begin: at its first statement, or at a later one."""
+        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
+        return list(range(min(len(_cuts(loop.body, self.at)), _MOST_STARTS))) if loop is not None else []
+
+    def compiled(self, source: str | None = None, line: int = 0, at: int = 0, start: int = 0) -> CodeType | None:
+        """The code of one turn; `source` is that of a changed file, in which the loop is on `line`."""
+        loop = find_loop(parsed(source or "".join(linecache.getlines(self.file))), line or self.line)
+        if loop is None:
+            return None
+        body = _cuts(loop.body, at or self.at)[start] if start else loop.body
+        owner = self.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
+        once = ast.For(ast.Name("_", ast.Store()), ast.Tuple([ast.Constant(None)], ast.Load()), list(body), [])
+        tree = _Adapted(owner).visit(ast.Module([once], []))
+        ast.copy_location(once, loop)
+        code = compile(ast.fix_missing_locations(tree), self.file, "exec", dont_inherit=True)
+        return code.replace(co_name=self.code.co_name, co_qualname=self.code.co_qualname)
+
+    def run(self, code: CodeType) -> None:
+        """Runs one turn; raises what the body raises, and `LeftLoop` if it returns from its function."""
+        self.names["__firstnan_left__"] = LeftLoop
+        exec(code, self.names)
+
+    def following(self) -> Iterator[dict[str, Any]]:
+        """The loop's own variables in its next turns, as far as they can be known: numbers from a range go on."""
+        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
+        if isinstance(loop, ast.While):
+            while True:
+                yield {}
+        if not isinstance(loop, ast.For):
+            return
+        counter = _counter(loop)
+        if counter is None:
+            return
+        name, expression = counter
+        try:
+            values = eval(compile(ast.Expression(expression), self.file, "eval"), self.names)
+        except Exception:
+            return
+        now = self.names.get(name)
+        if isinstance(values, range) and isinstance(now, int) and now in values:
+            for value in list(values[values.index(now) + 1 :]) + list(values):
+                yield {name: value}
+
+
+class LeftLoop(Exception):  # noqa: N818 - no error: the body is done
+    """The body returned from its function."""
+
+
+class _Adapted(ast.NodeTransformer):
+    """The body outside its function: a return leaves the turn, and private names get their class's prefix."""
+
+    def __init__(self, owner: str) -> None:
+        self._prefix = f"_{owner.lstrip('_')}" if owner and owner != "<locals>" else ""
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        return ast.copy_location(ast.Raise(ast.Name("__firstnan_left__", ast.Load()), None), node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if self._prefix and node.attr.startswith("__") and not node.attr.endswith("__"):
+            node.attr = self._prefix + node.attr
+        return node
+
+
+def parsed(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def find_loop(tree: ast.Module | None, line: int) -> _Loop | None:
+    """The loop that begins on this line."""
+    return next((n for n in ast.walk(tree) if isinstance(n, _Loop) and n.lineno == line), None) if tree else None
+
+
+def _loops_around(tree: ast.Module, code: CodeType, line: int) -> list[_Loop]:
+    """The loops of this function whose bodies contain the line, innermost first."""
+    found: list[_Loop] = []
+
+    def look(node: ast.AST, mine: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if not child.__dict__.get("lineno", line) <= line <= child.__dict__.get("end_lineno", line):
+                continue
+            if isinstance(child, _Function):
+                first = min([child.lineno, *(d.lineno for d in getattr(child, "decorator_list", ()))])
+                if first == code.co_firstlineno:
+                    found.clear()
+                look(child, first == code.co_firstlineno)
+                continue
+            if mine and isinstance(child, _Loop) and child.body[0].lineno <= line <= (child.body[-1].end_lineno or 0):
+                found.insert(0, child)
+            look(child, mine)
+
+    look(tree, code.co_name == "<module>")
+    return found
+
+
+def _cuts(body: list[ast.stmt], line: int) -> list[list[ast.stmt]]:
+    """The body from each of its statements on, up to the one on this line; also inside a `with`, `try` or `if`."""
+    found: list[list[ast.stmt]] = []
+    for i, statement in enumerate(body):
+        found.append(body[i:])
+        if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
+            inner = getattr(statement, "body", None)
+            if isinstance(statement, ast.With | ast.Try | ast.If) and inner:
+                found += [[_with_body(statement, rest), *body[i + 1 :]] for rest in _cuts(inner, line)[1:]]
+            break
+    return found
+
+
+def _with_body(statement: Any, body: list[ast.stmt]) -> Any:
+    if isinstance(statement, ast.If):
+        return ast.copy_location(ast.If(ast.Constant(True), body, []), statement)
+    fields = dict(ast.iter_fields(statement))
+    return ast.copy_location(type(statement)(**{**fields, "body": body}), statement)
+
+
+def _counter(loop: ast.For) -> tuple[str, ast.expr] | None:
+    """The name and the range of a loop that counts."""
+    call = loop.iter
+    while isinstance(call, ast.Call) and not (isinstance(call.func, ast.Name) and call.func.id == "range"):
+        if not call.args:  # a progress bar around the range
+            return None
+        call = call.args[0]
+    if isinstance(call, ast.Call) and isinstance(loop.target, ast.Name):
+        return loop.target.id, call
+    return None
+
+
+def turns_around(frame: FrameType | None, owns: Callable[[CodeType], bool]) -> list[Turn]:
+    """The loops around a frame that is running, innermost first; those of torch itself are left out."""
+    frames: list[tuple[FrameType, int]] = []
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _turns_in(frames, owns)
+
+
+def turns_in_traceback(error: BaseException, owns: Callable[[CodeType], bool]) -> list[Turn]:
+    """The same for the frames that an exception has left."""
+    frames: list[tuple[FrameType, int]] = []
+    at = error.__traceback__
+    while at is not None:
+        frames.insert(0, (at.tb_frame, at.tb_lineno))
+        at = at.tb_next
+    return _turns_in(frames, owns)
+
+
+def _turns_in(frames: list[tuple[FrameType, int]], owns: Callable[[CodeType], bool]) -> list[Turn]:
+    """A library's loops count only where the user's code has called it: who runs the program has loops too."""
+    users = [i for i, (frame, _) in enumerate(frames) if owns(frame.f_code)]
+    inside = frames[: users[-1] + 1] if users else []
+    return [turn for frame, line in inside for turn in _turns_of(frame, line)]
+
+
+def _turns_of(frame: FrameType, line: int) -> list[Turn]:
+    code = frame.f_code
+    path = os.path.realpath(code.co_filename)
+    if path.startswith((_OURS, _TORCH)) and not path.startswith(_programs()):
+        return []
+    if (path.startswith(_STANDARD) and _INSTALLED not in path) or any(part in path for part in _RUNNERS):
+        return []
+    tree = parsed("".join(linecache.getlines(code.co_filename, frame.f_globals)))
+    loops = _loops_around(tree, code, line) if tree is not None and line else []
+    is_module = frame.f_locals is frame.f_globals
+    names = frame.f_globals if is_module else {**frame.f_globals, **frame.f_locals}
+    return [
+        Turn(code.co_filename, loop.lineno, line, code, names)
+        for loop in loops
+        if not any(isinstance(n, ast.Yield | ast.YieldFrom | ast.Await) for n in _own_nodes(loop))
+    ]
+
+
+def _programs() -> tuple[str, ...]:
+    """Programs in our own package that are run as a user's would be."""
+    return tuple(os.path.join(_OURS, *parts, "") for parts in (("cli", "demos"), ("diagnose", "causes", "examples")))
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below, without those of functions defined there."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _Function | ast.ClassDef):
+            yield child
+            yield from _own_nodes(child)
+
+
+def line_in(turn: Turn, frame: FrameType | None, code: CodeType) -> int | None:
+    """The line that is running in a turn that is run again."""
+    while frame is not None:
+        if frame.f_code is code:
+            return frame.f_lineno
+        frame = frame.f_back
+    return None

@@ -1,0 +1,122 @@
+"""Python and torch in a forked child: threads and worker processes are gone there, and nobody answers."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import io
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+_kept: list[Any] = []
+"""Objects that must not be freed in the child: freeing them would end the parent's worker processes."""
+
+
+def end_thread_pools() -> bool:
+    """Ends OpenMP's threads, which start again when they are needed: a forked child would wait for them forever.
+
+    False if that is not possible; the child then has to do with one thread.
+    """
+    with open("/proc/self/maps") as file:
+        libraries = {line.split()[-1] for line in file if re.search(r"/lib(gomp|iomp5|omp)[^/]*\.so", line)}
+    ended = True
+    for library in libraries:
+        pause = getattr(ctypes.CDLL(library), "omp_pause_resource_all", None)
+        ended = ended and pause is not None and pause(2) == 0
+    return ended
+
+
+def alone_after_fork(*, threads: bool) -> None:
+    """Lets the program run on alone: nothing waits for a thread or process of the parent, or for the clock."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch = sys.modules.get("torch")
+    if torch is not None and not threads:
+        torch.set_num_threads(1)
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(min(float(seconds), 0.001))
+    _forget_workers()
+    _forget_threads()
+    _answer_requests()
+
+
+def _forget_workers() -> None:
+    """Worker processes belong to the parent: they are neither joined nor told to stop."""
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process._children.clear()
+    loading = sys.modules.get("torch.utils.data.dataloader")
+    if loading is not None:
+        kind = loading._MultiProcessingDataLoaderIter
+        for one in [one for one in gc.get_objects() if issubclass(type(one), kind)]:
+            _kept.append(one)
+            one._next_data = functools.partial(_next_in_process, one)
+            one._shutdown_workers = lambda: None
+
+
+def _next_in_process(iterator: Any) -> Any:
+    """The next batch without the worker processes; the batches that they have already prepared are left out."""
+    from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+
+    fetcher = vars(iterator).get("_firstnan_fetcher")
+    if fetcher is None:
+        kind = _IterableDatasetFetcher if iterator._dataset_kind else _MapDatasetFetcher
+        parts = iterator._dataset, iterator._auto_collation, iterator._collate_fn, iterator._drop_last
+        fetcher = iterator._firstnan_fetcher = kind(*parts)
+    return fetcher.fetch(next(iterator._sampler_iter))
+
+
+def _forget_threads() -> None:
+    """Queues that a thread of the parent empties are emptied by nobody; pools of threads start new ones."""
+
+    original = queue.Queue.put
+
+    def put(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if threading.active_count() == 1:
+            with self.mutex:
+                if 0 < self.maxsize <= self._qsize():
+                    self._get()
+        original(self, item, block, timeout)
+
+    queue.Queue.put = put  # type: ignore[method-assign]
+    queue.Queue.join = lambda self: None  # type: ignore[method-assign]
+    pools = sys.modules.get("concurrent.futures.thread")
+    if pools is not None:
+        for pool in [one for one in gc.get_objects() if issubclass(type(one), pools.ThreadPoolExecutor)]:
+            pool._threads.clear()
+            pool._idle_semaphore = threading.Semaphore(0)
+
+
+class _NoSocket:
+    """Takes every request and answers that all is well, with an empty object."""
+
+    def sendall(self, data: Any, flags: int = 0) -> None: ...
+
+    def makefile(self, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        return io.BytesIO(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+
+    def close(self) -> None: ...
+
+    def settimeout(self, seconds: Any) -> None: ...
+
+    def setsockopt(self, *args: Any) -> None: ...
+
+    def fileno(self) -> int:
+        return -1
+
+
+def _answer_requests() -> None:
+    """There is no network; a program that reports its progress over HTTP goes on as if it had arrived."""
+    client = sys.modules.get("http.client")
+    if client is not None:
+
+        def connect(self: Any) -> None:
+            self.sock = _NoSocket()
+
+        client.HTTPConnection.connect = connect
+        client.HTTPSConnection.connect = connect
