@@ -18,7 +18,7 @@ from firstnan.engine import isolation
 from firstnan.engine.conclude import bad_values, came_from_outside
 from firstnan.engine.loop_replay import Failure, LoopReplay
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
-from firstnan.engine.turn import LeftLoop, Turn, line_in, turns_around
+from firstnan.engine.turn import LeftLoop, Turn, line_in
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
 from firstnan.records import Noticed, Report
@@ -115,10 +115,11 @@ def heard(child: isolation.Fork, session: Session) -> Any:
 
 def _ways(session: Session, failure: Failure) -> Iterator[Way]:
     trip = failure.trip
-    if trip.before_update and session.can_replay_loop():
+    ended = trip.noticed.what in ("exception", "value")  # the loop was left
+    if trip.before_update and not ended and session.can_replay_loop():
         yield lambda: session.replay_by_loop(failure)
     if trip.noticed.what not in ("parameter", "buffer"):  # the weights are those that the step began with
-        for turn in turns_around(sys._getframe(1), session.microscope.ownership.owns)[:_MOST_TURNS]:
+        for turn in failure.turns[:_MOST_TURNS]:
             for start in turn.starts:
                 yield TurnReplay(session, failure, turn, start=start).run
             yield TurnReplay(session, failure, turn, rehearsals=1).run

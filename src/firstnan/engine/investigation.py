@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -14,7 +15,8 @@ from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
 from firstnan.engine.isolation import IsolationError
 from firstnan.engine.second_run import Order, SecondRun, Start
-from firstnan.observe.runner import Program, overlay_sources, when_imported
+from firstnan.engine.workers import WorkerReports
+from firstnan.observe.runner import Program, before_leaving, before_replacing, overlay_sources, when_imported
 from firstnan.observe.sites import Ownership
 from firstnan.records import Report, ReportError
 from firstnan.records.files import write_whole
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 FOUND = 3
 _FINITE = "the second run did not fail in the same way"
 _UNFINISHED = "the second run did not finish"
+_IN_WORKER = "it happened in a process that the program has started, which was not ended; the fixes were not tried"
 _OWN_STATE = (
     "the step was finite when replayed in the first run, so it depends on other program state, such as a counter or a "
     "cache"
@@ -73,7 +76,8 @@ class Investigation:
         self._trial: Trial | None = None
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
-        self._tried = self._first_part_printed = False
+        self._tried = self._over = self._first_part_printed = self._all_printed = False
+        self.workers = WorkerReports()
         self._fate = TrialOutcome()
         """How the program ended, as text; the exception itself would keep tensors alive."""
 
@@ -82,6 +86,10 @@ class Investigation:
     def begin(self) -> None:
         if self.order is not None:
             self.start.follow(self.order)
+        before_leaving(self._left_at_once)
+        before_replacing(lambda name: say(f"the program replaces itself with {name}, which is not watched"))
+        if self.order is None:
+            self.workers.watch_spawned(program_directories(self.options.program))
         when_imported("torch", self._torch_imported)
 
     def failed(self, error: BaseException) -> None:
@@ -90,15 +98,33 @@ class Investigation:
         if self.watch is not None:
             self.watch.program_failed(error)
 
+    def _left_at_once(self, code: int) -> int:
+        """The program calls `os._exit`; returns the exit code to use."""
+        if self._over:
+            return code
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        replaced = self.end()
+        return code if replaced is None else replaced
+
     def end(self) -> int | None:
+        self._over = True
         self.seconds = time.monotonic() - self.began
         watch = self.watch
         if watch is not None:
             report = watch.end()
-            if not self._tried:  # otherwise it is complete, with the results of the trials
+            if self._tried:  # it is complete, with the results of the trials
+                self._add_notes(report.notes)
+            else:
                 self.report = report
                 if watch.unresolved:
                     self._run_again(watch)
+        if self.order is None and self.report.verdict == "clean" and (found := self.workers.first()) is not None:
+            why = "it happened in another process of the program"
+            remedies = tuple(replace(remedy, note=why) for remedy in found.remedies)
+            self.report = found.with_(remedies=remedies, notes=(*found.notes, _IN_WORKER))
+            self._tried = True
         code = self._tell_of_restart()
         if self.order is None and self.options.restart is None and not self._tried:
             self._try_remedies(self.report)
@@ -258,6 +284,9 @@ class Investigation:
         self.seconds = time.monotonic() - self.began
         at_step = StepTrials(session, session.failure) if session.failure is not None else None
         self._try_remedies(session.complete(report), at_step)
+        if self._first_part_printed and self.options.capsule is None:
+            saved = self.options.json or self.options.output
+            self._print_rest(str(saved) if saved else "")
 
     def _try_remedies(self, report: Report, at_step: StepTrials | None = None) -> None:
         """Tries each fix, until one is known to help; prints what is known before."""
@@ -307,6 +336,9 @@ class Investigation:
         if self.order is not None:
             self._answer_order(report)
             return
+        if self.workers.is_elsewhere:
+            self.workers.add(report)
+            return
         for path, extension in ((self.options.json, ".json"), (self.options.output, None)):
             if path is not None:
                 try:
@@ -314,17 +346,29 @@ class Investigation:
                 except (OSError, ReportError) as error:
                     say(f"can't write {path}: {getattr(error, 'strerror', None) or error}")
 
+    def _add_notes(self, notes: tuple[str, ...]) -> None:
+        """Adds what was noticed after the report was printed."""
+        new = tuple(note for note in notes if note not in self.report.notes)
+        self.report = self.report.with_(notes=(*self.report.notes, *new))
+        for note in new if self._all_printed else ():
+            say(note)
+
     def _print_first_part(self) -> None:
         """Everything but the fixes, which are still to be tried."""
         self._first_part_printed = True
         print_text(self.report, sys.stderr, parts="first")
 
+    def _print_rest(self, saved: str = "") -> None:
+        """What was not printed yet."""
+        if not self._all_printed:
+            self._all_printed = True
+            print_text(self.report, sys.stderr, saved=saved, parts="rest" if self._first_part_printed else "whole")
+
     def _deliver(self) -> None:
         self._save(self.report)
         if self.report.verdict == "nonfinite":
             saved = self.options.json or self.options.output
-            name = str(saved) if saved else ""
-            print_text(self.report, sys.stderr, saved=name, parts="rest" if self._first_part_printed else "whole")
+            self._print_rest(str(saved) if saved else "")
             if self.options.fix is not None:
                 self._write_fix(self.options.fix)
         elif self.report.events:

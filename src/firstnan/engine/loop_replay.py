@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from firstnan.tracing.recording import Raw, first_difference
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
+    from firstnan.engine.turn import Turn
 
 HOW = "the failing batch was handed out again"
 _NO_LOOP = "the training loop could not be replayed for this step"
@@ -34,6 +36,8 @@ class Failure:
     place: tuple[str, int]
     report: Report
     """What is known so far."""
+    turns: Sequence[Turn] = ()
+    """The loops around it, innermost first."""
 
 
 def can_replay(session: Session) -> bool:

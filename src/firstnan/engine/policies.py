@@ -91,14 +91,30 @@ class EndProgram(Policy):
     ) -> None:
         """`explained` is called with a complete report, while the program still stands at its failing step."""
         self.save, self._explained = save, explained
+        self.ended = False
+        """Whether the program was told to end; if it trains on, it has caught that."""
         self.unresolved = False
         """Whether the program has to be run again for a complete answer."""
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        if session.in_worker:  # it may owe its parent a result, so it is not ended
+            session.report = report
+            self.save(report)
+            self.ended = True
+            return
+        self.explain(session, report)
+        self.ended = True
+        end_program()
+
+    def goes_on(self, session: Session) -> None:
+        """The program has caught the stop and trains on: from here on it is left alone."""
+        session.let_go()
+
+    def explain(self, session: Session, report: Report) -> None:
+        """Nothing more can be learned while the program is there."""
         self.known(session, report)
         if not self.unresolved:
             self._explained(report, session)
-        end_program()
 
     def known(self, session: Session, report: Report) -> None:
         """Saves it, and notes whether a second run would tell more."""

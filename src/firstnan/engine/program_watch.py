@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import time
 from types import FrameType
@@ -20,10 +20,12 @@ from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
+from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, Stop, end_program
 from firstnan.engine.restart import Restart
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
+from firstnan.engine.turn import Turn, turns_around, turns_in_traceback
 from firstnan.gate.gate import Gate, Trip
 from firstnan.observe.sites import Ownership
 from firstnan.records import NaNEvent, Noticed, Report
@@ -51,6 +53,7 @@ class ProgramWatch(Generic[P]):
         outputs_decide: bool = False,
         wanted: Wanted | None = None,
         restart: Restart | None = None,
+        in_worker: bool = False,
     ) -> None:
         self.policy, handouts = policy, Handouts()
         self.capsules: CapsuleWriter | None = None
@@ -68,6 +71,7 @@ class ProgramWatch(Generic[P]):
             trace_from=trace_from,
             through_loop=True,
             may_replay=may_replay,
+            in_worker=in_worker,
             say=lambda text: print(text, file=sys.stderr),
         )
         self.values.watch(self.session)
@@ -123,6 +127,11 @@ def watch(
     return found
 
 
+def watch_worker(ownership: Ownership, save: Callable[[Report], None]) -> None:
+    """Watches a process that the program has spawned, to its end."""
+    ProgramWatch(EndProgram(save), ownership, Gate(), may_replay=True, in_worker=True).session.begin()
+
+
 def watch_trial(
     ownership: Ownership,
     tell: Callable[[TrialOutcome], None],
@@ -164,9 +173,11 @@ class ProgramValues:
         self.bad_output: Noticed | None = None
         """A non-finite output of an outermost module, before the program trained."""
         self._ownership, self._outputs_decide = ownership, outputs_decide
-        self._suspect: tuple[Noticed, int | None] | None = None
+        self._suspect: tuple[Noticed, int | None, Sequence[Turn]] | None = None
         """The last bad value that the program read: if it stops now, that is the reason."""
         self._handles_nan_itself = False
+        self._left_by_program = False
+        """Whether the program has ended itself at the failure."""
         self._output_event: int | None = None
         self._session: Session
 
@@ -200,7 +211,8 @@ class ProgramValues:
         tracer = self._session.microscope.tracer
         for t in seen:
             if t.requires_grad and not is_finite(t):
-                self._suspect = (Noticed("value"), tracer.last_bad(t) if tracer else None)
+                turns = () if tracer else turns_around(frame, self._ownership.owns)
+                self._suspect = (Noticed("value"), tracer.last_bad(t) if tracer else None, turns)
 
     def module_returned(self, module: Any, output: Any) -> None:
         tracer = self._session.live.tracer
@@ -232,7 +244,8 @@ class ProgramValues:
             return
         bad = bad_values(error)
         if bad or "LinAlgError" in type(error).__name__:
-            self._stopped_by(Noticed("exception", type(error).__name__), bad, [])
+            turns = turns_in_traceback(error, self._ownership.owns)
+            self._stopped_by(Noticed("exception", type(error).__name__), bad, [], turns)
 
     def program_ended(self) -> Report:
         """Checks once more what training left behind; returns the report."""
@@ -244,13 +257,15 @@ class ProgramValues:
                 session.trip_at_end(trip)
         if session.phase is WATCHING:
             if self._suspect is not None:
-                noticed, event = self._suspect
-                self._stopped_by(noticed, [], [] if event is None else [event])
+                noticed, event, turns = self._suspect
+                self._stopped_by(noticed, [], [] if event is None else [event], turns)
             elif not session.gate.trained and self._output_event is not None:
                 self._concluded(Noticed("output"), [], [self._output_event])
             elif not session.gate.trained and self.bad_output is not None and not session.live.on:
                 self._policy.unresolved = True
         session.microscope.stop()
+        if self._left_by_program and session.report is not None and not self._policy.unresolved:
+            self._policy.explain(session, session.report)
         return session.report if session.report is not None else self._clean()
 
     def _clean(self) -> Report:
@@ -262,7 +277,9 @@ class ProgramValues:
         history = self._session.gate.past()
         return replace(report, events=(event,), history=history, notes=(f"but training diverged: {alarm.text}",))
 
-    def _stopped_by(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> None:
+    def _stopped_by(
+        self, noticed: Noticed, tensors: list[Tensor], events: list[int], turns: Sequence[Turn] = ()
+    ) -> None:
         session = self._session
         if session.phase is not WATCHING:
             return
@@ -273,8 +290,10 @@ class ProgramValues:
             raised = session.microscope.raised() if noticed.what == "exception" else []
             self._concluded(noticed, tensors, events + raised)
         else:
-            self._policy.known(session, known)
+            answer = session.asked(Failure(trip, (noticed.what, 0), known, turns)) if turns else None
+            self._policy.known(session, answer.report if answer is not None else known)
             session.close()
+            self._left_by_program = True
 
     def _concluded(self, noticed: Noticed, tensors: list[Tensor], events: list[int]) -> bool:
         """Explains from the trace; False if everything non-finite was intended."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 import weakref
@@ -30,10 +32,12 @@ from firstnan.engine.policies import (
     TRANSITIONS,
     TRIPPED,
     WATCHING,
+    EndProgram,
     Phase,
     Policy,
 )  # fmt: skip
 from firstnan.engine.scope import Scope, world
+from firstnan.engine.turn import turns_around, turns_in_traceback
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.reading import LATE
 from firstnan.observe.hooks import Hooks
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _NO_LOOP = "the training loop could not be replayed for this step"
+_WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
 log = logging.getLogger("firstnan")
 
@@ -94,6 +99,7 @@ class Session(Observer):
         trace_block: bool = False,
         through_loop: bool = False,
         may_replay: bool = True,
+        in_worker: bool = False,
         clips: bool = False,
         clip_at: float | None = None,
         say: Callable[[str], object] = log.error,
@@ -127,6 +133,9 @@ class Session(Observer):
         """How many updates of the bad step each optimizer has attempted."""
         self._replay: LoopReplay | TurnReplay | None = None
         self._schedules: Schedules | None = None
+        self.let_go_of = False
+        """Whether the program has gone on after it was told to end."""
+        self._process, self._is_worker = os.getpid(), in_worker
         self.failure: Failure | None = None
         """The failure under investigation, where that happens in children."""
         self.began = time.monotonic()
@@ -205,6 +214,13 @@ class Session(Observer):
 
     # Optimizers.
 
+    def forked(self) -> None:
+        """The program has forked a process that trains: this is it, with a copy of everything."""
+        if self.values is None:
+            return  # a detector watches the process it was attached in
+        self._lock = threading.RLock()
+        self.hooks.moved_to_child()
+
     def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
         self.gate.call_sites.made(optimizer, frame)
         self.gate.optimizer_made(optimizer)
@@ -226,7 +242,26 @@ class Session(Observer):
         self._step_ended()
         return True
 
+    @property
+    def in_worker(self) -> bool:
+        """Whether this is a process that the watched program has started itself."""
+        return self._is_worker or os.getpid() != self._process
+
+    def _was_stopped(self) -> bool:
+        """Whether the program trains on although it was told to end."""
+        if self.phase is SETTLED and isinstance(self.policy, EndProgram) and self.policy.ended:
+            self.policy.goes_on(self)
+        return self.let_go_of
+
+    def let_go(self) -> None:
+        """Leaves the program alone from here on; its later steps are not watched."""
+        if not self.let_go_of and not self.in_worker and self.report is not None:
+            self.report = replace(self.report, notes=(*self.report.notes, _WENT_ON))
+        self.let_go_of = True
+
     def before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
+        if self._was_stopped():
+            return Decision.RUN
         if not self.gate.call_sites.knows_step_of(optimizer):
             self.gate.call_sites.stepped(optimizer, frame)
         if self._drops(optimizer):
@@ -287,7 +322,7 @@ class Session(Observer):
         )
 
     def after_update(self, optimizer: Any) -> None:
-        if not self.gate.is_updating(optimizer):
+        if self.let_go_of or not self.gate.is_updating(optimizer):
             return
         trips = self.gate.update_ended(optimizer)
         try:
@@ -297,7 +332,7 @@ class Session(Observer):
             self._step_ended()
 
     def update_skipped(self, optimizer: Any, scale: float) -> None:
-        if self._drops(optimizer):
+        if self.let_go_of or self._drops(optimizer):
             return
         for trip in self.gate.update_skipped(optimizer, scale):
             self._trip(trip, optimizer)
@@ -359,6 +394,8 @@ class Session(Observer):
         return called or bool(self.scope.optimizers)
 
     def before_backward(self, roots: list[Tensor], frame: FrameType) -> None:
+        if self._was_stopped():
+            return
         if not self.gate.call_sites.backward:
             self.gate.call_sites.called_backward(frame)
         self.policy.before_backward(self, roots)
@@ -514,9 +551,9 @@ class Session(Observer):
         self.keep_state(report, trip)
         if closely or self.policy.undoes:
             self._schedules = Schedules.of(list(self.gate.steps.done))
-        if closely and self._may_replay and not isolation.unavailable():
-            self.failure = Failure(trip, place, report)
-            answer = apart.ask(self, self.failure)
+        if closely:
+            turns = turns_around(sys._getframe(), self.microscope.ownership.owns)
+            answer = self.asked(Failure(trip, place, report, turns))
             if self.in_child:
                 return
             if answer is not None:
@@ -530,6 +567,13 @@ class Session(Observer):
         elif not late and self.policy.undoes:
             report = replace(report, notes=(_NOT_INVESTIGATED,))
         self.settle(report, trip.before_update)
+
+    def asked(self, failure: Failure) -> Answer | None:
+        """What children find out about a failure; None if there can be none, or in a child."""
+        if not self._may_replay or isolation.unavailable():
+            return None
+        self.failure = failure
+        return apart.ask(self, failure)
 
     def known(self, trip: Trip) -> Report:
         """What is known without a replay."""
@@ -553,7 +597,7 @@ class Session(Observer):
 
     def continue_as_child(self, policy: Answering) -> None:
         """From now on this process only investigates; everything it learns goes to its parent."""
-        self.policy = policy
+        self.policy, self._process = policy, os.getpid()
         self.hooks.moved_to_child()
 
     def try_with(self, policy: Policy) -> None:
@@ -739,9 +783,9 @@ class Session(Observer):
             return self._left_in_replay(replay, error)
         if isinstance(error, Exception) and not isinstance(error, NonFiniteError):
             trip = Trip(Noticed("exception", type(error).__name__), bad_values(error), before_update=True)
-            return self._known_at_end(trip, replay=True) if trip.tensors else None
+            return self._known_at_end(trip, error) if trip.tensors else None
         last = self.gate.remaining_nonfinite() if error is None and self.phase is WATCHING and not self.streak else None
-        return self._known_at_end(last, replay=False) if last is not None else None
+        return self._known_at_end(last, None) if last is not None else None
 
     def _left_in_replay(self, replay: LoopReplay | TurnReplay, error: BaseException | None) -> Report | None:
         report = replay.left()
@@ -755,14 +799,17 @@ class Session(Observer):
         self.report = self._completed(report, before_update=True) if replay.search is None else self._told_of(report)
         return self.report
 
-    def _known_at_end(self, trip: Trip, *, replay: bool) -> Report:
+    def _known_at_end(self, trip: Trip, error: Exception | None) -> Report:
         """The report of an exception with a bad value, or of what the last update left behind."""
         report = self.known(trip)
-        if not replay:
+        if error is None:
             self.journal.tripped(trip.noticed, trip.tensors, report.step, None)
-        report = self.replayed_at_once(report, trip) if replay else report
+        else:
+            turns = turns_in_traceback(error, self.microscope.ownership.owns)
+            answer = self.asked(Failure(trip, ("exception", 0), report, turns))
+            report = answer.report if answer is not None else self.replayed_at_once(report, trip)
         self.microscope.stop()
-        self.report = self._completed(report, before_update=replay)
+        self.report = self._completed(report, before_update=error is not None)
         return self.report
 
     def found(self, report: Report) -> None:

@@ -24,7 +24,7 @@ from firstnan.engine import isolation
 from firstnan.engine.apart import Answering, TurnReplay, heard
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
-from firstnan.engine.turn import LeftLoop, Turn, find_loop, parsed, turns_around
+from firstnan.engine.turn import LeftLoop, Turn, find_loop, parsed
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
@@ -82,7 +82,7 @@ class StepTrials:
         )
 
     def _failing_turn(self) -> tuple[Turn, int] | None:
-        for turn in turns_around(sys._getframe(1), self.session.microscope.ownership.owns)[:1]:
+        for turn in self.failure.turns[:1]:
             for start in turn.starts:
                 if self._ask(_FailsAgain(self.session, self.failure, turn, start)):
                     return turn, start
@@ -239,7 +239,7 @@ class _Tried(_Work):
             except TurnFailed:
                 seen.noticed = watching.noticed
                 break
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 break
             seen.turns += 1

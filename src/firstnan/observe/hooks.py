@@ -136,8 +136,12 @@ class Hooks:
 
     def _backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.idle or torch._C._current_autograd_node() is not None:
+            if torch.compiler.is_compiling() or not self.installed or torch._C._current_autograd_node() is not None:
                 return original(tensors, *args, **kwargs)
+            if os.getpid() != self._process:
+                self.observer.forked()
+                if self.idle:
+                    return original(tensors, *args, **kwargs)
             roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
             if not self.observer.concerns(roots):
                 return original(tensors, *args, **kwargs)

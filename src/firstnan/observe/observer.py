@@ -49,6 +49,9 @@ class Observer:
 
     # Backward.
 
+    def forked(self) -> None:
+        """Backward is called in a process that was forked from the watched one."""
+
     def concerns(self, roots: list[Tensor]) -> bool:
         """Whether this backward call belongs to the watched training."""
         return True

@@ -453,7 +453,7 @@ def overlay_sources(contents: dict[str, bytes]) -> None:
 
     io.open_code = _io.open_code = open_code
     SourceFileLoader.path_stats = stats  # type: ignore[method-assign, assignment]
-    when_imported("multiprocessing.spawn", lambda: _follow_spawned(contents))
+    tell_spawned(_Overlay(contents))
 
 
 class _Overlay:
@@ -466,11 +466,44 @@ class _Overlay:
         return overlay_sources, (self.contents,)
 
 
-def _follow_spawned(contents: dict[str, bytes]) -> None:
-    spawn = sys.modules["multiprocessing.spawn"]
-    original = spawn.get_preparation_data
+def tell_spawned(thing: Any) -> None:
+    """Sends it to every process that `multiprocessing` spawns from now on, and unpickles it there first."""
 
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        return {**original(name), "firstnan": _Overlay(contents)}
+    def follow() -> None:
+        spawn = sys.modules["multiprocessing.spawn"]
+        original = spawn.get_preparation_data
 
-    spawn.get_preparation_data = get_preparation_data  # type: ignore[attr-defined]
+        def get_preparation_data(name: str) -> dict[str, Any]:
+            return {**original(name), f"firstnan {type(thing).__name__}": thing}
+
+        spawn.get_preparation_data = get_preparation_data  # type: ignore[attr-defined]
+
+    when_imported("multiprocessing.spawn", follow)
+
+
+def before_leaving(act: Callable[[int], int]) -> None:
+    """Has `act` called with the exit code before `os._exit` ends this process at once; it returns the code to use."""
+    leave, process = os._exit, os.getpid()
+
+    def _exit(status: int) -> NoReturn:
+        leave(act(status) if os.getpid() == process else status)
+
+    os._exit = _exit
+
+
+def before_replacing(act: Callable[[str], None]) -> None:
+    """Has `act` called with the name of the program by which this process replaces itself."""
+    replace, process = os.execve, os.getpid()
+    replace_plain = os.execv
+
+    def execve(path: Any, argv: Any, env: Any) -> NoReturn:
+        if os.getpid() == process:
+            act(os.fsdecode(path))
+        replace(path, argv, env)
+
+    def execv(path: Any, argv: Any) -> NoReturn:
+        if os.getpid() == process:
+            act(os.fsdecode(path))
+        replace_plain(path, argv)
+
+    os.execve, os.execv = execve, execv

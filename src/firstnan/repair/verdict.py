@@ -150,7 +150,8 @@ def ranked(remedies: list[Remedy], report: Report) -> tuple[Remedy, ...]:
 def described(noticed: Noticed | None) -> str:
     """What was non-finite, in a few words."""
     what = noticed.what if noticed else "value"
-    return {"loss": "the loss", "value": "a value that the program reads"}.get(what, f"a {what}")
+    told = {"loss": "the loss", "value": "a value that the program reads", "exception": "an exception"}
+    return told.get(what, f"an {what}" if what == "output" else f"a {what}")
 
 
 def ended_by(error: BaseException) -> TrialOutcome:

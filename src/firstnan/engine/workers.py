@@ -1,0 +1,79 @@
+"""Processes that the program starts itself: those that train are watched too, and send their reports here."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from typing import Any
+
+from firstnan.observe.runner import tell_spawned, when_imported
+from firstnan.observe.sites import Ownership
+from firstnan.records import Report, ReportError
+
+
+class WorkerReports:
+    """Reports of other processes, which append them to one open file that has no name."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the program runs
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_APPEND)
+        self._process = os.getpid()
+
+    def add(self, report: Report) -> None:
+        append(self._file.fileno(), report)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is not the one that collects the reports."""
+        return os.getpid() != self._process
+
+    def watch_spawned(self, directories: tuple[str, ...]) -> None:
+        """Spawned processes begin anew, and have to be told to watch themselves."""
+        tell_spawned(_Watched(self._process, self._file.fileno(), directories))
+
+    def first(self) -> Report | None:
+        """The last report of the worker that was the first to send one."""
+        self._file.seek(0)
+        found: dict[int, Report] = {}
+        for line in self._file:
+            try:
+                process, data = json.loads(line)
+                found[process] = Report.from_dict(data)
+            except (ValueError, ReportError):
+                continue
+        return next(iter(found.values()), None)
+
+
+def append(number: int, report: Report) -> None:
+    os.write(number, json.dumps([os.getpid(), report.to_dict()]).encode() + b"\n")
+
+
+class _Watched:
+    """Sent to a spawned process with its first data; unpickling it there begins a watch."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    def __reduce__(self) -> Any:
+        return watch_this_process, self._parts
+
+
+def watch_this_process(parent: int, number: int, directories: tuple[str, ...]) -> None:
+    """Watches a spawned process from the moment it imports torch."""
+
+    def save(report: Report) -> None:
+        opened = os.open(f"/proc/{parent}/fd/{number}", os.O_WRONLY | os.O_APPEND)
+        try:
+            append(opened, report)
+        finally:
+            os.close(opened)
+
+    def begin() -> None:
+        from firstnan.engine.program_watch import watch_worker
+
+        watch_worker(Ownership(directories), save)
+
+    when_imported("torch", begin)
