@@ -100,7 +100,7 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         fix=fix,
         capsule=_capsule_request(parsed),
         restart=parsed.replayed_capsule,
-        isolation=parsed.isolation == "auto",
+        isolation=parsed.isolation == "auto" and os.environ.get("FIRSTNAN_ISOLATION") != "off",
     )
     return runner.run(program, Investigation(options))
 

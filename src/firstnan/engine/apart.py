@@ -184,6 +184,8 @@ class TurnReplay:
                 turn.run(self._code)
             return
         microscope.start(in_step=True)
+        if session.handouts.latest is not None:
+            microscope.mark_batch(session.handouts.latest.batch, None)
         for name, value in list(turn.names.items()):
             if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):
                 microscope.mark_value(value, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,10 @@ class Handouts:
         self._turns: deque[tuple[RandomState, list[tuple[Slot, Tensor, Tensor]]]] = deque(maxlen=2)
         """Random state and buffers at the ends of the last steps, in a loop without a loader."""
         self._last_random: RandomState | None = None
+        self._before: tuple[Any, int, Any] | None = None
+        """The batch before the latest of the same loader, its index and its samples' indices."""
+        self.is_ahead = False
+        """Whether the loader was asked for a batch more than the step uses."""
 
     # While the program is healthy.
 
@@ -90,6 +95,8 @@ class Handouts:
         )  # fmt: skip
         source.recent.append(handout)
         source.count += 1
+        if self.latest is not None and source is self._latest_source:
+            self._before = self.latest.batch, self.latest.index, self.latest.indices
         self.latest = handout
         if source is not self._latest_source:
             self.latest_iterator, self._latest_source = weakref.ref(iterator), source
@@ -107,6 +114,7 @@ class Handouts:
             return False
         if self.latest_iterator is None or self.latest_iterator() is not iterator:
             return False
+        self._before = latest.batch, latest.index, latest.indices
         latest.batch, latest.index, latest.updates = batch, source.count, updates
         latest.versions, latest.pristine = tensor_versions(batch), None
         latest.indices = source.pending_indices.popleft() if source.pending_indices else None
@@ -225,13 +233,31 @@ class Handouts:
     def forget(self) -> None:
         """Drops every batch."""
         self.sources.clear()
+        self._before = None
         self.latest = self.latest_iterator = self._latest_source = None
 
     # After a trip.
 
+    def settle_on_used(self, used: Iterable[Any]) -> None:
+        """The step reads these values: if they are the batch before the latest, that is the step's batch.
+
+        Some loaders fetch a batch ahead, to know which is the last one.
+        """
+        latest, before = self.latest, self._before
+        if latest is None or before is None:
+            return
+        read = {id(t) for value in used for _, t in tensors_in(value, depth=2)}
+        newest, older = ({id(t) for _, t in tensors_in(batch)} for batch in (latest.batch, before[0]))
+        if newest.isdisjoint(read) and not older.isdisjoint(read):
+            self.is_ahead = True
+            latest.batch, latest.index, latest.indices = before
+            latest.versions, latest.pristine = tensor_versions(latest.batch), None
+
     def possible(self, updates: int) -> bool:
         """Whether the batch that the current step began with is still available."""
         latest = self.latest
+        if self.is_ahead:
+            return False
         return latest is not None and 0 <= updates - latest.updates <= _MOST_UPDATES and not was_written(latest)
 
     def begin(self, iterator: Any, updates: int) -> int:

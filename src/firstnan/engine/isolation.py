@@ -50,12 +50,17 @@ def unavailable() -> str:
     """Why nothing can be run apart from the program here; empty if it can, as far as is known."""
     if not sys.platform.startswith("linux"):
         return f"there is no isolation on {sys.platform}"
-    if os.environ.get("FIRSTNAN_ISOLATION") == "off":
+    if is_off():
         return "FIRSTNAN_ISOLATION=off"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "a process that uses CUDA cannot be forked"
     return _because[0] if _because else ""
+
+
+def is_off() -> bool:
+    """Whether the user wants none."""
+    return os.environ.get("FIRSTNAN_ISOLATION") == "off"
 
 
 class IsolationError(OSError):

@@ -37,7 +37,7 @@ from firstnan.engine.policies import (
     Policy,
 )  # fmt: skip
 from firstnan.engine.scope import Scope, world
-from firstnan.engine.turn import turns_around, turns_in_traceback
+from firstnan.engine.turn import turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.reading import LATE
 from firstnan.observe.hooks import Hooks
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _NO_LOOP = "the training loop could not be replayed for this step"
+_IN_PROCESS = "the step was replayed in the program's own process, so what its loop writes was written again"
 _WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
 log = logging.getLogger("firstnan")
@@ -534,6 +535,7 @@ class Session(Observer):
             self._tripped(trip, place)
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
+        self.handouts.settle_on_used(values_around(sys._getframe()))
         report, late = self.known(trip), self.gate.reads.late
         if self.live.on:
             self._traced_as_it_ran(Failure(trip, place, report))
@@ -650,6 +652,8 @@ class Session(Observer):
         """The investigation is over and the policy decides. `finite`: the step was good in the end."""
         if isinstance(self.policy, Answering):
             self.policy.answer(Answer(report, before_update, finite))
+        if isinstance(self._replay, LoopReplay) and (why := isolation.unavailable()) and not isolation.is_off():
+            report = replace(report, notes=(*report.notes, f"{_IN_PROCESS} ({why})"))
         self.microscope.stop()
         self._replay = None
         self.enter(SETTLED)

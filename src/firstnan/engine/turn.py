@@ -200,6 +200,16 @@ def turns_in_traceback(error: BaseException, owns: Callable[[CodeType], bool]) -
     return _turns_in(frames, owns)
 
 
+def values_around(frame: FrameType | None) -> Iterator[Any]:
+    """The variables of the functions that are running, without those of modules and of our own code."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_OURS) and frame.f_locals is not frame.f_globals:
+            yield from frame.f_locals.values()
+        elif frame.f_locals is frame.f_globals and frame.f_globals.get("__name__") == "__main__":
+            yield from list(frame.f_globals.values())
+        frame = frame.f_back
+
+
 def _turns_in(frames: list[tuple[FrameType, int]], owns: Callable[[CodeType], bool]) -> list[Turn]:
     """A library's loops count only where the user's code has called it: who runs the program has loops too."""
     users = [i for i, (frame, _) in enumerate(frames) if owns(frame.f_code)]
