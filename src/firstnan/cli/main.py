@@ -142,12 +142,12 @@ def _fix(parsed: argparse.Namespace) -> int:
     try:
         report = load(parsed.report)
         with _broken_pipe_ignored():
-            show(report, parsed.number, sys.stdout)
+            show(report, parsed.number, sys.stdout, parsed.root)
         remedy = choose(report, parsed.number)
         if remedy is None:
             return 1
         if parsed.apply:
-            apply(remedy, sys.stdout)
+            apply(remedy, sys.stdout, parsed.root)
     except (ReportError, PatchError) as error:
         raise UsageError(str(error)) from None
     return 0
@@ -311,6 +311,9 @@ def _fix_parser() -> _Parser:
     parser.add_argument("report", type=Path, metavar="report.json", help="a file written by firstnan run --json")
     parser.add_argument("--apply", action="store_true", help="change the files; each original is kept as FILE.orig")
     parser.add_argument("--number", type=_count, metavar="K", help="the K-th fix of the report, proven or not")
+    parser.add_argument(
+        "--root", default=os.curdir, metavar="DIR", help="the only folder where files are changed (default: this one)"
+    )
     return parser
 
 
