@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 
-from firstnan.diagnose.rules.failure import Failure
+from firstnan.diagnose.rules.base import Failure
 from firstnan.records import Cause, History, Origin, Remedy, Trace
 from firstnan.repair import (
     data,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from firstnan.diagnose.rules.failure import largest
+from firstnan.diagnose.rules.base import largest
 from firstnan.diagnose.rules.overflow import weights_feeding
 from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for

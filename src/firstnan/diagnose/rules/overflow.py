@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from firstnan.diagnose.rules.base import ANY, Finding, rule
-from firstnan.diagnose.rules.failure import Failure, counted, describe, dtype_max, has_zero, largest, why_large
-from firstnan.diagnose.rules.forward import div_by_zero, zero_over_zero
-from firstnan.diagnose.rules.growth import not_growing
+from firstnan.diagnose.rules.base import Failure, counted, describe, dtype_max, has_zero, largest, why_large
+from firstnan.diagnose.rules.operators import div_by_zero, zero_over_zero
+from firstnan.diagnose.rules.base import not_growing
 from firstnan.records import OpEvent, Phase, TensorStat, Trace
 from firstnan.records.operator_families import (
     COPIES,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from firstnan.diagnose.rules.base import ANY, RULES, Finding, Rule
-from firstnan.diagnose.rules.failure import Failure
+from firstnan.diagnose.rules.base import Failure
 
 Reason = Callable[[Failure], str | None]
 
