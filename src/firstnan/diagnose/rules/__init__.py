@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from firstnan.diagnose.causes import catalogue
 from firstnan.diagnose.rules import data, operators, overflow
-from firstnan.diagnose.rules.base import RULES
-from firstnan.diagnose.rules.base import Failure, nonfinite
-from firstnan.diagnose.rules.base import growth
+from firstnan.diagnose.rules.base import RULES, Failure, growth, nonfinite
 from firstnan.diagnose.rules.user_rules import rule
 from firstnan.records import Cause, History, Origin, Trace
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Collection
+import statistics
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from firstnan.records import History, Operand, OpEvent, Origin, Phase, TensorStat, Trace
+
+from firstnan.diagnose.causes import catalogue, link_to
+from firstnan.records import Cause, History, Operand, OpEvent, Origin, Phase, TensorStat, Trace
 from firstnan.records.operator_families import (
     CARRIERS,
     COMPARISONS,
@@ -22,14 +27,6 @@ from firstnan.records.operator_families import (
     SUMS,
 )
 from firstnan.records.words import number
-import itertools
-import math
-import statistics
-from firstnan.records import History
-from collections.abc import Callable
-from firstnan.diagnose.causes import catalogue, link_to
-from firstnan.records import Cause, Phase
-
 
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}
 FLOAT8_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e8m0": 1.7e38}

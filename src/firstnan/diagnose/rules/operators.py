@@ -15,34 +15,24 @@ What torch 2.13 computes inside the derivatives, seen under a dispatch mode:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from firstnan.diagnose.rules.base import Finding, rule
-from firstnan.diagnose.rules.base import Failure, counted, describe, has_zero, why_zero
-from firstnan.records import OpEvent, Phase
-from firstnan.records.operator_families import (
-    ARCS,
-    COMPARISONS,
-    LIMITERS,
-    LOG_SUMS,
-    ROOTS_INSIDE,
-    SELECTORS,
-    SPECTRAL,
-    XLOGS,
-)
-from firstnan.records.words import number
 import re
-from firstnan.diagnose.rules.base import ANY, ELSEWHERE, Finding, rule
-from firstnan.diagnose.rules.base import Failure, counted, has_zero, why_zero
-from firstnan.records import TensorStat
+from collections.abc import Collection
+
+from firstnan.diagnose.rules.base import ANY, ELSEWHERE, Failure, Finding, counted, describe, has_zero, rule, why_zero
+from firstnan.records import OpEvent, Phase, TensorStat
 from firstnan.records.operator_families import (
     ADDITIONS,
+    ARCS,
     ATTENTION,
     CHOLESKY,
+    COMPARISONS,
     DETERMINANTS,
     DIVISIONS,
     INVERSE_FUNCTIONS,
     JOINS,
     LABEL_PICKS,
+    LIMITERS,
+    LOG_SUMS,
     LOGS,
     MATRIX_ALGORITHMS,
     MEANS,
@@ -52,13 +42,17 @@ from firstnan.records.operator_families import (
     POWERS,
     PRODUCTS,
     ROOTS,
+    ROOTS_INSIDE,
+    SELECTORS,
     SOFTMAXES,
     SOLVERS,
+    SPECTRAL,
     SPREADS,
     SUMS,
+    XLOGS,
     words,
 )
-
+from firstnan.records.words import number
 
 BACKWARD: frozenset[Phase] = frozenset({"backward"})
 
