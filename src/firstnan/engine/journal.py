@@ -20,8 +20,8 @@ from torch import Tensor
 
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.scope import world
+from firstnan.gate.gate import StepCounter
 from firstnan.gate.growth_guard import Alarm
-from firstnan.gate.step_counter import StepCounter
 from firstnan.observe.layers import LayerFinding
 from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat, encode
 from firstnan.tensors.finite import stat

@@ -31,8 +31,7 @@ from firstnan.engine.policies import (
     Policy,
 )  # fmt: skip
 from firstnan.engine.scope import Scope, world
-from firstnan.gate.gate import Gate, Trip
-from firstnan.gate.reading import LATE
+from firstnan.gate.gate import LATE, Gate, Trip
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership
