@@ -14,7 +14,7 @@ from typing import TextIO
 from firstnan.records import Remedy, Report
 from firstnan.records.words import short_path
 from firstnan.repair.patch import FileOnDisk, PatchError, choose, how_to_apply, new_contents, portable
-from firstnan.report.words import Charset, remedy_result
+from firstnan.report.text import Charset, remedy_result
 
 _NONE_PROVEN = "no change is proven; --number K chooses one anyway\n"
 _NONE = "the report proposes no change to the program\n"

@@ -8,16 +8,23 @@ from firstnan.records.report import (
     Edit,
     Feature,
     History,
+    InFloat64,
     LayerTrack,
     NaNEvent,
     Noticed,
+    Operand,
+    OpEvent,
     Origin,
     PathStep,
+    Phase,
     Remedy,
     Report,
+    Role,
+    Site,
     StepRecord,
+    TensorStat,
+    Trace,
 )
-from firstnan.records.trace import InFloat64, Operand, OpEvent, Phase, Role, Site, TensorStat, Trace
 
 __all__ = [
     "FORMAT",

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from firstnan.records.codec import FORMS, Form, ReportError, decode, decode_value, encode, field_at, prepare
-from firstnan.records.report import History, NaNEvent, Origin, Report
-from firstnan.records.trace import InFloat64, OpEvent, Site, TensorStat
+from firstnan.records.report import History, InFloat64, NaNEvent, OpEvent, Origin, Report, Site, TensorStat
 
 FORMAT = "firstnan-report"
 VERSION = 1
