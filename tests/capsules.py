@@ -11,9 +11,9 @@ import torch
 
 from firstnan.capsule import file
 from firstnan.capsule.capture import Capture
-from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
+from firstnan.tensors.models import TrainingObjects
 from firstnan.tensors.state import Handout, RandomState
 
 

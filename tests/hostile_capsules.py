@@ -23,7 +23,7 @@ from capsules import net, put_together, signed, taken_apart, trained
 from firstnan.capsule.content import load
 from firstnan.capsule.file import CapsuleError
 from firstnan.capsule.restore import Restorer
-from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.tensors.models import TrainingObjects
 
 torch.set_num_threads(1)
 FORBIDDEN = (

@@ -22,7 +22,7 @@ from firstnan.capsule import file
 from firstnan.capsule.content import load
 from firstnan.capsule.file import CapsuleError
 from firstnan.capsule.restore import Restorer
-from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.tensors.models import TrainingObjects
 
 pytestmark = pytest.mark.slow
 

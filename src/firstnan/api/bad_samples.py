@@ -14,7 +14,7 @@ from firstnan.engine.samples.cut import CutError, cut
 from firstnan.engine.samples.search import search
 from firstnan.engine.step_check import StepCheck
 from firstnan.records import Batch
-from firstnan.tensors.names import Models
+from firstnan.tensors.models import Models
 from firstnan.tensors.state import RandomState, restore_buffers
 
 

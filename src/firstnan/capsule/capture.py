@@ -8,9 +8,9 @@ from torch import Tensor
 
 from firstnan.capsule.file import FORMAT, VERSION, CapsuleError, readable_size
 from firstnan.capsule.packing import Packer
-from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.gate.gate import Gate
 from firstnan.tensors.finite import is_finite
+from firstnan.tensors.models import TrainingObjects
 from firstnan.tensors.state import Handout, RandomState
 
 

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.capsule.content import Capsule, GroupState, ModelState, OptimizerState, ParameterState
+from firstnan.capsule.content import Capsule, GroupState, Missing, ModelState, OptimizerState, Packed, ParameterState
 from firstnan.capsule.packing import Unpacker
-from firstnan.capsule.training_objects import Model, TrainingObjects
-from firstnan.capsule.values import Missing, Packed
-from firstnan.tensors.optimizers import parameters_of
+from firstnan.tensors.models import Model, TrainingObjects, parameters_of
 
 _NAMED = 3
 

@@ -25,8 +25,7 @@ from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.layers import LayerFinding
 from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat, encode
 from firstnan.tensors.finite import stat
-from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import largest_gradient, parameters_of
+from firstnan.tensors.models import Models, largest_gradient, parameters_of
 
 _EVENTS_IN_REPORT = 32
 _OFTEN = 16

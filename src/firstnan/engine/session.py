@@ -38,7 +38,7 @@ from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
-from firstnan.tensors.optimizers import is_torch_optimizer
+from firstnan.tensors.models import is_torch_optimizer
 from firstnan.tensors.state import Schedules, restore_buffers
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from firstnan.engine.restart import Restart
     from firstnan.gate.growth_guard import Alarm
     from firstnan.observe.layers import LayerWatch
-    from firstnan.tensors.names import Models
+    from firstnan.tensors.models import Models
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _NO_LOOP = "the training loop could not be replayed for this step"

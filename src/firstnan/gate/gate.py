@@ -26,8 +26,7 @@ from firstnan.tensors.finite import (
     readable,
     reads_are_free,
 )
-from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import describe, graph_leaves, is_torch_optimizer, learning_rate_of, parameters_of
+from firstnan.tensors.models import Models, describe, graph_leaves, is_torch_optimizer, learning_rate_of, parameters_of
 
 _HISTORY = 64
 _SMALL = 1 << 14
