@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from firstnan.capsule.file import CapsuleError, CapsuleFile, Stored, one_line
-from firstnan.records import Report, ReportError
+from firstnan.records import Report
+from firstnan.records.codec import ReportError
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _replay(words: list[str]) -> int:
 
 def _show(parsed: argparse.Namespace) -> int:
     output = _writable(_known_format(parsed.output))
-    from firstnan.records import ReportError
+    from firstnan.records.codec import ReportError
     from firstnan.records.files import load
     from firstnan.report import print_text, write
 
@@ -135,7 +135,7 @@ def _show(parsed: argparse.Namespace) -> int:
 
 def _fix(parsed: argparse.Namespace) -> int:
     from firstnan.cli.fix import apply, show
-    from firstnan.records import ReportError
+    from firstnan.records.codec import ReportError
     from firstnan.records.files import load
     from firstnan.repair.patch import PatchError, choose
 

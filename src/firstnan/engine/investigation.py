@@ -16,7 +16,8 @@ from firstnan.engine import trials
 from firstnan.engine.second_run import Order, Start
 from firstnan.observe.runner import Program, overlay_sources, when_imported
 from firstnan.observe.sites import Ownership
-from firstnan.records import Report, ReportError
+from firstnan.records import Report
+from firstnan.records.codec import ReportError
 from firstnan.records.files import write_whole
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import TrialOutcome, ended_by

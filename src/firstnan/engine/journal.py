@@ -23,7 +23,8 @@ from firstnan.engine.scope import world
 from firstnan.gate.gate import StepCounter
 from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.layers import LayerFinding
-from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat, encode
+from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat
+from firstnan.records.codec import encode
 from firstnan.tensors.finite import stat
 from firstnan.tensors.models import Models, largest_gradient, parameters_of
 

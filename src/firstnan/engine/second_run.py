@@ -85,7 +85,7 @@ class Start:
         self, program: Program, *, step: int | None, what: str, capsule: tuple[str, int] | None = None
     ) -> Report | None:
         """The child's report, or None if there is none; the program's output is discarded."""
-        from firstnan.records import ReportError
+        from firstnan.records.codec import ReportError
         from firstnan.records.files import load
 
         with tempfile.TemporaryDirectory(prefix="firstnan-") as folder:

@@ -6,8 +6,8 @@ import os
 import secrets
 from pathlib import Path
 
+from firstnan.records import Report
 from firstnan.records.codec import ReportError, loads
-from firstnan.records.report import Report
 
 LARGEST_FILE = 256 * 2**20
 

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from firstnan.records import Report, ReportError, dumps
+from firstnan.records import Report
+from firstnan.records.codec import ReportError, dumps
 from firstnan.records.files import write_whole
 from firstnan.report.text import WIDTH, nonfinite_error, print_text, render_text
 

@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from firstnan.diagnose.causes import catalogue
-from firstnan.records import Batch, Cause, Feature, NaNEvent, Origin, PathStep, Remedy, Report, Site, TensorStat, encode
+from firstnan.records import Batch, Cause, Feature, NaNEvent, Origin, PathStep, Remedy, Report, Site, TensorStat
+from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import count, headline, kind, noticed, number, place, short_path
 
