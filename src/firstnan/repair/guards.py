@@ -415,27 +415,14 @@ def _is_binary(at: FailingOperation, stat: TensorStat | None, producer: int | No
 STEEP = words("log log2 log10 sqrt rsqrt pow div reciprocal exp expm1 acos asin atanh")
 
 
-@remedies_for(
-    "log_of_zero",
-    "log_of_negative",
-    "sqrt_of_negative",
-    "pow_of_zero",
-    "pow_of_negative",
-    "arc_out_of_domain",
-    "pole",
-    "div_by_zero",
-    "zero_over_zero",
-    "empty_reduction",
-    "exp_overflow",
-    "sqrt_grad_at_zero",
-    "pow_grad_at_zero",
-    "acos_grad_at_one",
-    "xlogy_grad_at_zero",
-    "where_grad_trap",
-    "custom_backward",
-    "infinite_derivative",
-    "unexplained",
+GUARDED_SLUGS = words(
+    "log_of_zero log_of_negative sqrt_of_negative pow_of_zero pow_of_negative arc_out_of_domain pole div_by_zero "
+    "zero_over_zero empty_reduction exp_overflow sqrt_grad_at_zero pow_grad_at_zero acos_grad_at_one "
+    "xlogy_grad_at_zero where_grad_trap custom_backward infinite_derivative unexplained"
 )
+
+
+@remedies_for(*GUARDED_SLUGS)
 def guard_the_argument(context: FailureContext) -> Iterator[Remedy]:
     yield from guarded(context)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from firstnan.records import Edit, OpEvent, Remedy
-from firstnan.records.operator_families import CARRIERS, NORMALISERS, SOFTMAXES, SPECTRAL
+from firstnan.records.operator_families import CARRIERS, NORMALISERS, SOFTMAXES, SPECTRAL, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.guards import GUARDS, GuardWriter, failing_operation, why_below
 from firstnan.repair.literals import nonfinite_constants
@@ -302,12 +302,7 @@ def _why(context: FailureContext, low: str) -> str:
 
 
 @remedies_for(
-    "fully_masked_softmax",
-    "masked_label",
-    "zero_times_inf",
-    "logsumexp_grad_all_inf",
-    "inf_minus_inf",
-    "where_grad_trap",
+    *words("fully_masked_softmax masked_label zero_times_inf logsumexp_grad_all_inf inf_minus_inf where_grad_trap")
 )
 def finite_mask(context: FailureContext) -> Iterator[Remedy]:
     low = context.epsilon("-1e9", "-1e4")
@@ -420,14 +415,8 @@ def finite_constant(context: FailureContext) -> Iterator[Remedy]:
 # --- means and variances of too few elements, and impossible CTC alignments --------------------------------------
 
 NLL = ("cross_entropy", "nll_loss")
-LOSSES = (
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
+LOSSES = words(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
 )
 SPREADS = ("std", "var", "std_mean", "var_mean")
 
@@ -589,21 +578,8 @@ def zero_infinity(context: FailureContext) -> Iterator[Remedy]:
 
 # --- matrices that are nearly singular or degenerate: a small number is added to the diagonal --------------------
 
-FACTORED = (
-    "cholesky",
-    "cholesky_ex",
-    "logdet",
-    "slogdet",
-    "det",
-    "inverse",
-    "inv",
-    "inv_ex",
-    "pinv",
-    "solve",
-    "solve_ex",
-    "cholesky_inverse",
-    "lu_factor",
-    "qr",
+FACTORED = words(
+    "cholesky cholesky_ex logdet slogdet det inverse inv inv_ex pinv solve solve_ex cholesky_inverse lu_factor qr"
 )
 LONGEST_INLINE = 16
 SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
@@ -760,21 +736,9 @@ def fill_before_the_arithmetic(context: FailureContext) -> Iterator[Remedy]:
 
 WITH_EPS = NORMALISERS | {"normalize", "cosine_similarity"}
 UNBOUNDED = ("loc", "logits", "df", "validate_args", "total_count")
-DISTRIBUTION_SLUGS = (
-    "log_of_zero",
-    "log_of_negative",
-    "div_by_zero",
-    "zero_over_zero",
-    "pole",
-    "sqrt_of_negative",
-    "pow_of_zero",
-    "overflow",
-    "infinite_derivative",
-    "where_grad_trap",
-    "xlogy_grad_at_zero",
-    "arc_out_of_domain",
-    "inf_minus_inf",
-    "zero_times_inf",
+DISTRIBUTION_SLUGS = words(
+    "log_of_zero log_of_negative div_by_zero zero_over_zero pole sqrt_of_negative pow_of_zero overflow "
+    "infinite_derivative where_grad_trap xlogy_grad_at_zero arc_out_of_domain inf_minus_inf zero_times_inf"
 )
 
 
