@@ -6,12 +6,12 @@ import contextlib
 import errno
 import itertools
 import os
-import secrets
 import shutil
 from pathlib import Path
 from typing import TextIO
 
 from firstnan.records import Remedy, Report
+from firstnan.records.files import replace_file
 from firstnan.records.words import short_path
 from firstnan.repair.patch import FileOnDisk, PatchError, choose, how_to_apply, new_contents, portable
 from firstnan.report.text import Charset, remedy_result
@@ -53,7 +53,7 @@ def apply(remedy: Remedy, stream: TextIO, root: str = "") -> None:
                 raise OSError(errno.ELOOP, "became a link", str(target))
             backup = _backup(file, target)
             kept.append((backup, target))
-            _replace(target, content)
+            replace_file(target, content, keep_mode=True)
     except OSError as error:
         for backup, target in kept:
             with contextlib.suppress(OSError):
@@ -76,16 +76,3 @@ def _backup(original: FileOnDisk, target: Path) -> Path:
                 raise
             return backup
     raise AssertionError("unreachable")
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Replaces the content of the file in one step; its permissions stay."""
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(content)
-        shutil.copymode(target, part)
-        os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

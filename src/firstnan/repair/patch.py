@@ -179,8 +179,6 @@ class FileOnDisk:
                 raise PatchError(f"{name}: not a regular file")
             flags = os.O_RDONLY | os.O_NONBLOCK | (0 if root is None else os.O_NOFOLLOW)
             with open(os.open(path, flags), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise PatchError(f"{name}: not a regular file")
                 content = file.read(_LARGEST_FILE + 1)
             if len(content) > _LARGEST_FILE:
                 raise PatchError(f"{name}: too large for a source file")

@@ -128,10 +128,8 @@ class _Page:
     def _headline(self, saved: str = "") -> Table:
         tone = "bold green" if self.report.verdict == "clean" else "bold red"
         tail = f"  ({self.chars.prose(saved)})" if saved else ""
-        grid = Table.grid(padding=(0, 1, 0, 0))
-        grid.add_column(no_wrap=True, style="bold")
-        grid.add_column(overflow="fold")
-        grid.add_row("firstnan:", Text.assemble((self.chars.prose(headline(self.report)), tone), tail))
+        text = Text.assemble((self.chars.prose(headline(self.report)), tone), tail)
+        grid = self._hanging("firstnan:", text, "bold")
         if batch := batch_line(self.report):
             grid.add_row("", self._text(batch, "bold"))
         return grid
