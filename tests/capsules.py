@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from firstnan.capsule import file
-from firstnan.capsule.capture import Capture
+from firstnan.capsule.state import Capture
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
 from firstnan.tensors.models import TrainingObjects

@@ -146,8 +146,7 @@ def _fix(words: list[str]) -> int:
 
 def _causes(words: list[str]) -> int:
     parsed = _causes_parser().parse_args(words)
-    from firstnan.diagnose.causes import catalogue
-    from firstnan.diagnose.causes.pages import listing, page
+    from firstnan.diagnose.causes import catalogue, listing, page
 
     if parsed.slug is None:
         text = listing()

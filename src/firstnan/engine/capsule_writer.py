@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from firstnan.capsule import Wanted, file
-from firstnan.capsule.capture import Capture
+from firstnan.capsule.state import Capture
 from firstnan.engine.conclude import environment
 from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate

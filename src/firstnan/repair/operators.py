@@ -317,10 +317,8 @@ def lower_bound_of_the_scores(context: FailureContext) -> Iterator[Remedy]:
     location = context.location
     if location is None:
         return
-    found, low = (
-        failing_operation(context, *SOFTMAXES, "softmin", "logsumexp", "logcumsumexp"),
-        context.epsilon("-1e9", "-1e4"),
-    )
+    found = failing_operation(context, *SOFTMAXES, "softmin", "logsumexp", "logcumsumexp")
+    low = context.epsilon("-1e9", "-1e4")
     module_type = context.event.module_type if context.event is not None else ""
     layer = location.expr.called.startswith("self.") and "oftmax" in module_type
     nodes = found.expr.args[:1] if found is not None else location.expr.args[:1] if layer else ()
@@ -692,15 +690,13 @@ def root_inside_a_norm(context: FailureContext) -> Iterator[Remedy]:
     source, expr, node = found.location.source, found.expr, found.expr.node
     eps = context.epsilon("1e-12", "1e-6")
     first = parenthesized(source, expr.args[0])
+    second = parenthesized(source, expr.args[1]) if expr.op in ("hypot", "cdist", "pairwise_distance") else ""
     torch = source.spell("torch", node)
     if expr.op == "hypot":
-        second = parenthesized(source, expr.args[1])
         text = f"{torch}.sqrt({first} ** 2 + {second} ** 2 + {eps})"
     elif expr.op == "cdist":
-        second = parenthesized(source, expr.args[1])
         text = f"{torch}.sqrt(({first}.unsqueeze(-2) - {second}.unsqueeze(-3)).pow(2).sum(-1) + {eps})"
     elif expr.op == "pairwise_distance":
-        second = parenthesized(source, expr.args[1])
         text = f"{torch}.sqrt(({first} - {second}).pow(2).sum(-1) + {eps})"
     elif expr.op == "std":
         start, end = source.span(node)
