@@ -1,4 +1,4 @@
-"""The state at the beginning of a step: captured for a capsule, and restored from one as far as this process matches."""
+"""The state at the beginning of a step: captured for a capsule, and restored from one where this process matches it."""
 
 from __future__ import annotations
 
