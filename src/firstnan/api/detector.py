@@ -92,10 +92,11 @@ class NaNDetector:
         for name, value in whole.items():
             require_integer(name, value, 0)
         require_integer("snapshot_every", snapshot_every, 1)
-        require_bool("layers", layers)
+        if not isinstance(layers, bool):
+            raise TypeError(f"layers must be True or False, got {layers!r}")
         for name, called in (("trackable", trackable), ("on_event", on_event)):
-            if called is not None:
-                require_callable(name, called)
+            if called is not None and not callable(called):
+                raise TypeError(f"{name} must be callable, got {called!r}")
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._on_nonfinite, self._snapshot_every, self._capsules = on_nonfinite, snapshot_every, capsules
         self._guard, self._max_grad_norm = guard, max_grad_norm
@@ -355,16 +356,6 @@ def require_positive(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a positive number, got {value!r}")
     if not 0 < float(value) < math.inf:
         raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
-
-
-def require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def require_callable(name: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(f"{name} must be callable, got {value!r}")
 
 
 def types_and_names(name: str, value: Any) -> tuple[type | str, ...]:

@@ -182,6 +182,8 @@ def _steps(data: dict[str, Any], optimizers: int) -> Steps:
     return Steps(as_count(data["current"]), as_count(data["total"]), as_count(data["manual"]), done, last, follows)
 
 
+# --- the values in the manifest: plain ones, and what stands for tensors and objects -----------------------------
+
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",

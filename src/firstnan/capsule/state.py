@@ -128,6 +128,8 @@ def _without_state(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {**optimizer, "groups": groups}
 
 
+# --- restoring ---------------------------------------------------------------------------------------------------
+
 _NAMED = 3
 
 

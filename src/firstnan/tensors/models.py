@@ -116,6 +116,8 @@ def _with_subclasses(kind: type) -> list[type]:
     return found
 
 
+# --- optimizers: what they train, their settings, and which of their updates are safe ----------------------------
+
 _SETTINGS = (
     "lr",
     "initial_lr",
@@ -279,6 +281,9 @@ def _has_usual_settings(group: dict[str, Any]) -> bool:
     if not all(isinstance(beta, float | int) and 0.0 <= beta <= _LARGEST_BETA for beta in betas):
         return False
     return bool(group.get("eps", 1.0) >= _LEAST_EPS) and not group.get("differentiable")
+
+
+# --- all models and optimizers, in an order that is the same in another process ----------------------------------
 
 
 @dataclass(frozen=True)

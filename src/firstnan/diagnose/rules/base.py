@@ -291,6 +291,8 @@ class Failure:
         return next((s.lr for s in reversed(self.history.steps) if s.lr is not None), None)
 
 
+# --- why a number is 0 or large, and words for numbers -----------------------------------------------------------
+
 COUNTED = SUMS | {"count_nonzero"}
 
 
@@ -437,6 +439,8 @@ def describe(stat: TensorStat, name: str = "") -> str:
     return text + "".join(f", {n} {word}" for word, n in counts.items() if n)
 
 
+# --- growth: did the loss, the gradients or the weights grow over the steps before? ------------------------------
+
 WINDOW = 40
 TINY = 1e-12
 BAND = 3.0
@@ -564,6 +568,8 @@ def _rise(what: str, points: Points) -> Growth | None:
     abrupt = mostly_up and len(points) <= 4 and rise.factor >= 1e4
     return rise if long or steep or abrupt else None
 
+
+# --- the list of rules, and what a rule returns ------------------------------------------------------------------
 
 ANY: frozenset[Phase] = frozenset({"forward", "backward", "optimizer", "input", "parameter"})
 VALUES: frozenset[Phase] = frozenset({"forward", "input", "parameter"})
