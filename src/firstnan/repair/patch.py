@@ -177,8 +177,7 @@ class FileOnDisk:
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
                 raise PatchError(f"{name}: not a regular file")
-            flags = os.O_RDONLY | os.O_NONBLOCK | (0 if root is None else os.O_NOFOLLOW)
-            with open(os.open(path, flags), "rb") as file:
+            with open(path, "rb", opener=None if root is None else _without_links) as file:
                 content = file.read(_LARGEST_FILE + 1)
             if len(content) > _LARGEST_FILE:
                 raise PatchError(f"{name}: too large for a source file")
@@ -196,6 +195,11 @@ class FileOnDisk:
             return text.encode(self.encoding)
         except UnicodeEncodeError as error:
             raise PatchError(f"{self.path}: the change has characters that {self.encoding} cannot encode") from error
+
+
+def _without_links(path: str, flags: int) -> int:
+    """Opens a file whose links were all followed before: what has become a link since is refused."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def located(name: str, folder: str = "") -> Path:
