@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from firstnan.capsule import file
-from firstnan.capsule.capture import Capture
-from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.capsule.state import Capture
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
+from firstnan.tensors.models import TrainingObjects
 from firstnan.tensors.state import Handout, RandomState
 
 

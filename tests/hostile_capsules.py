@@ -22,8 +22,8 @@ import torch
 from capsules import net, put_together, signed, taken_apart, trained
 from firstnan.capsule.content import load
 from firstnan.capsule.file import CapsuleError
-from firstnan.capsule.restore import Restorer
-from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.capsule.state import Restorer
+from firstnan.tensors.models import TrainingObjects
 
 torch.set_num_threads(1)
 FORBIDDEN = (

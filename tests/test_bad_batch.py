@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import firstnan
 from firstnan import find_bad_batch
 from firstnan.engine.batch_search.checkpoints import Fetched, Row, onset
-from firstnan.tensors.names import Models
+from firstnan.tensors.models import Models
 from firstnan.tensors.state import RandomState, Snapshot
 
 pytestmark = pytest.mark.slow

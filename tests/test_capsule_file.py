@@ -21,8 +21,8 @@ from capsules import put_together, signed, taken_apart, trained, written
 from firstnan.capsule import file
 from firstnan.capsule.content import load
 from firstnan.capsule.file import CapsuleError
-from firstnan.capsule.restore import Restorer
-from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.capsule.state import Restorer
+from firstnan.tensors.models import TrainingObjects
 
 pytestmark = pytest.mark.slow
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from firstnan.capsule import file
-from firstnan.capsule.capture import Capture
 from firstnan.capsule.content import Capsule, load
-from firstnan.capsule.restore import Restorer
-from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.capsule.state import Capture, Restorer
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
+from firstnan.tensors.models import TrainingObjects
 
 
 class Training:

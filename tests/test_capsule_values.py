@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from firstnan.capsule import file
+from firstnan.capsule.content import DTYPES, RAW, Reader
 from firstnan.capsule.packing import Packer, Unpacker
-from firstnan.capsule.values import DTYPES, RAW, Reader
 
 
 @pytest.fixture

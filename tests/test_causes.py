@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from firstnan.diagnose.causes import catalogue, families
-from firstnan.diagnose.causes.pages import documents, listing, page
+from firstnan.diagnose.causes import catalogue, documents, families, listing, page
 from firstnan.diagnose.rules.base import RULES
 from zygote import Zygote
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate.gate import Gate
-from firstnan.gate.reading import Clipping
+from firstnan.gate.gate import Clipping, Gate
 from firstnan.tensors.finite import TensorVersion
 from spoiled import WAYS, spoil
 

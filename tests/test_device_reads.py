@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstnan.gate.gate
-import firstnan.gate.reading
 import firstnan.tensors.finite
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate.reading import DeviceReads
+from firstnan.gate.gate import DeviceReads
 from firstnan.records import Noticed
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
@@ -41,16 +40,15 @@ class Reading(TorchDispatchMode):
 def read_all(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many values each read of many took; nothing is read for free."""
     taken: list[int] = []
-    really = firstnan.gate.reading.read_all
+    really = firstnan.gate.gate.read_all
 
     def counted(values: list[Tensor]) -> list[float]:
         taken.append(len(values))
         return really(values)
 
-    monkeypatch.setattr(firstnan.gate.reading, "read_all", counted)
-    for room in (firstnan.gate.gate, firstnan.gate.reading):
-        monkeypatch.setattr(room, "reads_are_free", lambda t: False)
-    for room in (firstnan.tensors.finite, firstnan.gate.reading):
+    monkeypatch.setattr(firstnan.gate.gate, "read_all", counted)
+    monkeypatch.setattr(firstnan.gate.gate, "reads_are_free", lambda t: False)
+    for room in (firstnan.tensors.finite, firstnan.gate.gate):
         monkeypatch.setattr(room, "is_plain", lambda t: False)
     return taken
 

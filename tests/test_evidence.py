@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from firstnan.diagnose.rules import explain
-from firstnan.diagnose.rules.growth import growth
+from firstnan.diagnose.rules.base import growth
 from firstnan.records import Cause, History, StepRecord
 from traced import run_snippet
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from firstnan.cli import fix
 from firstnan.cli import main as cli
 from firstnan.cli.fix import apply, show
 from firstnan.records import Edit, Remedy, Report
 from firstnan.records.files import load
-from firstnan.repair.patch import PatchError, choose, how_to_apply, portable, render
+from firstnan.repair.patch import PatchError, choose, how_to_apply, new_contents, portable, render
 from firstnan.report import write
 
 OLD = "import torch\n\n\ndef f(x):\n    return torch.log(x)\n"
@@ -207,17 +208,191 @@ def test_a_link_stays_a_link(train: Path) -> None:
     assert real.with_name("real.py.orig").read_text() == OLD
 
 
+# --- which files: whoever wrote the report chose their names -------------------------------------------------------
+
+
+def proven(path: Path | str, old: str = OLD, new: str = NEW) -> Remedy:
+    return change("x", Path(path), old, new, True, True, 20)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project, the current folder, next to a folder with a program of somebody else."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.py").write_text(OLD)
+    monkeypatch.chdir(tmp_path / "project")
+    return tmp_path / "project"
+
+
+def assert_refused(project: Path, capsys: pytest.CaptureFixture[str], says: str, *words: str) -> None:
+    before = tree(project.parent)
+    assert run("--apply", *words) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.endswith("; nothing was changed\n")
+    assert err.count("\n") == 1
+    assert tree(project.parent) == before
+
+
+@pytest.mark.parametrize("way", ["dots", "dots_below", "absolute", "slash_lost", "link", "linked_folder", "moved"])
+def test_a_file_outside_is_refused(
+    project: Path, version: str, way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = project.parent / "other" / "train.py"
+    names = {
+        "dots": "../other/train.py",
+        "dots_below": "folder/../../other/train.py",
+        "absolute": str(other),
+        "slash_lost": str(other).lstrip("/"),
+        "link": "link.py",
+        "linked_folder": "below/linked/train.py",
+        "moved": str(project / "train.py"),
+    }
+    (project / "folder").mkdir()
+    (project / "below").mkdir()
+    (project / "link.py").symlink_to(other)
+    (project / "below" / "linked").symlink_to("../../other")
+    (project / "mine.py").write_text(OLD)
+    written([both(proven("mine.py"), proven(names[way]))], version)
+    if way == "moved":
+        (project / "train.py").write_text(OLD)
+        shutil.copytree(project, project.parent / "copy", symlinks=True)
+        monkeypatch.chdir(project.parent / "copy")
+    assert_refused(project, capsys, f"{names[way]}: not inside {os.getcwd()}; --root DIR", "--number", "1")
+
+
+@pytest.mark.parametrize("way", ["dots", "absolute", "link", "linked_folder"])
+def test_a_file_inside_is_changed_whatever_it_is_called(project: Path, version: str, way: str) -> None:
+    (project / "src").mkdir()
+    (project / "src" / "train.py").write_text(OLD)
+    (project / "link.py").symlink_to("src/train.py")
+    (project / "linked").symlink_to("src")
+    names = {
+        "dots": "../project/src/../src/train.py",
+        "absolute": str(project / "src" / "train.py"),
+        "link": "link.py",
+        "linked_folder": "linked/train.py",
+    }
+    written([proven(names[way])], version)
+    assert run("--apply") == 0
+    assert (project / "src" / "train.py").read_text() == NEW
+    assert (project / "link.py").is_symlink()
+
+
+def test_the_root_is_where_files_may_be_changed(
+    project: Path, version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = project.parent / "other"
+    (project / "train.py").write_text(OLD)
+    written([proven(project / "train.py")], version)
+    assert_refused(project, capsys, f"train.py: not inside {other}", "--root", "../other")
+    for name, root in ((other / "train.py", "../other"), ("train.py", str(other)), ("other/train.py", "..")):
+        (other / "train.py").write_text(OLD)
+        written([proven(name)], version)
+        assert run("--apply", "--root", root) == 0
+        assert (other / "train.py").read_text() == NEW
+        assert f"for patch -p1 -d {os.path.abspath(root)}:\n" in capsys.readouterr().out
+    assert (project / "train.py").read_text() == OLD
+
+
 @pytest.mark.parametrize(
-    "name", ["pipe", "folder", "missing.py", "/dev/zero", "/proc/self/environ", "../../etc/shadow"]
+    ("name", "says"),
+    [
+        (".git/hooks/pre-commit", ".git is hidden"),
+        ("lib/.hg/hgrc.py", ".hg is hidden"),
+        (".startup.py", ".startup.py is hidden"),
+        ("env/lib/python3.11/site-packages/pkg/train.py", "site-packages is an installed package"),
+        ("env/lib/python3/dist-packages/train.py", "dist-packages is an installed package"),
+    ],
 )
-def test_hostile_paths_are_refused(train: Path, version: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_source_of_the_program_is_refused(
+    project: Path, version: str, name: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(OLD)
+    (project / "innocent.py").symlink_to(path)
+    for named in (name, "innocent.py"):
+        written([proven(named)], version)
+        assert_refused(project, capsys, f"{named}: {says}, not part of the program in {project}")
+    if path.name == "train.py":  # named as the root, it is the program
+        written([proven("train.py")], version)
+        assert run("--apply", "--root", str(path.parent)) == 0
+        assert path.read_text() == NEW
+
+
+@pytest.mark.parametrize(
+    "name", ["pipe", "folder", "loop.py", "missing.py", "/dev/zero", "../../etc/shadow", "x" * 5000]
+)
+def test_what_is_not_a_source_file_is_refused(
+    project: Path, version: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     os.mkfifo("pipe")
     Path("folder").mkdir()
-    written([change("x", Path(name), OLD, NEW, True, True, 20)], version)
-    before = sorted(os.listdir())
+    Path("loop.py").symlink_to("loop.py")
+    written([proven(name)], version)
+    assert_refused(project, capsys, name)
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_a_path_that_becomes_a_link_meanwhile_is_not_followed(
+    project: Path, version: str, linked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "src").mkdir()
+    (project / "src" / "train.py").write_text(OLD)
+    written([proven("src/train.py")], version)
+
+    def swapped(*given: Any) -> Any:
+        found = new_contents(*given)
+        path = project / "src" / ("train.py" if linked == "file" else "")
+        path.rename(project / "was")
+        path.symlink_to(project.parent / "other" / ("train.py" if linked == "file" else ""))
+        return found
+
+    monkeypatch.setattr(fix, "new_contents", swapped)
     assert run("--apply") == 2
-    assert "nothing was changed" in capsys.readouterr().err
-    assert sorted(os.listdir()) == before
+    assert "became a link; nothing was changed" in capsys.readouterr().err
+    assert {path.name for path in project.parent.rglob("*.py*")} == {"train.py"}
+    assert (project.parent / "other" / "train.py").read_text() == OLD
+
+
+@pytest.mark.parametrize(
+    ("diff", "says"),
+    [
+        ("@@ -1,0 +2 @@\n+import os\n", "expected '@@ -1,0 +2 @@' near the change"),
+        ("@@ -1 +1 @@\n-import torch\n+import os\n", "expected '@@ -1 +1 @@' near the change"),
+        ("@@ -1 +1 @@\n-import os\n+import sys\n", "train.py:1: expected 'import os', found 'import torch'"),
+    ],
+)
+def test_a_diff_without_the_lines_around_it_is_refused(
+    project: Path, diff: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "train.py").write_text(OLD)
+    made_up = Remedy("x", f"--- a/train.py\n+++ b/train.py\n{diff}", True, True, 20)
+    written([made_up], "old")
+    assert_refused(project, capsys, says)
+
+
+@pytest.mark.parametrize("text", ["", "\n" * 9, "\n    \n"])
+def test_a_change_that_no_line_of_the_file_pins_is_refused(
+    project: Path, version: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "train.py").write_text(text)
+    edit = Edit("train.py", 1, 0, 1, 0, "", "import os\n")
+    written([Remedy("x", render("train.py", text, edit.new + text), True, True, 20, edits=(edit,))], version)
+    assert_refused(project, capsys, "train.py: no line of the file shows where the change belongs")
+
+
+def test_an_edit_of_an_empty_file_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "train.py").write_text(OLD)
+    (project / "__init__.py").write_text("")
+    written([both(proven("train.py"), Remedy("", "", edits=(Edit("__init__.py", 1, 0, 1, 0, "", ""),)))], "new")
+    assert_refused(project, capsys, "__init__.py: no line of the file", "--number", "1")
 
 
 class Terminal(io.StringIO):

@@ -170,6 +170,15 @@ def test_torch_and_python_are_touched_in_one_room(path: Path) -> None:
     assert room_of(path) == "observe" or touches == []
 
 
+@pytest.mark.parametrize(
+    "page", ["CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+)
+def test_files_that_the_documentation_names_exist(page: str) -> None:
+    named = re.findall(r"`([a-z0-9_/]+\.(?:py|toml))`", (ROOT / page).read_text(encoding="utf-8"))
+    known = {path.name for path in files()}
+    assert [n for n in named if not ((ROOT / n).is_file() or (PACKAGE / n).is_file() or n in known)] == []
+
+
 def test_table_names_only_known_packages() -> None:
     assert set().union(*ROOMS.values()) <= {"torch", "rich", "safetensors", "jinja2"}
 

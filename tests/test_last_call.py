@@ -17,7 +17,7 @@ from firstnan.engine.microscope import Microscope
 from firstnan.engine.model_calls import ModelCalls
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership
-from firstnan.tensors.names import Models
+from firstnan.tensors.models import Models
 from loops import Rooted, differences, randomness, seeded, state_of
 
 

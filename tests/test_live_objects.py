@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from firstnan.tensors.names import find_live_objects
+from firstnan.tensors.models import find_live_objects
 
 
 class Kind:

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_modules
 
 import firstnan
 from firstnan.observe.module_stack import ModuleStack, whole_path
-from firstnan.tensors.names import Models, readable_path
+from firstnan.tensors.models import Models, readable_path
 
 
 class Spy(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from firstnan.diagnose.rules import explain
-from firstnan.diagnose.rules.growth import growth
+from firstnan.diagnose.rules.base import growth
 from firstnan.records import History, StepRecord
 from test_rules import one, stat
 from test_rules import reads as r

@@ -14,11 +14,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from firstnan import records
-from firstnan.records import Cause, LayerTrack, Origin, Remedy, Report, ReportError, TensorStat, decode, encode
-from firstnan.records.codec import prepare
+from firstnan.records import Cause, LayerTrack, Origin, Remedy, Report, TensorStat
+from firstnan.records.codec import ReportError, decode, encode, prepare
 from firstnan.records.words import number
 
-RECORDS: list[type[Any]] = [v for v in map(vars(records).get, records.__all__) if dataclasses.is_dataclass(v)]
+RECORDS: list[type[Any]] = [
+    value
+    for name, value in vars(records).items()
+    if dataclasses.is_dataclass(value) and value.__module__ == "firstnan.records" and not name.startswith("_")
+]
 every_record = pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
 
 TEXTS = ["", "log", "train.py", "größe\n\x1b[1m", "\ud800", "nan", "x" * 300]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from firstnan.engine import handouts as room
 from firstnan.engine.handouts import Handouts
-from firstnan.tensors.names import Slot
+from firstnan.tensors.models import Slot
 
 
 class Source:

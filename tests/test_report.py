@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from firstnan.records import NaNEvent, Report, ReportError
+from firstnan.records import NaNEvent, Report
+from firstnan.records.codec import ReportError
 from firstnan.records.files import load
 from firstnan.report import render_text, write
 from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer, watched

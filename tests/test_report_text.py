@@ -20,9 +20,8 @@ from rich.cells import cell_len
 from firstnan.records import History, LayerTrack, Noticed, Origin, PathStep, Report, Site, TensorStat
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import headline
-from firstnan.report import nonfinite_error, print_text, render_text, words
-from firstnan.report.source import shown
-from firstnan.report.text import short_dtype, sparkline, tensor_facts
+from firstnan.report import nonfinite_error, print_text, render_text
+from firstnan.report.text import at_expression, path_line, short_dtype, shown, sparkline, tensor_facts
 from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer, watched
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -290,7 +289,7 @@ def test_path_is_shortened_in_the_middle() -> None:
         steps = tuple(PathStep(f"op{i}", i, "t.py") for i in range(2, 2 + n))
         site = Site("t.py", 1)
         origin = Origin("forward", "log", "aten.log.default", site=site)
-        return words.path_line(Report("nonfinite", origin=origin, path=steps, noticed=Noticed("gradient", "w")))
+        return path_line(Report("nonfinite", origin=origin, path=steps, noticed=Noticed("gradient", "w")))
 
     assert path(0) == "log (t.py:1) -> the gradient of w"
     assert path(5).count("->") == 6
@@ -304,7 +303,7 @@ def test_path_is_shortened_in_the_middle() -> None:
 def test_path_shows_where_backward_begins() -> None:
     steps = (PathStep("mul", 2, "t.py"), PathStep("where", 3, "t.py", phase="backward"), PathStep("exp", 3, "lib.py"))
     origin = Origin("forward", "exp", "aten.exp.default", site=Site("t.py", 1))
-    line = words.path_line(Report("nonfinite", origin=origin, path=steps))
+    line = path_line(Report("nonfinite", origin=origin, path=steps))
     assert line == "exp (t.py:1) -> mul (t.py:2) -> backward of where (t.py:3) -> exp (lib.py:3)"
 
 
@@ -449,4 +448,4 @@ def test_a_buffer_is_not_called_data() -> None:
         assert says in headline(Report("nonfinite", 3, origin=origin))
     came = dataclasses.replace(made, op="", aten="", role="buffer")
     assert "NaN came in with a buffer (weight)" in headline(Report("nonfinite", 3, origin=came))
-    assert words.at_expression(came) == "the non-finite buffer enters the step here"
+    assert at_expression(came) == "the non-finite buffer enters the step here"

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from firstnan.diagnose.rules import explain, from_history
-from firstnan.diagnose.rules.base import RULES
-from firstnan.diagnose.rules.failure import Failure
-from firstnan.diagnose.rules.growth import growth
+from firstnan.diagnose.rules.base import RULES, Failure, growth
 from firstnan.records import History, LayerTrack, Operand, OpEvent, Origin, Site, StepRecord, TensorStat, Trace
 
 NAN, INF = math.nan, math.inf

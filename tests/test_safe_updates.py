@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from firstnan.tensors.finite import is_finite
-from firstnan.tensors.optimizers import is_risky, is_safe
+from firstnan.tensors.models import is_risky, is_safe
 
 Make = Callable[[Any], optim.Optimizer]
 PROVEN: dict[str, Make] = {

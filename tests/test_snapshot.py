@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lrs
 
-from firstnan.tensors.names import Slot
+from firstnan.tensors.models import Slot
 from firstnan.tensors.state import Schedules, Snapshot, StateCopy
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {

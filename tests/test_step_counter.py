@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from firstnan.gate import step_counter
-from firstnan.gate.step_counter import ParameterRotation, StepCounter
+from firstnan.gate.gate import CHUNK, ROTATION, SMALL_MODEL, ParameterRotation, StepCounter
 
 
 class Optimizer:
@@ -78,9 +77,9 @@ def test_a_small_model_is_checked_whole() -> None:
 
 
 def test_every_element_of_a_large_model_is_checked_in_rotation() -> None:
-    parameters = [torch.zeros(3 * step_counter.CHUNK + 5), torch.zeros(7), torch.zeros(step_counter.CHUNK)]
+    parameters = [torch.zeros(3 * CHUNK + 5), torch.zeros(7), torch.zeros(CHUNK)]
     rotation = ParameterRotation(thorough=False)
-    for _ in range(step_counter.ROTATION):
+    for _ in range(ROTATION):
         parts, whole = rotation.due(parameters)
         assert not whole
         for part in parts:
@@ -89,5 +88,5 @@ def test_every_element_of_a_large_model_is_checked_in_rotation() -> None:
 
 
 def test_a_thorough_check_covers_everything() -> None:
-    parameters = [torch.zeros(step_counter.SMALL_MODEL + 1)]
+    parameters = [torch.zeros(SMALL_MODEL + 1)]
     assert ParameterRotation(thorough=True).due(parameters)[1]

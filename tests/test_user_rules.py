@@ -9,8 +9,7 @@ import pytest
 
 import firstnan as package
 from firstnan.diagnose.rules import explain
-from firstnan.diagnose.rules.base import RULES
-from firstnan.diagnose.rules.failure import Failure
+from firstnan.diagnose.rules.base import RULES, Failure
 from firstnan.records import Cause, History, Operand, OpEvent, Origin, TensorStat, Trace
 from zygote import Zygote
 

@@ -3,11 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from firstnan.api.bad_batch import find_bad_batch
-    from firstnan.api.bad_samples import find_bad_samples
     from firstnan.api.checks import check, check_gradients, check_weights
     from firstnan.api.detector import NaNDetector
     from firstnan.api.replay import replay
+    from firstnan.api.search import find_bad_batch, find_bad_samples
     from firstnan.api.trace import trace
     from firstnan.diagnose.rules import rule
     from firstnan.records import NaNEvent, Report
@@ -40,8 +39,8 @@ _MODULES = {
     "check": "api.checks",
     "check_gradients": "api.checks",
     "check_weights": "api.checks",
-    "find_bad_batch": "api.bad_batch",
-    "find_bad_samples": "api.bad_samples",
+    "find_bad_batch": "api.search",
+    "find_bad_samples": "api.search",
     "load": "records.files",
     "replay": "api.replay",
     "rule": "diagnose.rules",

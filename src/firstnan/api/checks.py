@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from firstnan.observe.sites import Spot, resolve
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
 from firstnan.tensors.finite import dtype_name, extremes, is_finite, readable, stat, tensors_in
-from firstnan.tensors.names import readable_path
+from firstnan.tensors.models import readable_path
 
 T = TypeVar("T")
 Problem = Literal["nonfinite", "extreme", "all_zero", "constant", "never_updated", "missing"]

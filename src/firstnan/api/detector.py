@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from torch.nn import Module
 
-from firstnan.api import options
 from firstnan.capsule import LIMIT, Wanted
-from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.journal import Counts, EventLog, Journal, Statistics
@@ -31,7 +31,7 @@ from firstnan.observe.layers import LayerWatch, Sink
 from firstnan.observe.sites import Ownership, directories
 from firstnan.records import NaNEvent, Report
 from firstnan.report import nonfinite_error
-from firstnan.tensors.optimizers import parameters_of
+from firstnan.tensors.models import TrainingObjects, parameters_of
 from firstnan.tensors.state import NamelessSource
 
 OnNonfinite = Literal["raise", "warn", "skip", "rollback"]
@@ -85,22 +85,23 @@ class NaNDetector:
         if guard not in ("warn", "clip", "off"):
             raise ValueError(f"guard must be 'warn', 'clip' or 'off', got {guard!r}")
         if max_grad_norm is not None:
-            options.require_positive("max_grad_norm", max_grad_norm)
+            require_positive("max_grad_norm", max_grad_norm)
             if guard == "off":
                 raise ValueError("max_grad_norm needs guard='warn' or 'clip' (got guard='off')")
         whole = {"streak": streak, "stats": stats, "max_events": max_events, "capsule_limit": capsule_limit}
         for name, value in whole.items():
-            options.require_integer(name, value, 0)
-        options.require_integer("snapshot_every", snapshot_every, 1)
-        options.require_bool("layers", layers)
+            require_integer(name, value, 0)
+        require_integer("snapshot_every", snapshot_every, 1)
+        if not isinstance(layers, bool):
+            raise TypeError(f"layers must be True or False, got {layers!r}")
         for name, called in (("trackable", trackable), ("on_event", on_event)):
-            if called is not None:
-                options.require_callable(name, called)
+            if called is not None and not callable(called):
+                raise TypeError(f"{name} must be callable, got {called!r}")
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._on_nonfinite, self._snapshot_every, self._capsules = on_nonfinite, snapshot_every, capsules
         self._guard, self._max_grad_norm = guard, max_grad_norm
         self._policy = _policy(on_nonfinite, streak)
-        self._layers, self._trackable, self._skip = layers, trackable, options.types_and_names("skip", skip)
+        self._layers, self._trackable, self._skip = layers, trackable, types_and_names("skip", skip)
         self.events = EventLog(max_events, on_event)
         """The NaNEvent records so far: the first ones and the last ones."""
         self.stats = Statistics(stats) if stats else None
@@ -341,3 +342,30 @@ def optimizers_given(optimizer: Any) -> list[Any]:
 def _counted(summary: dict[str, int]) -> str:
     told = [f"{n} {name.replace('_', ' ')}" for name, n in summary.items() if n and name != "events"]
     return ", ".join(told)
+
+
+def require_integer(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+
+
+def require_positive(name: str, value: Any) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a positive number, got {value!r}")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+
+
+def types_and_names(name: str, value: Any) -> tuple[type | str, ...]:
+    """The types, names and globs in `value`, which may be a single one."""
+    if isinstance(value, type | str):
+        return (value,)
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{name} must hold types, names or globs, got {value!r}")
+    found = tuple(value)
+    for one in found:
+        if not isinstance(one, type | str):
+            raise TypeError(f"{name} must hold types, names or globs, got {one!r}")
+    return found

@@ -11,7 +11,6 @@ from torch.nn import Module
 
 from firstnan.api.detector import models_given, optimizers_given
 from firstnan.capsule.content import load
-from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.capsule_replay import told_by
 from firstnan.engine.policies import RaiseAsItRuns
 from firstnan.engine.restart import Restart
@@ -21,6 +20,7 @@ from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership, directories
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
+from firstnan.tensors.models import TrainingObjects
 from firstnan.tensors.state import NamelessSource
 
 

@@ -21,8 +21,7 @@ from firstnan.records import Noticed, Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import tensors_in
-from firstnan.tensors.names import find_live_objects
-from firstnan.tensors.optimizers import parameters_of, reaches
+from firstnan.tensors.models import find_live_objects, parameters_of, reaches
 
 
 @contextmanager

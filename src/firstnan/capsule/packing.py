@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.capsule.content import DEEPEST, DTYPES, RAW, Array, Missing, Packed, ProgramObject, Sparse
 from firstnan.capsule.file import CapsuleFile
-from firstnan.capsule.values import DEEPEST, DTYPES, RAW, Array, Missing, Packed, ProgramObject, Sparse
 from firstnan.tensors.finite import dtype_name
 
 _MOST_VALUES = 200_000

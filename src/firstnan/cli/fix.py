@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
-import secrets
 import shutil
 from pathlib import Path
 from typing import TextIO
 
 from firstnan.records import Remedy, Report
+from firstnan.records.files import replace_file
 from firstnan.records.words import short_path
 from firstnan.repair.patch import FileOnDisk, PatchError, choose, how_to_apply, new_contents, portable
-from firstnan.report.words import Charset, remedy_result
+from firstnan.report.text import Charset, remedy_result
 
 _NONE_PROVEN = "no change is proven; --number K chooses one anyway\n"
 _NONE = "the report proposes no change to the program\n"
 
 
-def show(report: Report, number: int | None, stream: TextIO) -> None:
+def show(report: Report, number: int | None, stream: TextIO, root: str = "") -> None:
     """Prints what was tried, then the diff; the whole output is valid input for `patch -p1`."""
     chosen = choose(report, number)
     chars = Charset(getattr(stream, "encoding", None) or "utf-8")
@@ -29,7 +30,7 @@ def show(report: Report, number: int | None, stream: TextIO) -> None:
     if chosen is None:
         stream.write(_NONE_PROVEN if report.remedies else _NONE)
     else:
-        diff, folder = portable(chosen, os.getcwd())
+        diff, folder = portable(chosen, os.path.abspath(root))
         command = how_to_apply(folder, os.getcwd())
         if command:
             stream.write(f"\nfor {chars.show(command)}:\n")
@@ -38,19 +39,21 @@ def show(report: Report, number: int | None, stream: TextIO) -> None:
     stream.flush()
 
 
-def apply(remedy: Remedy, stream: TextIO) -> None:
-    """Changes all of the files or none, and keeps a backup next to each."""
+def apply(remedy: Remedy, stream: TextIO, root: str = "") -> None:
+    """Changes all of the files or none, only below the root, and keeps a backup next to each."""
     try:
-        changes = new_contents(remedy)
+        changes = new_contents(remedy, root)
     except PatchError as error:
         raise PatchError(f"{error}; nothing was changed") from None
     kept: list[tuple[Path, Path]] = []
     try:
         for file, content in changes:
-            target = Path(os.path.realpath(file.path))  # a link stays a link
+            target = file.path
+            if os.path.realpath(target) != str(target):
+                raise OSError(errno.ELOOP, "became a link", str(target))
             backup = _backup(file, target)
             kept.append((backup, target))
-            _replace(target, content)
+            replace_file(target, content, keep_mode=True)
     except OSError as error:
         for backup, target in kept:
             with contextlib.suppress(OSError):
@@ -73,16 +76,3 @@ def _backup(original: FileOnDisk, target: Path) -> Path:
                 raise
             return backup
     raise AssertionError("unreachable")
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Replaces the content of the file in one step; its permissions stay."""
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(content)
-        shutil.copymode(target, part)
-        os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

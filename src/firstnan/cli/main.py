@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from firstnan import __version__
 from firstnan.observe import runner
@@ -20,17 +20,7 @@ if TYPE_CHECKING:
 
 # Import nothing heavy here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
-COMMANDS = ("run", "show", "fix", "replay", "causes", "demo")
-_OPTIONS_WITH_VALUE = (
-    "--json",
-    "-o",
-    "--output",
-    "--replay",
-    "--verify",
-    "--isolation",
-    "--capsule",
-    "--capsule-limit",
-)
+_VALUED = ["--json", "-o", "--output", "--replay", "--verify", "--isolation", "--capsule", "--capsule-limit"]
 
 
 class UsageError(Exception):
@@ -52,20 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(words: list[str]) -> int:
     if not words:
-        raise UsageError(f"no command given, expected one of {', '.join(COMMANDS)} (see firstnan --help)")
+        raise UsageError(f"no command given, expected one of {', '.join(_COMMANDS)} (see firstnan --help)")
     name, rest = words[0], words[1:]
-    if name == "run":
-        return _run(rest)
-    if name == "replay":
-        return _replay(rest)
-    if name == "show":
-        return _show(_show_parser().parse_args(rest))
-    if name == "fix":
-        return _fix(_fix_parser().parse_args(rest))
-    if name == "causes":
-        return _causes(_causes_parser().parse_args(rest))
-    if name == "demo":
-        return _demo(_demo_parser().parse_args(rest))
+    if name in _COMMANDS:
+        return _COMMANDS[name](rest)
     if name.startswith("-"):
         _main_parser().parse_args(words)  # prints the help or the version and exits, or raises UsageError
     hint = f"; to run a program: firstnan run {name}" if os.path.exists(name) else " (see firstnan --help)"
@@ -122,9 +102,10 @@ def _replay(words: list[str]) -> int:
     return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
 
 
-def _show(parsed: argparse.Namespace) -> int:
+def _show(words: list[str]) -> int:
+    parsed = _show_parser().parse_args(words)
     output = _writable(_known_format(parsed.output))
-    from firstnan.records import ReportError
+    from firstnan.records.codec import ReportError
     from firstnan.records.files import load
     from firstnan.report import print_text, write
 
@@ -143,29 +124,30 @@ def _show(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _fix(parsed: argparse.Namespace) -> int:
+def _fix(words: list[str]) -> int:
+    parsed = _fix_parser().parse_args(words)
     from firstnan.cli.fix import apply, show
-    from firstnan.records import ReportError
+    from firstnan.records.codec import ReportError
     from firstnan.records.files import load
     from firstnan.repair.patch import PatchError, choose
 
     try:
         report = load(parsed.report)
         with _broken_pipe_ignored():
-            show(report, parsed.number, sys.stdout)
+            show(report, parsed.number, sys.stdout, parsed.root)
         remedy = choose(report, parsed.number)
         if remedy is None:
             return 1
         if parsed.apply:
-            apply(remedy, sys.stdout)
+            apply(remedy, sys.stdout, parsed.root)
     except (ReportError, PatchError) as error:
         raise UsageError(str(error)) from None
     return 0
 
 
-def _causes(parsed: argparse.Namespace) -> int:
-    from firstnan.diagnose.causes import catalogue
-    from firstnan.diagnose.causes.pages import listing, page
+def _causes(words: list[str]) -> int:
+    parsed = _causes_parser().parse_args(words)
+    from firstnan.diagnose.causes import catalogue, listing, page
 
     if parsed.slug is None:
         text = listing()
@@ -181,7 +163,8 @@ def _causes(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(parsed: argparse.Namespace) -> int:
+def _demo(words: list[str]) -> int:
+    parsed = _demo_parser().parse_args(words)
     from firstnan.cli.demos import demos, find
 
     if parsed.name is None:
@@ -194,6 +177,9 @@ def _demo(parsed: argparse.Namespace) -> int:
     demo = find(parsed.name)
     demo = demo or _unknown("demo", parsed.name, [d.name for d in demos()], "firstnan demo")
     return _investigate(_run_parser().parse_args([]), runner.Program(str(demo.path), ()))
+
+
+_COMMANDS = {"run": _run, "show": _show, "fix": _fix, "replay": _replay, "causes": _causes, "demo": _demo}
 
 
 def _unknown(what: str, name: str, known: Iterable[str], lister: str) -> NoReturn:
@@ -218,7 +204,10 @@ def _broken_pipe_ignored() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, where argparse prints its whole usage."""
+    """Reports an error in one line, where argparse prints its whole usage; an option is never abbreviated."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(allow_abbrev=False, **given)
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("unrecognized arguments: ", "unknown option or argument: ")
@@ -239,7 +228,6 @@ def _main_parser() -> _Parser:
         "  demo    list small programs that fail, or run one\n"
         "\nFor the options of a command: firstnan COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"firstnan {__version__}")
     return parser
@@ -252,7 +240,6 @@ def _run_parser() -> _Parser:
         description="Runs a program as python would and reports its first NaN or Inf on stderr.",
         epilog="Exit code: 3 if a NaN or Inf was found, otherwise the program's own; 2 if it could not be started. "
         "Everything after the script or module is passed to the program.",
-        allow_abbrev=False,
     )
     _add_program_options(parser)
     parser.add_argument("--trace", action="store_true", help="record every operator from the first step on (slower)")
@@ -291,7 +278,6 @@ def _replay_parser() -> _Parser:
         "       firstnan replay [options] CAPSULE -m module [arguments]",
         description="Starts a program, restores the failing step from a capsule, and reports what happens in it.",
         epilog="Exit code: 3 if the step failed again, 0 if it was finite; 2 if the program could not be started.",
-        allow_abbrev=False,
     )
     _add_program_options(parser)
     parser.set_defaults(trace=False, replay="never", capsule=None, verify=0, fix=False, isolation="auto")
@@ -311,7 +297,7 @@ def _count(text: str) -> int:
 
 
 def _show_parser() -> _Parser:
-    parser = _Parser(prog="firstnan show", description="Prints or converts a saved report.", allow_abbrev=False)
+    parser = _Parser(prog="firstnan show", description="Prints or converts a saved report.")
     parser.add_argument("report", type=Path, metavar="report.json", help="a file written by firstnan run --json")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the report; the extension selects the format")
     return parser
@@ -323,11 +309,13 @@ def _fix_parser() -> _Parser:
         description="Shows the proven fix of a report, and which others were tried.",
         epilog="Exit code: 0 if a fix was shown or applied, 1 if none is proven, 2 if the report cannot be read or the "
         "fix does not fit the files.",
-        allow_abbrev=False,
     )
     parser.add_argument("report", type=Path, metavar="report.json", help="a file written by firstnan run --json")
     parser.add_argument("--apply", action="store_true", help="change the files; each original is kept as FILE.orig")
     parser.add_argument("--number", type=_count, metavar="K", help="the K-th fix of the report, proven or not")
+    parser.add_argument(
+        "--root", default=os.curdir, metavar="DIR", help="the only folder where files are changed (default: this one)"
+    )
     return parser
 
 
@@ -335,7 +323,6 @@ def _causes_parser() -> _Parser:
     parser = _Parser(
         prog="firstnan causes",
         description="Lists the known causes of NaN and Inf, or explains one.",
-        allow_abbrev=False,
     )
     parser.add_argument("slug", nargs="?", metavar="SLUG", help="the cause to explain, as named in a report")
     parser.add_argument("--example", action="store_true", help="print a small program that fails this way")
@@ -343,9 +330,7 @@ def _causes_parser() -> _Parser:
 
 
 def _demo_parser() -> _Parser:
-    parser = _Parser(
-        prog="firstnan demo", description="Lists small programs that fail, or runs one.", allow_abbrev=False
-    )
+    parser = _Parser(prog="firstnan demo", description="Lists small programs that fail, or runs one.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the program to run")
     return parser
 
@@ -359,7 +344,7 @@ def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words[:at], words[at + 1 :]
-        at += 2 if words[at] in _OPTIONS_WITH_VALUE else 1
+        at += 2 if words[at] in _VALUED else 1
     return words[:at], words[at:]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, TensorStat, Trace
+from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Trace
 from firstnan.records.operator_families import CONSTRUCTORS, LABEL_PICKS, MASK_KEEPING
 
 
@@ -140,18 +140,22 @@ def _describe(trace: Trace, candidate: OriginCandidate, chain: list[OpEvent], lo
         return _from_backward(returned, event)
     if event.phase == "backward":
         return _from_backward(event, _forward_of(trace, event))
+    return replace(_origin(_phase(event, chain), event, event), role=event.role, label=event.label)
+
+
+def _origin(phase: Phase, event: OpEvent, shown: OpEvent) -> Origin:
+    """What the event read and produced, at the operator that is shown."""
+    bad = next((o for o in event.outputs if o.bad), None)
     return Origin(
-        phase=_phase(event, chain),
-        op=event.op,
-        aten=event.aten,
-        event=event,
-        site=event.site,
-        module=event.module,
-        module_type=event.module_type,
+        phase,
+        shown.op,
+        shown.aten,
+        event,
+        site=shown.site,
+        module=shown.module,
+        module_type=shown.module_type,
         inputs=tuple(i.stat for i in event.inputs if i.stat is not None),
-        produced=_produced(event),
-        role=event.role,
-        label=event.label,
+        produced=replace(bad, name="result") if bad else None,
         step=event.step,
     )
 
@@ -184,19 +188,14 @@ def _from_outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Ori
     # A tensor from a file that is copied into the weights is a bad weight.
     written = next((e for e in chain if e.role == "parameter" and not e.grad), None) if operand.role is None else None
     weight = operand.role == "parameter" or written is not None
-    return Origin(
-        phase="parameter" if weight else "input",
+    return replace(
+        _origin("parameter" if weight else "input", event, event),
         op="" if operand.role else event.op,
         aten="" if operand.role else event.aten,
-        event=event,
-        site=event.site,
-        module=event.module,
-        module_type=event.module_type,
         inputs=(operand.stat,) if operand.stat else (),
         produced=operand.stat,
         role="parameter" if weight else operand.role or "unknown",
         label=written.label if written is not None else operand.label,
-        step=event.step,
     )
 
 
@@ -211,19 +210,9 @@ def _returned_in_backward(event: OpEvent, chain: list[OpEvent]) -> OpEvent | Non
 def _from_backward(event: OpEvent, forward: OpEvent | None) -> Origin:
     """The site is the forward operator's, unless the backward is the user's own."""
     shown = event if forward is None or (event.in_python_backward and event.site is not None) else forward
-    return Origin(
-        phase="backward",
-        op=shown.op,
-        aten=shown.aten,
-        event=event,
-        forward_event=forward,
-        site=shown.site,
-        module=(forward or event).module,
-        module_type=(forward or event).module_type,
-        inputs=tuple(i.stat for i in event.inputs if i.stat is not None),
-        produced=_produced(event),
-        step=event.step,
-    )
+    layer = forward or event
+    origin = _origin("backward", event, shown)
+    return replace(origin, forward_event=forward, module=layer.module, module_type=layer.module_type)
 
 
 def _forward_of(trace: Trace, event: OpEvent) -> OpEvent | None:
@@ -236,11 +225,6 @@ def _forward_of(trace: Trace, event: OpEvent) -> OpEvent | None:
         if at.phase != "backward":
             return at
     return at if at is not event else None
-
-
-def _produced(event: OpEvent) -> TensorStat | None:
-    bad = next((o for o in event.outputs if o.bad), None)
-    return replace(bad, name="result") if bad else None
 
 
 def _path_step(event: OpEvent) -> PathStep:

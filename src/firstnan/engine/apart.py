@@ -22,7 +22,7 @@ from firstnan.engine.turn import LeftLoop, Turn, line_in
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
 from firstnan.records import Noticed, Report
-from firstnan.tensors.optimizers import drop_gradients
+from firstnan.tensors.models import drop_gradients
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from firstnan.capsule import Wanted, file
-from firstnan.capsule.capture import Capture
-from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.capsule.state import Capture
 from firstnan.engine.conclude import environment
 from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
 from firstnan.records import Report
+from firstnan.tensors.models import TrainingObjects
 from firstnan.tensors.state import RandomState
 
 _LARGEST_SOURCE = 1 << 20

@@ -19,7 +19,7 @@ from firstnan.observe.sites import Ownership, Spot, resolve
 from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
 from firstnan.repair import propose
 from firstnan.tensors.finite import is_finite, stat, tensors_in
-from firstnan.tensors.names import Models
+from firstnan.tensors.models import Models
 from firstnan.tensors.state import sample_count
 from firstnan.tracing.recording import Difference
 from firstnan.tracing.tracer import Tracer

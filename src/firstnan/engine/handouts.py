@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from firstnan.tensors.finite import tensors_in
-from firstnan.tensors.names import Slot
+from firstnan.tensors.models import Slot
 from firstnan.tensors.state import Handout, RandomState, copy_batch, restore_buffers, tensor_versions, was_written
 
 # The most batches kept for one step; a step with more is replayed by a second run of the program.

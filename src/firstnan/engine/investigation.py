@@ -18,7 +18,8 @@ from firstnan.engine.second_run import Order, SecondRun, Start
 from firstnan.engine.workers import WorkerReports
 from firstnan.observe.runner import Program, before_leaving, before_replacing, overlay_sources, when_imported
 from firstnan.observe.sites import Ownership
-from firstnan.records import Report, ReportError
+from firstnan.records import Report
+from firstnan.records.codec import ReportError
 from firstnan.records.files import write_whole
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import TrialOutcome, ended_by, last_bad_step

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.scope import world
+from firstnan.gate.gate import StepCounter
 from firstnan.gate.growth_guard import Alarm
-from firstnan.gate.step_counter import StepCounter
 from firstnan.observe.layers import LayerFinding
-from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat, encode
+from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat
+from firstnan.records.codec import encode
 from firstnan.tensors.finite import stat
-from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import largest_gradient, parameters_of
+from firstnan.tensors.models import Models, largest_gradient, parameters_of
 
 _EVENTS_IN_REPORT = 32
 _OFTEN = 16

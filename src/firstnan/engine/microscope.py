@@ -17,7 +17,7 @@ from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, Spot
 from firstnan.records import Noticed, Report
 from firstnan.tensors.finite import tensors_in
-from firstnan.tensors.names import Models
+from firstnan.tensors.models import Models
 from firstnan.tracing.tracer import Tracer
 
 _NOTHING = contextlib.nullcontext()

@@ -21,7 +21,7 @@ from firstnan.gate.gate import Trip
 from firstnan.observe.hooks import CallHooks, Hooks, on_gradient
 from firstnan.records import Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
-from firstnan.tensors.names import Slot
+from firstnan.tensors.models import Slot
 from firstnan.tensors.state import RandomState, copy_batch, restore_buffers, tensor_versions
 
 _MOST_CALLS = 8

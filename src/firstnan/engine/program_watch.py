@@ -15,7 +15,6 @@ from torch import Tensor
 
 from firstnan.capsule import Wanted
 from firstnan.capsule.content import Capsule
-from firstnan.capsule.training_objects import TrainingObjects
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
@@ -31,6 +30,7 @@ from firstnan.observe.sites import Ownership
 from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.repair.verdict import TrialOutcome
 from firstnan.tensors.finite import is_finite, tensors_in
+from firstnan.tensors.models import TrainingObjects
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import drop_gradients, is_risky, is_torch_optimizer, parameters_of
+from firstnan.tensors.models import Models, drop_gradients, is_risky, is_torch_optimizer, parameters_of
 from firstnan.tensors.state import Schedules, Snapshot, restore_buffers
 
 _ORDINARY = 100.0

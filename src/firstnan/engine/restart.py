@@ -13,9 +13,9 @@ import torch
 
 from firstnan.capsule.content import BatchState, Capsule
 from firstnan.capsule.file import one_line
-from firstnan.capsule.restore import Restorer
-from firstnan.capsule.training_objects import TrainingObjects
+from firstnan.capsule.state import Restorer
 from firstnan.gate.gate import Gate
+from firstnan.tensors.models import TrainingObjects
 from firstnan.tensors.state import Handout
 
 

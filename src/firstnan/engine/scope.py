@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import reaches
+from firstnan.tensors.models import Models, reaches
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 
 from firstnan.engine.isolation import Started
 from firstnan.observe.runner import Program
-from firstnan.records import Report, ReportError
+from firstnan.records import Report
+from firstnan.records.codec import ReportError
 from firstnan.repair.verdict import TrialOutcome
 
 VARIABLE = "FIRSTNAN_CHILD"

@@ -38,15 +38,14 @@ from firstnan.engine.policies import (
 )  # fmt: skip
 from firstnan.engine.scope import Scope, world
 from firstnan.engine.turn import turns_around, turns_in_traceback, values_around
-from firstnan.gate.gate import Gate, Trip
-from firstnan.gate.reading import LATE
+from firstnan.gate.gate import LATE, Gate, Trip
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
-from firstnan.tensors.optimizers import is_torch_optimizer
+from firstnan.tensors.models import is_torch_optimizer
 from firstnan.tensors.state import Schedules, restore_buffers
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from firstnan.engine.restart import Restart
     from firstnan.gate.growth_guard import Alarm
     from firstnan.observe.layers import LayerWatch
-    from firstnan.tensors.names import Models
+    from firstnan.tensors.models import Models
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _NO_LOOP = "the training loop could not be replayed for this step"

@@ -19,8 +19,7 @@ from firstnan.observe.observer import Decision
 from firstnan.observe.sites import Ownership
 from firstnan.records import Noticed
 from firstnan.tensors.finite import is_finite, norms, readable, stat, tensors_in
-from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import leaves_below, parameters_of
+from firstnan.tensors.models import Models, leaves_below, parameters_of
 from firstnan.tensors.state import copy_batch
 
 

@@ -30,7 +30,7 @@ from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
 from firstnan.repair.verdict import TrialOutcome, described
-from firstnan.tensors.optimizers import drop_gradients
+from firstnan.tensors.models import drop_gradients
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session

@@ -10,7 +10,8 @@ from typing import Any
 
 from firstnan.observe.runner import tell_spawned, when_imported
 from firstnan.observe.sites import Ownership
-from firstnan.records import Report, ReportError
+from firstnan.records import Report
+from firstnan.records.codec import ReportError
 
 
 class WorkerReports:

@@ -7,20 +7,26 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from firstnan.gate.growth_guard import Alarm, Guard
-from firstnan.gate.reading import Clipping, DeviceReads, QuickCheck
-from firstnan.gate.step_counter import ROTATION, ParameterRotation, StepCounter
 from firstnan.observe.gradient_hooks import GradientNorms
 from firstnan.observe.sites import CallSites, Ownership
 from firstnan.records import History, Noticed, StepRecord
-from firstnan.tensors.finite import is_finite, norms, plain_norm, readable, reads_are_free
-from firstnan.tensors.names import Models
-from firstnan.tensors.optimizers import describe, graph_leaves, is_torch_optimizer, learning_rate_of, parameters_of
+from firstnan.tensors.finite import (
+    TensorVersion,
+    is_finite,
+    is_plain,
+    norms,
+    plain_norm,
+    read_all,
+    readable,
+    reads_are_free,
+)
+from firstnan.tensors.models import Models, describe, graph_leaves, is_torch_optimizer, learning_rate_of, parameters_of
 
 _HISTORY = 64
 _SMALL = 1 << 14
@@ -428,3 +434,356 @@ def _bad_parameters(optimizer: Any, rounds: ParameterRotation) -> list[Tensor]:
 
 def _has_nan(t: Tensor | None) -> bool:
     return t is not None and not is_finite(t) and bool(torch.isnan(t).any())
+
+
+# --- cheap ways to know that gradients are finite: norms that are known, values read together, quick checks ------
+
+_LARGE = 1 << 18
+"""Elements: for a smaller model, reading the gradients again is cheaper than remembering their versions."""
+_LAST = 4
+
+
+class Clipping:
+    """Remembers the norm of clipped gradients, as long as nobody has written to them since.
+
+    A norm is finite only if every element is, and clipping makes no element larger, so the gate need not read them.
+    """
+
+    def __init__(self) -> None:
+        self._norm: TensorVersion | None = None
+        """The 2-norm that torch computed last."""
+        self._normed: list[int] = []
+        """The ids of its gradients."""
+        self._clipped: deque[tuple[dict[int, TensorVersion], float]] = deque(maxlen=_LAST)
+
+    def norm_computed(self, gradients: list[Tensor], norm: Tensor) -> None:
+        """`norm` is the 2-norm of all these gradients."""
+        # Reading a norm on a device would wait for the device.
+        self._norm, self._normed = TensorVersion(norm) if is_plain(norm) else None, list(map(id, gradients))
+
+    def gradients_clipped(self, parameters: list[Tensor], max_norm: float | Tensor, norm: Tensor) -> None:
+        """The gradients of these parameters had this norm and were scaled down to at most `max_norm`."""
+        if self._norm is None or not self._norm.is_unchanged(norm):
+            return
+        gradients = [g for p in parameters if (g := p.grad) is not None]
+        size, limit = norm.item(), float(max_norm)
+        if list(map(id, gradients)) != self._normed or not math.isfinite(size) or not limit >= 0:
+            return
+        if sum(map(Tensor.numel, gradients)) >= _LARGE and all(map(is_plain, gradients)):
+            self._clipped.append(({id(g): TensorVersion(g) for g in gradients}, size * min(1.0, limit / (size + 1e-6))))
+
+    def norm_of(self, parameters: list[Tensor]) -> float | None:
+        """The norm of the gradients of all these parameters, if it is known from clipping."""
+        if not self._clipped:
+            return None
+        gradients = [g for p in parameters if (g := p.grad) is not None]
+        for known, norm in reversed(self._clipped):
+            if len(known) == len(gradients) and all(id(g) in known and known[id(g)].is_unchanged(g) for g in gradients):
+                return norm
+        return None
+
+
+_MOST_IN_FLIGHT = 4
+LATE = (
+    "detected one step late: this policy does not synchronise with the device; on_nonfinite='raise' and 'skip' check "
+    "before the update and can show where the value originated"
+)
+"""The note in a report about a value that was read after the update."""
+
+
+class ExtraValues(Protocol):
+    """Another source of scalars to include in the same read."""
+
+    def collect(self) -> list[Tensor]: ...
+    def judge(self, values: list[float]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The norm of some tensors, or a loss."""
+
+    noticed: Noticed
+    tensors: list[Tensor]
+    """Those that still exist."""
+    size: float
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Scalars on their way to main memory."""
+
+    values: Tensor
+    arrived: Any
+    what: list[tuple[Noticed, list[weakref.ref[Tensor]]]]
+
+
+class DeviceReads:
+    """Collects the scalars of a step; `synchronous` if they must be known before the optimizer runs."""
+
+    def __init__(self, synchronous: bool = True) -> None:
+        self.synchronous = synchronous
+        self.extra: ExtraValues | None = None
+        self._waiting: list[tuple[Noticed, list[Tensor], Tensor]] = []
+        self._in_flight: deque[_Copy] = deque()
+
+    @property
+    def late(self) -> bool:
+        """Whether the values read now belong to an earlier step."""
+        return bool(self._in_flight)
+
+    def also_read(self, extra: ExtraValues) -> None:
+        """From now on its values are read together with these."""
+        self.extra = extra
+
+    def forget(self) -> None:
+        """Drops all values: their step is discarded."""
+        self._waiting = []
+        self._in_flight.clear()
+
+    def add(self, noticed: Noticed, tensors: list[Tensor], size: Tensor) -> None:
+        self._waiting.append((noticed, tensors, size))
+
+    def take(self) -> list[Measured]:
+        """Reads all pending values at once; or, if not synchronous, those of earlier steps that have arrived."""
+        waiting, self._waiting = self._waiting, []
+        sizes = [size for *_, size in waiting]
+        extra = self.extra.collect() if self.extra is not None else []
+        if self.synchronous:
+            numbers = read_all(extra + sizes)
+            self._judge_extra(numbers[: len(extra)])
+            return [Measured(n, t, x) for (n, t, _), x in zip(waiting, numbers[len(extra) :], strict=True)]
+        self._send(waiting, extra + sizes)
+        return self._arrived()
+
+    def _judge_extra(self, numbers: list[float]) -> None:
+        if self.extra is not None and numbers:
+            self.extra.judge(numbers)
+
+    def _send(self, waiting: list[tuple[Noticed, list[Tensor], Tensor]], values: list[Tensor]) -> None:
+        home = values[-1].device
+        copy = torch.stack([v.to(home, torch.float32) for v in values]).to("cpu", non_blocking=True)
+        arrived = None
+        if home.type != "cpu":
+            arrived = torch.get_device_module(home).Event()
+            arrived.record()
+        # Weak references: gradients that the program frees must not be kept alive for this.
+        self._in_flight.append(_Copy(copy, arrived, [(n, [weakref.ref(t) for t in ts]) for n, ts, _ in waiting]))
+
+    def _arrived(self) -> list[Measured]:
+        found: list[Measured] = []
+        while len(self._in_flight) > 1:
+            first = self._in_flight[0]
+            if first.arrived is not None and not first.arrived.query():
+                if len(self._in_flight) <= _MOST_IN_FLIGHT:
+                    break
+                first.arrived.synchronize()
+            self._in_flight.popleft()
+            numbers = first.values.tolist()
+            extra = len(numbers) - len(first.what)
+            self._judge_extra(numbers[:extra])
+            for (noticed, refs), x in zip(first.what, numbers[extra:], strict=True):
+                found.append(Measured(noticed, [t for r in refs if (t := r()) is not None], x))
+        return found
+
+
+_FEW = 32
+_SMALL_STEP = 1 << 18
+_EVERY = 64
+_LEARNING = 64
+_JUMP = 4.0
+_RISE = 1.5
+
+
+class QuickCheck:
+    """Checks only the sum of the gradients: it is finite only if every element is, and it jumps when they do.
+
+    A sum costs half as much as a norm. The full check runs in the first steps, in every 64th step, and whenever the
+    sum or the loss rises or the learning rate changes.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sum = 0.0
+        """The largest recent sum, by magnitude, of the fully checked steps."""
+        self._loss = 0.0
+        self._rate: Any = None
+        self.applies = False
+
+    def passes(self, optimizer: Any, loss: float | None) -> bool:
+        """Whether everything is finite and this step needs no full check."""
+        self._steps += 1
+        if not self.applies or self._steps % _EVERY == 0 or loss is None or not abs(loss) <= _RISE * self._loss:
+            return False
+        for group in optimizer.param_groups:
+            if group.get("lr") is not self._rate:
+                return False
+        return abs(self._total(optimizer)) <= _JUMP * self._sum  # False for a NaN
+
+    def learn(self, optimizer: Any, gradients: list[Tensor], loss: float | None) -> None:
+        """After a full check that found nothing: remembers the usual sum, loss and learning rate."""
+        if not _are_few_and_small(gradients):
+            self.applies = False
+            return
+        # The usual values change slowly as the model learns.
+        self._sum = max(0.95 * self._sum, abs(self._total(optimizer)))
+        self._loss = max(0.95 * self._loss, abs(loss)) if loss is not None else self._loss
+        self._rate = optimizer.param_groups[0].get("lr")
+        self.applies = self._steps >= _LEARNING
+
+    def _total(self, optimizer: Any) -> float:
+        total = 0.0
+        vectors: list[Tensor] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.dim() == 1:
+                    vectors.append(gradient)
+                else:
+                    total += gradient.sum().item()
+        for vector in [torch.cat(vectors)] if len(vectors) > 3 else vectors:
+            total += vector.sum().item()
+        return total
+
+
+def _are_few_and_small(gradients: list[Tensor]) -> bool:
+    return (
+        0 < len(gradients) <= _FEW
+        and all(map(is_plain, gradients))
+        and reads_are_free(gradients[0])
+        and sum(map(Tensor.numel, gradients)) <= _SMALL_STEP
+    )
+
+
+# --- counting steps, and picking the parameters to check after each ----------------------------------------------
+
+SMALL_MODEL = 1 << 14
+CHUNK = 1 << 18
+ROTATION = 8
+"""Updates after which every parameter of a large model has been checked."""
+
+
+class StepCounter:
+    """Counts the steps of each optimizer, or backward calls in a program without one."""
+
+    def __init__(self) -> None:
+        self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.follows: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        """Optimizer -> the one that was stepped after it the last time."""
+        self.last: weakref.ref[Any] | None = None
+        self.total = 0
+        self.manual = 0
+        self._alone = False
+        """The last two steps were made by the same optimizer."""
+        self._number = self._more = 0
+        """The number of the last step; and how many steps of its optimizer are not in `_done` yet."""
+
+    @property
+    def done(self) -> weakref.WeakKeyDictionary[Any, int]:
+        """The number of steps made by each optimizer."""
+        last = self.last() if self.last else None
+        if self._more and last is not None:
+            self._done[last] = self._done.get(last, 0) + self._more
+        self._more = 0
+        return self._done
+
+    def add(self, optimizer: Any) -> int:
+        """Counts one more step of this optimizer and returns its number."""
+        self.total += 1
+        before = self.last() if self.last else None
+        if before is optimizer and self._alone:  # the usual case, kept fast
+            self._more += 1
+            self._number += 1
+            return self._number
+        step = self._number = self.done.get(optimizer, 0)
+        self._done[optimizer] = step + 1
+        self._alone = before is optimizer
+        if before is not None:
+            self.follows[before] = weakref.ref(optimizer)
+        self.last = weakref.ref(optimizer)
+        return step
+
+    def take_back(self, optimizer: Any) -> None:
+        """Uncounts the last step."""
+        self.done[optimizer] -= 1
+        self.total -= 1
+        self._number -= 1
+        self._alone = False
+
+    @property
+    def updates(self) -> int:
+        """The number of updates so far, by optimizers and by hand."""
+        return self.total + self.manual
+
+    def resume(self, total: int, manual: int, done: dict[Any, int], last: Any, follows: list[tuple[Any, Any]]) -> None:
+        """Continues from the counts of another run."""
+        self.total, self.manual, self._alone = total, manual, False
+        self.done.update(done)
+        self.last = weakref.ref(last) if last is not None else None
+        self._number = (self._done.get(last, 0) if last is not None else total) - 1
+        self.follows.update({one: weakref.ref(other) for one, other in follows})
+
+    def of(self, optimizer: Any) -> int:
+        return self.done.get(optimizer, 0)
+
+    def current_optimizer(self, updated: bool) -> Any:
+        """The optimizer of the current step, or of the last one if the current step's update was made (`updated`)."""
+        last = self.last() if self.last else None
+        following = self.follows.get(last) if last is not None and not updated else None
+        return (following() if following is not None else None) or last or next(iter(self.done.keys()), None)
+
+    @property
+    def current(self) -> int:
+        """The number of the current step, counted for the optimizer that is expected next."""
+        if self.total == 0:
+            return self.manual
+        last = self.last() if self.last else None
+        following = self.follows.get(last) if last is not None else None
+        optimizer = following() if following is not None else None
+        if optimizer is not None:
+            return self.of(optimizer)
+        if last is None:  # The program has deleted it; its count goes on.
+            return self._number + 1
+        # After the very first step, another optimizer may be about to make its own first step.
+        count = self.of(last)
+        return 0 if count == 1 and any(n == 0 for n in self.done.values()) else count
+
+
+class ParameterRotation:
+    """Picks the parameters to check after an update: all of a small model, an eighth of a large one, in rotation.
+
+    Reading every parameter after every update would cost a large model more than the rest of the gate. A bad parameter
+    that affects the loss is noticed at once anyway.
+    """
+
+    def __init__(self, thorough: bool) -> None:
+        self._thorough = thorough
+        self.trained: set[int] = set()
+        self._chunks: list[tuple[int, int, int]] = []
+        self._shape: tuple[int, int] = (-1, -1)
+        self._next = 0
+
+    def due(self, parameters: list[Tensor], everything: bool = False) -> tuple[list[Tensor], bool]:
+        """The tensors to check now, and whether they are all of them."""
+        self.trained.update(map(id, parameters))
+        total = sum(p.numel() for p in parameters)
+        if everything or self._thorough or total <= SMALL_MODEL:
+            return parameters, True
+        if self._shape != (len(parameters), total):
+            self._shape, self._next = (len(parameters), total), 0
+            self._chunks = [
+                (i, start, min(start + CHUNK, p.numel()))
+                for i, p in enumerate(parameters)
+                for start in range(0, p.numel(), CHUNK)
+            ]
+        count = -(-len(self._chunks) // ROTATION)
+        chosen = [self._chunks[(self._next + k) % len(self._chunks)] for k in range(count)]
+        self._next = (self._next + count) % len(self._chunks)
+        return [_slice(parameters[i], start, stop) for i, start, stop in chosen], False
+
+
+def _slice(parameter: Tensor, start: int, stop: int) -> Tensor:
+    if stop - start == parameter.numel() or not is_plain(parameter) or not parameter.is_contiguous():
+        return parameter
+    return parameter.detach().view(-1)[start:stop]

@@ -21,7 +21,7 @@ from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.patches import Hook, Patches
 from firstnan.records.errors import NonFiniteError
 from firstnan.tensors.finite import is_finite
-from firstnan.tensors.optimizers import drop_gradients
+from firstnan.tensors.models import drop_gradients
 
 
 class Hooks:

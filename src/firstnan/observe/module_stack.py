@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from firstnan.tensors.names import Parts, readable_path
+from firstnan.tensors.models import Parts, readable_path
 
 Place = tuple[str, str, weakref.ref[Module] | None]
 """The innermost module's path below the outermost module of the call, its type, and the outermost module."""

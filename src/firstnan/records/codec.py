@@ -3,7 +3,7 @@
 A record becomes an object of its fields. Reading trusts nothing: every value is checked against the type of its
 field, and ReportError says in one line which field is wrong, what it must be and what was found. A field without a
 default must be there, null counts as missing, and unknown fields are ignored, so a record may gain fields with
-defaults. Where the JSON is not simply the fields, `records/forms.py` says how it differs.
+defaults. Where the JSON is not simply the fields, `FORMS` says how it differs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Form:
 
 
 FORMS: dict[type, Form] = {}
-"""Filled by `records/forms.py`."""
+"""Filled by `firstnan.records`."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 import traceback
 from collections.abc import Callable
 
-from firstnan.records.report import Report
+from firstnan.records import Report
 from firstnan.records.words import headline
 
 

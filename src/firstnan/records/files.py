@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from pathlib import Path
 
+from firstnan.records import Report
 from firstnan.records.codec import ReportError, loads
-from firstnan.records.report import Report
 
 LARGEST_FILE = 256 * 2**20
 
@@ -33,12 +34,19 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     target, content = Path(os.path.realpath(path)), text.encode("utf-8")  # a link stays a link
     if target.exists() and not target.is_file():  # a pipe or a device cannot be replaced
         target.write_bytes(content)
-        return
+    else:
+        replace_file(target, content)
+
+
+def replace_file(target: Path, content: bytes, *, keep_mode: bool = False) -> None:
+    """Replaces a file in one move; whether its permissions stay."""
     # Beside the target: a rename is only atomic within one file system.
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         with open(part, "xb") as file:
             file.write(content)
+        if keep_mode:
+            shutil.copymode(target, part)
         os.replace(part, target)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from firstnan.records.report import Noticed, Origin, Report
-from firstnan.records.trace import Site, TensorStat
+from firstnan.records import Noticed, Origin, Report, Site, TensorStat
 
 _NOTICED = {"gradient": "the gradient of", "parameter": "parameter", "buffer": "buffer", "output": "the output of"}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
-from firstnan.diagnose.rules.failure import Failure
+from firstnan.diagnose.rules.base import Failure
 from firstnan.records import Cause, Edit, OpEvent, Remedy, Site
 from firstnan.records.operator_families import COMPARISONS, COPIES, SPLITS, VIEWS, words
 from firstnan.repair.source import Expr, SourceFile, insert_after

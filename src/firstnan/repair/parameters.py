@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from firstnan.diagnose.rules.failure import largest
+from firstnan.diagnose.rules.base import largest
 from firstnan.diagnose.rules.overflow import weights_feeding
 from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.literals import format_number, replace_number
-from firstnan.repair.optimizer_setup import OptimizerSetup
+from firstnan.repair.settings import OptimizerSetup
 from firstnan.repair.source import SourceFile, literal_value, parenthesized, replace_node, set_argument
 
 ZEROS = {"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"}

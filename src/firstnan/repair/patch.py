@@ -35,7 +35,7 @@ def portable(remedy: Remedy, folder: str) -> tuple[str, str]:
     That is the given folder if it contains all files, else the deepest one that does.
     """
     try:
-        files = {name: os.path.realpath(located(name)) for name in edits_of(remedy)}
+        files = {name: os.path.realpath(located(name, folder)) for name in edits_of(remedy)}
     except PatchError:
         return remedy.diff, folder
     base, diff = os.path.realpath(folder), remedy.diff
@@ -152,6 +152,7 @@ def _hunk(path: str, lines: list[str], at: int) -> tuple[list[Edit], int]:
 
 
 _LARGEST_FILE = 16 * 2**20
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
@@ -167,13 +168,16 @@ class FileOnDisk:
         return self.content.decode(self.encoding)
 
     @staticmethod
-    def read(name: str) -> FileOnDisk:
-        """The file of this name; PatchError if it is not a regular file of source text."""
-        path = located(name)
+    def read(name: str, root: str | None = None) -> FileOnDisk:
+        """The file of this name; PatchError if it is not a regular file of source text.
+
+        With a root it must be a file that a report may change: see `allowed`.
+        """
+        path = located(name) if root is None else allowed(name, root)
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
                 raise PatchError(f"{name}: not a regular file")
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=None if root is None else _without_links) as file:
                 content = file.read(_LARGEST_FILE + 1)
             if len(content) > _LARGEST_FILE:
                 raise PatchError(f"{name}: too large for a source file")
@@ -193,11 +197,33 @@ class FileOnDisk:
             raise PatchError(f"{self.path}: the change has characters that {self.encoding} cannot encode") from error
 
 
-def located(name: str) -> Path:
+def _without_links(path: str, flags: int) -> int:
+    """Opens a file whose links were all followed before: what has become a link since is refused."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+
+
+def located(name: str, folder: str = "") -> Path:
     """The path of the file that a change names; `home/me/train.py` may stand for `/home/me/train.py`."""
-    path = Path(name)
-    if not path.is_absolute() and not path.exists() and Path(os.sep, name).exists():
+    path = Path(folder, name)
+    if not os.path.exists(path) and os.path.exists(Path(os.sep, name)):
         path = Path(os.sep, name)
+    return path
+
+
+def allowed(name: str, root: str) -> Path:
+    """The file that a change names, with all links followed; PatchError unless it is source below the root.
+
+    Whoever wrote the report chose the name. Hidden files, such as those of git, and installed packages are not the
+    program's source, unless the root itself is among them.
+    """
+    base = os.path.realpath(root)
+    path = Path(os.path.realpath(located(name, base)))
+    if base not in map(str, path.parents):
+        raise PatchError(f"{name}: not inside {base}; --root DIR names the folder of the program")
+    for part in path.relative_to(base).parts:
+        if part.startswith(".") or part in _INSTALLED:
+            kind = "an installed package" if part in _INSTALLED else "hidden"
+            raise PatchError(f"{name}: {part} is {kind}, not part of the program in {base}")
     return path
 
 
@@ -257,15 +283,20 @@ def by_file(edits: Iterable[Edit]) -> dict[str, list[Edit]]:
     return found
 
 
-def new_contents(remedy: Remedy) -> list[tuple[FileOnDisk, bytes]]:
-    """Every file that a remedy changes with its new content; PatchError unless all of it fits."""
+def new_contents(remedy: Remedy, root: str | None = None) -> list[tuple[FileOnDisk, bytes]]:
+    """Every file that a remedy changes with its new content; PatchError unless all of it fits.
+
+    With a root, every file must be one that a report may change: see `allowed`.
+    """
     edits = edits_of(remedy)
-    files = {name: FileOnDisk.read(name) for name in edits}
+    files = {name: FileOnDisk.read(name, root) for name in edits}
     if len({os.path.realpath(file.path) for file in files.values()}) < len(files):
         raise PatchError("the change names one file twice")
     texts = {name: edited(file.text, edits[name]) for name, file in files.items()}
-    if remedy.edits:
-        _check_diff(remedy.diff, "".join(render(name, files[name].text, text) for name, text in texts.items()))
+    diffs = {name: render(name, files[name].text, text) for name, text in texts.items()}
+    _check_diff(remedy.diff, "".join(diffs.values()))
+    for name, diff in diffs.items():
+        _check_pinned(name, diff)
     return [(file, file.encoded(texts[name])) for name, file in files.items()]
 
 
@@ -276,6 +307,13 @@ def _check_diff(shown: str, rendered: str) -> None:
         if wanted != there:
             raise PatchError(f"{where}: expected {wanted[:80]!r} near the change, found {there[:80]!r}")
         where = there.removeprefix("--- a/") if there.startswith("--- a/") else where
+
+
+def _check_pinned(name: str, diff: str) -> None:
+    """Every hunk has a line of the file that is not blank, so it fits nowhere else by chance."""
+    for hunk in diff.split("\n@@ -")[1:] or [""]:
+        if not any(line.startswith((" ", "-")) and line[1:].strip() for line in hunk.split("\n")):
+            raise PatchError(f"{name}: no line of the file shows where the change belongs")
 
 
 def moved_line(remedy: Remedy, file: str, line: int) -> int:

@@ -10,7 +10,7 @@ from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.literals import format_number, scale_number
-from firstnan.repair.optimizer_setup import OptimizerSetup, clip
+from firstnan.repair.settings import OptimizerSetup, clip
 from firstnan.repair.source import SourceFile, insert_after, literal_value, parenthesized, replace_node
 
 BOUNDS = {"float16": 1e3, "float32": 1e15, "bfloat16": 1e15, "float64": 1e100}

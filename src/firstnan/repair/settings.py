@@ -1,4 +1,4 @@
-"""Training settings: a smaller learning rate, clipped gradients, a larger eps."""
+"""Training settings: the learning rate and its schedule, clipped gradients, a larger eps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,306 @@ import ast
 import math
 import statistics
 from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
 
 from firstnan.records import Edit, Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.literals import find_literal, format_number, replace_number, scale_number
-from firstnan.repair.optimizer_setup import OptimizerSetup, clip
-from firstnan.repair.source import SourceFile, insert_after, parenthesized, replace_node, set_argument
+from firstnan.repair.literals import (
+    default_of,
+    dictionary_values,
+    find_literal,
+    format_number,
+    nonfinite_constants,
+    replace_number,
+    scale_number,
+)
+from firstnan.repair.source import (
+    Function,
+    SourceFile,
+    insert_after,
+    insert_before,
+    literal_value,
+    parameter_names,
+    parenthesized,
+    replace_node,
+    set_argument,
+)
+
+# --- how the program trains: where the optimizer is created, and where it steps ----------------------------------
+
+
+class OptimizerSetup:
+    """The optimizer of a failing step in the user's source."""
+
+    def __init__(self, context: FailureContext) -> None:
+        self.context, self.history = context, context.failure.history
+        self.settings = dict(self.history.settings)
+
+    @cached_property
+    def sources(self) -> list[SourceFile]:
+        """The files that take part in the failing step, each once."""
+        h, origin = self.history, self.context.failure.origin
+        sites = [s for s in (h.stepped_at, h.backward_at, h.made_at, origin.site) if s is not None]
+        found = [self.context.files.get(name) for name in dict.fromkeys(s.file for s in sites)]
+        return [s for s in found if s is not None]
+
+    @cached_property
+    def call(self) -> tuple[SourceFile, ast.Call] | None:
+        """The call that creates the optimizer."""
+        location = self.context.location_of(self.history.made_at)
+        if location is not None and isinstance(location.node, ast.Call):
+            return location.source, location.node
+        name = self.history.optimizer
+        calls = [(s, c) for s in self.sources if name for c in s.calls if s.called_name(c) == name]
+        return calls[0] if calls else None
+
+    def setting(self, *names: str, position: int | None = None) -> Location[ast.expr] | None:
+        """The argument of the constructor for one of the optimizer's settings."""
+        if self.call is None:
+            return None
+        source, call = self.call
+        given = next((k.value for k in call.keywords if k.arg in names), None)
+        if given is None and position is not None and position < len(call.args):
+            given = call.args[position]
+        if given is not None:
+            return Location(source, given)
+        if any(k.arg is None for k in call.keywords):
+            return next((s for name in names for s in dictionary_values(source, name)), None)
+        return self._own_setting(source, call, names)
+
+    def _own_setting(self, source: SourceFile, call: ast.Call, names: tuple[str, ...]) -> Location[ast.expr] | None:
+        """The positional argument or default of an optimizer class in the same file."""
+        classes = [n for n in source.nodes if isinstance(n, ast.ClassDef) and n.name == self.history.optimizer][:1]
+        for function in (f for own in classes for f in own.body):
+            if isinstance(function, ast.FunctionDef) and function.name == "__init__":
+                parameters = [a.arg for a in function.args.args[1:]]
+                for name in (n for n in names if n in parameters):
+                    at = parameters.index(name)
+                    given = call.args[at] if at < len(call.args) else default_of(function, name)
+                    if given is not None:
+                        return Location(source, given)
+        return None
+
+    def takes(self, name: str) -> bool:
+        """Whether the constructor is one of torch's that has this keyword argument."""
+        if self.call is None or name not in self.settings:
+            return False
+        source, call = self.call
+        return source.called_name(call) == self.history.optimizer and self._own_setting(source, call, (name,)) is None
+
+    @cached_property
+    def step(self) -> tuple[SourceFile, ast.Call] | None:
+        """The call of `step`: the recorded one, else the first after the recorded backward."""
+        location = self.context.location_of(self.history.stepped_at)
+        if location is not None and isinstance(location.node, ast.Call) and _is_step(location.node):
+            return location.source, location.node
+        backward = self.context.location_of(self.history.backward_at)
+        if backward is None:
+            return None
+        source, line = backward.source, backward.source.statement(backward.node).lineno
+        calls = [n for n in ast.walk(source.scope(backward.node)) if isinstance(n, ast.Call) and _is_step(n)]
+        later = [c for c in calls if c.lineno >= line and "sched" not in source.code(c)]
+        return (source, min(later, key=lambda c: c.lineno)) if later else None
+
+
+def _is_step(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "step"
+
+
+def clip(setup: OptimizerSetup, norm: float) -> Edit | None:
+    """A call of `clip_grad_norm_` before the step, after `unscale_` if a gradient scaler makes the step."""
+    if setup.step is None:
+        return None
+    source, call = setup.step
+    optimizer, scaler = _stepped_by(source, call)
+    if optimizer is None or (call.args and scaler is None):  # a closure computes the gradients inside the step
+        return None
+    calls = [n for n in ast.walk(source.scope(call)) if isinstance(n, ast.Call)]
+    if any(source.called(n).endswith(("clip_grad_norm_", "clip_grad_value_")) for n in calls):
+        return None
+    function = source.spell("torch.nn.utils.clip_grad_norm_", call)
+    lines = [f"{function}({_parameters(setup, source, call, optimizer)}, {format_number(norm)})"]
+    if scaler is not None and not any(source.called(n) == ".unscale_" for n in calls):
+        lines.insert(0, f"{scaler}.unscale_({optimizer})")
+    return insert_before(source, call, *lines)
+
+
+def _stepped_by(source: SourceFile, call: ast.Call) -> tuple[str | None, str | None]:
+    """The code of the optimizer in a `step` call, and of the gradient scaler if there is one."""
+    assert isinstance(call.func, ast.Attribute)
+    if call.args and isinstance(call.args[0], ast.Name | ast.Attribute) and "scaler" in source.code(call.func).lower():
+        return source.code(call.args[0]), source.code(call.func.value)
+    plain = isinstance(call.func.value, ast.Name | ast.Attribute | ast.Subscript)
+    return (source.code(call.func.value) if plain else None), None
+
+
+def _parameters(setup: OptimizerSetup, source: SourceFile, step: ast.Call, optimizer: str) -> str:
+    """The constructor's first argument if it means the same at the step; else the optimizer's parameter groups."""
+    groups = f'[p for group in {optimizer}.param_groups for p in group["params"]]'
+    if setup.call is None or setup.call[0] is not source:
+        return groups
+    made = setup.call[1]
+    given = made.args[0] if made.args else next((k.value for k in made.keywords if k.arg == "params"), None)
+    if not isinstance(given, ast.Call) or not isinstance(given.func, ast.Attribute) or given.args or given.keywords:
+        return groups
+    root = next((n for n in ast.walk(given) if isinstance(n, ast.Name)), None)
+    # The constructor's argument does not hold parameter groups that are added later.
+    if root is None or "add_param_group" in source.text:
+        return groups
+    if given.func.attr != "parameters" or not _same_name(source, root, step):
+        return groups
+    return source.code(given)
+
+
+def _same_name(source: SourceFile, name: ast.Name, use: ast.AST) -> bool:
+    """Whether a name means the same at another node: in one function, for `self` in one class, or in the module."""
+    here, there = source.scope(name), source.scope(use)
+    if name.id == "self":
+        classes = [next((p for p in source.parents(n) if isinstance(p, ast.ClassDef)), None) for n in (name, use)]
+        return classes[0] is not None and classes[0] is classes[1]
+    if here is there:
+        return True
+    hidden = isinstance(there, Function) and name.id in parameter_names(there)
+    return here is source.tree and not hidden
+
+
+PEAKS = {"OneCycleLR": 1, "CyclicLR": 2}
+"""Schedules with a peak, and its position among their arguments."""
+
+
+@remedies_for("nan_lr")
+def guarded_schedule(context: FailureContext) -> Iterator[Remedy]:
+    """A guard in the expression that computes the learning rate."""
+    for source in OptimizerSetup(context).sources:
+        for expression in _schedules(source):
+            for node in ast.walk(expression):
+                found = _guard(source, node)
+                if found is not None:
+                    inner, text, why = found
+                    title = f"Keep `{' '.join(source.code(inner).split())}` in range"
+                    yield context.remedy(title, why, replace_node(source, inner, text), kind="setting")
+
+
+@remedies_for("nan_lr")
+def rate_filled_in(context: FailureContext) -> Iterator[Remedy]:
+    """The learning rate of the step before in place of a NaN in the source."""
+    rates = [s.lr for s in context.failure.history.steps if s.lr is not None and math.isfinite(s.lr)]
+    for source in OptimizerSetup(context).sources if rates else ():
+        for node, value in nonfinite_constants(source, source.tree):
+            if math.isnan(value):
+                why = "The learning rate is NaN in the source; the step before used this one."
+                rate = format_number(rates[-1])
+                yield context.remedy(
+                    f"Use learning rate {rate} instead of NaN", why, replace_node(source, node, rate), kind="setting"
+                )
+
+
+def _schedules(source: SourceFile) -> Iterator[ast.expr]:
+    """The expressions that a schedule returns, and those assigned to `group["lr"]`."""
+    for call in (c for kind in ("LambdaLR", "MultiplicativeLR") for c in source.calls if kind in source.called(c)):
+        given = [*call.args[1:2], *(k.value for k in call.keywords if k.arg == "lr_lambda")]
+        for function in (f for g in given for f in _functions(source, g)):
+            yield from _returned(function)
+    for node in source.nodes:
+        if isinstance(node, ast.Assign) and any(_is_rate(t) for t in node.targets):
+            yield node.value
+            # `group["lr"] = schedule(step)`, or a name assigned before
+            for function in _functions(source, node.value):
+                yield from _returned(function)
+            if isinstance(node.value, ast.Name) and (value := source.value(node.value)) is not node.value:
+                yield value
+                yield from (r for f in _functions(source, value) for r in _returned(f))
+    for own in (n for n in source.nodes if isinstance(n, ast.FunctionDef) and n.name == "get_lr"):
+        yield from _returned(own)
+
+
+def _is_rate(node: ast.expr) -> bool:
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == "lr"
+
+
+def _functions(source: SourceFile, node: ast.expr, depth: int = 3) -> Iterator[Function]:
+    """The functions that an expression refers to: a lambda, a name, or what another function returns."""
+    if isinstance(node, ast.Lambda):
+        yield node
+    name = source.called_name(node) if isinstance(node, ast.Call) else getattr(node, "id", None)
+    name = node.attr if isinstance(node, ast.Attribute) else name
+    for own in source.nodes if depth else ():
+        if isinstance(own, ast.FunctionDef) and own.name == name:
+            yield own
+            for returned in _returned(own):
+                yield from _functions(source, returned, depth - 1)
+
+
+def _returned(function: Function) -> Iterator[ast.expr]:
+    if isinstance(function, ast.Lambda):
+        yield function.body
+        return
+    for node in ast.walk(function):
+        # The result is often computed in several assignments.
+        if isinstance(node, ast.Return | ast.Assign) and node.value is not None:
+            yield node.value
+
+
+def _guard(source: SourceFile, node: ast.AST) -> tuple[ast.expr, str, str] | None:
+    """The operand of an operation that may give NaN, its guarded code, and why."""
+    expr = source.expr(node)
+    first = expr.arg(0, "x")
+    if first is None or (isinstance(node, ast.Call) and expr.library not in ("numpy", "math", "torch", "")):
+        return None
+    if expr.op in ("pow", "sqrt", "log", "log2", "log10") and literal_value(first) is None:
+        floor = "0.0" if expr.op in ("pow", "sqrt") else "1e-8"
+        why = "After the planned number of steps the argument becomes negative, and the result is not a real number."
+        return first, f"max({source.code(first)}, {floor})", why
+    if expr.op == "div" and (below := expr.arg(1, "other")) is not None and literal_value(below) is None:
+        return below, f"max({source.code(below)}, 1)", "A schedule without steps divides by 0."
+    return None
+
+
+@remedies_for("divergence_lr")
+def lower_peak(context: FailureContext) -> Iterator[Remedy]:
+    """A lower peak for a schedule that rises and falls."""
+    for source in OptimizerSetup(context).sources:
+        for call in source.calls:
+            at = PEAKS.get(source.called_name(call))
+            given = [k.value for k in call.keywords if k.arg == "max_lr"] or (call.args[at : at + 1] if at else [])
+            for peak, factor in ((p, f) for p in given[:1] for f in (0.1, 0.01) if at is not None):
+                edit, value = scale_number(context.files, Location(source, peak), factor)
+                title = f"Multiply the peak learning rate by {format_number(factor)}"
+                if value is not None:
+                    title = f"Lower the peak learning rate to {format_number(value)}"
+                why = "The schedule raised the learning rate until steps overshot; a lower peak avoids that."
+                yield context.remedy(title, why, edit, kind="setting")
+
+
+@remedies_for("divergence_lr")
+def capped_schedule(context: FailureContext) -> Iterator[Remedy]:
+    """A schedule that stops raising the learning rate while training is still healthy."""
+    rates = [(s.step, s.lr) for s in context.failure.history.steps if s.lr is not None and math.isfinite(s.lr)]
+    growth = context.failure.growth
+    initial: Any = dict(context.failure.history.settings).get("initial_lr")
+    if len(rates) < 3 or growth is None or not isinstance(initial, int | float) or not initial:
+        return
+    healthy = [r for step, r in rates if step <= growth.first_step]
+    if not healthy or rates[-1][1] < 3 * min(r for _, r in rates):
+        return
+    cap = healthy[-1] / initial
+    for source in OptimizerSetup(context).sources:
+        for call in (c for c in source.calls if source.called(c).endswith("LambdaLR") and len(c.args) > 1):
+            for function in _functions(source, call.args[1]):
+                ends = [function.body] if isinstance(function, ast.Lambda) else _return_values(function)
+                edits = [replace_node(source, e, f"min({source.code(e)}, {format_number(cap)})") for e in ends]
+                yield context.remedy(
+                    f"Limit the schedule to {format_number(cap)} times the base learning rate",
+                    f"The loss began to grow when the learning rate exceeded {format_number(healthy[-1])}.",
+                    *edits,
+                    kind="setting",
+                )
+
+
+def _return_values(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
+    return [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
+
 
 RATES = ("lr", "learning_rate", "rate", "step_size", "eta")
 UPDATES = ("add_", "sub_", "addcdiv_", "addcmul_")

@@ -280,7 +280,7 @@ class SourceFile:
         return min(spellings, key=lambda text: (text.count("."), len(text)), default=None)
 
     def spell(self, path: str, at: ast.AST) -> str:
-        """As `reach`, else the full path, for which `edits.as_patch` adds an import."""
+        """As `reach`, else the full path, for which `as_patch` adds an import."""
         return self.reach(path, at) or path
 
     # --- expressions -------------------------------------------------------------------------------------------

@@ -6,8 +6,13 @@ import contextlib
 import io
 import math
 import os
+import re
 import shutil
+import textwrap
+import tokenize
+import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
@@ -16,12 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from firstnan.diagnose.causes import catalogue
-from firstnan.records import Cause, NaNEvent, Origin, Remedy, Report, TensorStat, encode
+from firstnan.records import Batch, Cause, Feature, NaNEvent, Origin, PathStep, Remedy, Report, Site, TensorStat
+from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
-from firstnan.records.words import count, headline, kind, number, short_path
-from firstnan.report import words
-from firstnan.report.source import TAB, shown, source_lines
-from firstnan.report.words import Charset
+from firstnan.records.words import count, headline, kind, noticed, number, place, short_path
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
@@ -131,11 +134,9 @@ class _Page:
     def _headline(self, saved: str = "") -> Table:
         tone = "bold green" if self.report.verdict == "clean" else "bold red"
         tail = f"  ({self.chars.prose(saved)})" if saved else ""
-        grid = Table.grid(padding=(0, 1, 0, 0))
-        grid.add_column(no_wrap=True, style="bold")
-        grid.add_column(overflow="fold")
-        grid.add_row("firstnan:", Text.assemble((self.chars.prose(headline(self.report)), tone), tail))
-        if batch := words.batch_line(self.report):
+        text = Text.assemble((self.chars.prose(headline(self.report)), tone), tail)
+        grid = self._hanging("firstnan:", text, "bold")
+        if batch := batch_line(self.report):
             grid.add_row("", self._text(batch, "bold"))
         return grid
 
@@ -158,7 +159,7 @@ class _Page:
         if origin := report.origin:
             yield from self._values(origin)
         yield from self._samples()
-        if path := words.path_line(report):
+        if path := path_line(report):
             yield "path", self._text(path)
         if rows := history_rows(report):
             yield "history", self._text(history_head(report))
@@ -173,7 +174,7 @@ class _Page:
         if batch is None:
             return
         for feature in batch.features[: MOST["features"]]:
-            yield "samples", self._text(words.feature_line(feature))
+            yield "samples", self._text(feature_line(feature))
         if (left_out := len(batch.features) - MOST["features"]) > 0:
             yield "samples", Text(f"and {count(left_out, 'more value')} in the JSON", style="dim")
         if batch.note:
@@ -246,7 +247,7 @@ class _Page:
         helps = bool(remedies) and remedies[0].proven
         for i, remedy in enumerate(remedies[: MOST["remedies"]]):
             label = "fix" if len(remedies) == 1 else f"fix {i + 1}"
-            result = words.remedy_result(remedy, self.report)
+            result = remedy_result(remedy, self.report)
             tone = "green" if remedy.proven else "yellow"
             in_full = remedy.diff and (i == 0 if helps else not remedy.tried)
             title = (self.chars.prose(remedy.title), "bold")
@@ -272,7 +273,7 @@ class _Page:
             yield Text(f"and {count(len(lines) - MOST['diff'], 'more line')}", style="dim")
 
     def _footer(self, saved: str) -> Rows:
-        if replay := words.replay_line(self.report):
+        if replay := replay_line(self.report):
             yield "replay", self._text(replay)
         yield from self._notes()
         if self.report.cause and self.report.cause.slug in catalogue():
@@ -441,3 +442,412 @@ def argument(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(argument(v) for v in value[:8]) + (", …]" if len(value) > 8 else "]")
     return str(value)[:60]
+
+
+# --- source: the excerpt around the origin, and diffs ------------------------------------------------------------
+
+TAB = 4
+
+Cells = list[tuple[str, bool]]
+"""What a source line shows: one screen column or wide character per entry, and whether it is marked."""
+
+
+def source_lines(origin: Origin, chars: Charset, width: int) -> list[Text]:
+    """Where the value was created, the statement there, and the guilty expression underlined."""
+    if origin.site is None:
+        return []
+    rows = excerpt(origin.site)
+    gutter = max([len(str(row.number)) for row in rows if row.number is not None], default=1) + 2
+    where = chars.prose(_location(origin.site, origin.library_site), width - 12)
+    lines = [Text(" " * (gutter - 1) + "--> " + where, style="dim")]
+    room = max(width - gutter - 3, 20)
+    rows_of_cells = _dedented([_cells(row, chars) for row in rows])
+    final = max((i for i, row in enumerate(rows) if row.mark), default=-1)
+    for i, (row, cells) in enumerate(zip(rows, rows_of_cells, strict=True)):
+        name = chars.ellipsis if row.number is None else str(row.number)
+        code, carets = _cropped(cells, room, chars)
+        lines.append(_line(name.rjust(gutter), code, "bold" if row.mark else "", chars))
+        if row.mark:
+            remark = chars.prose(at_expression(origin)) if i == final else ""
+            lines += [_line(" " * gutter, text, "bold red", chars) for text in _underline(carets, remark, room)]
+    return lines
+
+
+def _location(site: Site, library: Site | None) -> str:
+    where = place(site)
+    if site.function and not site.function.startswith("<"):
+        where += f", in {site.function}"
+    if library:
+        where += f", inside {place(library)}" + (f" ({library.function})" if library.function else "")
+    return where
+
+
+def _line(name: str, code: str, style: str, chars: Charset) -> Text:
+    line = Text.assemble((f"{name} {chars.bar} ", "dim"), (code, style))
+    line.no_wrap, line.overflow = True, "ignore"
+    return line
+
+
+def _underline(carets: str, remark: str, room: int) -> list[str]:
+    """The carets with the remark after them, or below them where it does not fit."""
+    if cell_len(carets) + 1 + cell_len(remark) <= room:
+        return [f"{carets} {remark}"]
+    indent = " " * min(len(carets) - len(carets.lstrip()), max(room - cell_len(remark), 0))
+    return [carets, indent + remark] if remark else [carets]
+
+
+def _cells(row: Row, chars: Charset) -> Cells:
+    """The line as it will be seen: tabs expanded, unprintable characters escaped."""
+    start, end = row.mark or (0, 0)
+    cells: Cells = []
+    column = 0
+    for i, char in enumerate(row.text.rstrip()[:4000]):
+        shown = " " * (TAB - column % TAB) if char == "\t" else chars.show(char)
+        pieces = [shown] if len(shown) == 1 else list(shown)
+        cells += [(piece, start <= i < end) for piece in pieces]
+        column += cell_len(shown)
+    return cells
+
+
+def _cropped(cells: Cells, room: int, chars: Charset) -> tuple[str, str]:
+    """The line and its underline, cut to `room` columns around what is marked."""
+    first = next((i for i, (_, marked) in enumerate(cells) if marked), 0)
+    after = max((i for i, (_, marked) in enumerate(cells) if marked), default=0) + 1
+    dots: Cells = [(c, False) for c in chars.ellipsis]
+    if _columns(cells) > room:
+        space = room - 2 * len(dots)
+        if _columns(cells[:after]) > space and first > 8:
+            cells = dots + cells[first - 8 :]
+        if _columns(cells) > room:
+            while _columns(cells) > room - len(dots):
+                cells = cells[: -max(1, (_columns(cells) - room + len(dots)) // 2)]
+            cells = cells + dots
+    code = "".join(piece for piece, _ in cells)
+    carets = "".join(("^" if marked else " ") * cell_len(piece) for piece, marked in cells)
+    return code, carets.rstrip()
+
+
+def _columns(cells: Cells) -> int:
+    return sum(cell_len(piece) for piece, _ in cells)
+
+
+def _dedented(rows: list[Cells]) -> list[Cells]:
+    """The rows without the indentation that all of them share."""
+    indents = [next((i for i, (piece, _) in enumerate(row) if piece != " "), None) for row in rows]
+    least = min((i for i in indents if i is not None), default=0)
+    return [row[least:] for row in rows]
+
+
+BEFORE, AFTER = 2, 1
+LONGEST_FILE = 4_000_000
+MOST_STATEMENT_LINES = 7
+MOST_MARKED_LINES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line to show; `mark` is the guilty part as (start, end) characters. No number: lines are left out here."""
+
+    number: int | None
+    text: str = ""
+    mark: tuple[int, int] | None = None
+
+
+def excerpt(site: Site) -> list[Row]:
+    """The statement at `site` with a few lines around it, as far as they are known."""
+    file = _file_lines(site.file)
+    statement, recorded = _statement(site, file)
+    if not statement:
+        return []
+    last = min(max(site.end_line or site.line, site.line), max(statement))
+    rows = [Row(n, text, _mark(site, n, last, text, recorded)) for n, text in sorted(statement.items())]
+    return _context(rows, file, before=True) + _shortened(rows) + _context(rows, file, before=False)
+
+
+def _file_lines(path: str) -> list[str]:
+    """The lines of a source file; none if it is missing, too large or not text."""
+    try:
+        if not os.path.isfile(path) or os.path.getsize(path) > LONGEST_FILE:
+            return []
+        with tokenize.open(path) as file:
+            return file.read().split("\n")
+    except (OSError, SyntaxError, ValueError):
+        return []
+
+
+def _statement(site: Site, file: list[str]) -> tuple[dict[int, str], bool]:
+    """Line number -> text of the statement, and whether that is the recorded text, which the columns refer to.
+
+    The record of a very long statement may end before the guilty line. Then the file's line is shown instead, or the
+    bare expression.
+    """
+    start = site.source_line if site.source_line is not None else site.line
+    if start <= site.line < start + len(site.source):
+        return {start + i: line.rstrip("\r\n") for i, line in enumerate(site.source)}, True
+    code = site.code.split("\n")
+    if not site.code.strip():
+        return {}, False
+    end = site.line + len(code) - 1
+    if site.line >= 1 and end <= len(file) and code[0].strip() in file[site.line - 1]:
+        return {n: file[n - 1] for n in range(site.line, end + 1)}, False
+    return {site.line + i: line for i, line in enumerate(code)}, False
+
+
+def _mark(site: Site, number: int, last: int, text: str, recorded: bool) -> tuple[int, int] | None:
+    """The part of line `number` that belongs to the expression; the whole line if the columns do not fit."""
+    if not site.line <= number <= last:
+        return None
+    indent, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    whole = (indent, end) if indent < end else None
+    if site.column is None or site.end_column is None or not recorded:
+        at = text.find(site.code) if site.code and site.line == last else -1
+        return (at, at + len(site.code)) if at >= 0 else whole
+    first = max(site.column, 0) if number == site.line else indent
+    after = min(site.end_column, len(text)) if number == last and last == (site.end_line or site.line) else end
+    return (first, after) if first < after else whole
+
+
+def _context(rows: list[Row], file: list[str], *, before: bool) -> list[Row]:
+    """Lines of the file next to the statement, if the file still has that statement there."""
+    first, last = rows[0].number or 0, rows[-1].number or 0
+    if first < 1 or [r.text.rstrip() for r in rows] != [line.rstrip() for line in file[first - 1 : last]]:
+        return []
+    numbers = range(max(1, first - BEFORE), first) if before else range(last + 1, min(len(file), last + AFTER) + 1)
+    found = [Row(n, file[n - 1]) for n in numbers]
+    while found and not found[0].text.strip():
+        found.pop(0)
+    while found and not found[-1].text.strip():
+        found.pop()
+    return found
+
+
+def _shortened(rows: list[Row]) -> list[Row]:
+    """A few rows: the statement's first line and the marked lines, with gaps for the rest."""
+    marked = [i for i, row in enumerate(rows) if row.mark]
+    hidden: set[int] = set()
+    if len(marked) > MOST_MARKED_LINES:
+        hidden.update(marked[2:-1])
+    if len(rows) - len(hidden) > MOST_STATEMENT_LINES:
+        near = {i + d for i in marked for d in (-1, 0, 1)} or set(range(MOST_STATEMENT_LINES - 1))
+        hidden.update(i for i in range(1, len(rows)) if i not in near)
+    shown: list[Row] = []
+    for i, row in enumerate(rows):
+        if i not in hidden:
+            shown.append(row)
+        elif shown and shown[-1].number is not None:
+            shown.append(Row(None))
+    return shown
+
+
+AROUND = 1
+"""Lines shown before and after a change."""
+_LONGEST = 100_000
+
+
+def shown(diff: str) -> list[tuple[str, str]]:
+    """The lines of a diff with their marks (`+`, `-` or a blank); above each change its place, without a mark."""
+    path, number, out = "", 0, list[tuple[str, str]]()
+    hunk: list[str] = []
+    for line in [*diff[:_LONGEST].strip("\n").split("\n"), "@@"]:
+        if line.startswith(("--- ", "+++ ", "@@")):
+            out += _block(path, number, hunk)
+            hunk = []
+            if line.startswith("--- "):
+                path, number = short_path(line[4:].split("\t")[0].strip().removeprefix("a/")), 0
+            elif found := re.match(r"@@ -\d{1,9}(?:,\d+)? \+(\d{1,9})", line):
+                number = int(found[1])
+        elif not line.startswith("\\"):
+            hunk.append(line.rstrip("\r")[:500])
+    return out
+
+
+def _block(path: str, number: int, hunk: list[str]) -> list[tuple[str, str]]:
+    """One change: its place, then its lines without their shared indentation."""
+    changes = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
+    if not changes:
+        return []
+    place = [("", f"{path}:{number + changes[0]}" if number else path)] if path else []
+    first, last = max(changes[0] - AROUND, 0), changes[-1] + AROUND
+    # An empty line around a change says nothing.
+    lines = [x for i, x in enumerate(hunk[: last + 1]) if i >= first and (x.strip() or changes[0] <= i <= changes[-1])]
+    marks = [line[:1] or " " for line in lines]
+    texts = textwrap.dedent("\n".join(line[1:] for line in lines)).split("\n")
+    return place + list(zip(marks, texts, strict=True))
+
+
+# --- sentences and characters ------------------------------------------------------------------------------------
+
+
+def batch_line(report: Report) -> str:
+    """The batch, its bad samples, and the rank, as far as they are known."""
+    parts = [_batch(report.batch)] if report.batch else []
+    if report.world_size > 1:
+        parts.append(f"rank {report.rank} of {report.world_size}")
+    return ", ".join(p for p in parts if p)
+
+
+def _batch(batch: Batch) -> str:
+    words = [] if batch.index is None else [f"batch {batch.index}"]
+    size = "" if batch.size is None else f" of {batch.size}"
+    if batch.bad_samples:
+        few = _few(batch.bad_samples)
+        many = f"{len(batch.bad_samples)}{size} samples: " if len(batch.bad_samples) > 8 else ""
+        noun = "sample" if len(batch.bad_samples) == 1 else "samples"
+        words.append(many + few if many else f"{noun} {few}{size}")
+        if batch.dataset_indices:
+            index = "index" if len(batch.dataset_indices) == 1 else "indices"
+            words.append(f"dataset {index} {_few(batch.dataset_indices)}")
+        if batch.confirmed:
+            words.append(f"confirmed by {count(batch.replays, 'replay')}")
+    elif batch.size is not None:
+        words.append(count(batch.size, "sample"))
+    return ", ".join(words)
+
+
+def _few(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+
+
+def feature_line(feature: Feature) -> str:
+    """`sample 6: batch[0][3] = 0, other samples 0.25 … 2`."""
+    where = feature.member + ("" if not feature.index else str(list(feature.index)))
+    what = f"{where} = {number(feature.value)}" + (" everywhere" if feature.index is None else "")
+    spread = number(feature.low) + ("" if feature.low == feature.high else f" … {number(feature.high)}")
+    return f"sample {feature.sample}: {what}, other samples {spread}"
+
+
+def at_expression(origin: Origin) -> str:
+    """The remark beside the underlined expression: what it did."""
+    node = origin.event.node if origin.event else None
+    what = kind(origin.produced)
+    match origin.phase:
+        case "backward" if origin.event and origin.event.in_python_backward:
+            return f"this produced {what}, in a custom backward"
+        case "backward":
+            return f"the derivative of this expression produced {what}" + (f" ({node})" if node else "")
+        case "optimizer":
+            return f"the update produced {what}"
+        case "input" if not origin.op:
+            return f"the non-finite {'buffer' if origin.role == 'buffer' else 'data'} enters the step here"
+        case "parameter" if not origin.op:
+            return f"{origin.label or 'this tensor'} already held {what} before this line ran"
+        case _:
+            return f"{origin.op or 'this'} produced {what}"
+
+
+def path_line(report: Report) -> str:
+    """The path from the origin to where the value was noticed, shortened in the middle."""
+    origin, steps, before = report.origin, _whole_path(report), ""
+    home = origin.site.file if origin and origin.site else ""
+    words = [origin.label or "the non-finite value"] if origin and not origin.op else []
+    phase = steps[0].phase if steps else ""
+    keep_head, keep_tail = 3, 2
+    for i, step in enumerate(steps):
+        if len(steps) > keep_head + keep_tail + 1 and keep_head <= i < len(steps) - keep_tail:
+            if i == keep_head:
+                words.append(f"… {len(steps) - keep_head - keep_tail} more …")
+            before = ""
+            continue
+        file = os.path.basename(home) if step.file in ("", home) else short_path(step.file)
+        where = f"{file}:{step.line}" if step.line is not None and file else ""
+        turn = "backward of " if step.phase == "backward" and (step.phase != phase or not i) else ""
+        words.append(f"{turn}{step.op}" + (f" ({where})" if where and where != before else ""))
+        before, phase = where, step.phase
+    if report.noticed:
+        words.append(noticed(report.noticed))
+    return " -> ".join(words)
+
+
+def _whole_path(report: Report) -> list[PathStep]:
+    """The path, starting with the operator of the origin if there is one."""
+    origin = report.origin
+    if origin is None or not origin.op:
+        return list(report.path)
+    line, file = (origin.site.line, origin.site.file) if origin.site else (None, "")
+    return [PathStep(origin.op, line, file, phase=origin.phase), *report.path]
+
+
+def remedy_result(remedy: Remedy, report: Report) -> str:
+    """The result of trying the remedy."""
+    step = "the failing step" if report.step is None else f"step {report.step}"
+    if not remedy.tried:
+        how = "; firstnan run script.py would try it" if remedy.diff else ""
+        return f"not tried: {remedy.note}" if remedy.note else f"not tried{how}"
+    if remedy.failing_step_finite is None:
+        return f"tried: {remedy.note}" if remedy.note else "tried"
+    if not remedy.failing_step_finite:
+        return f"tried: {step} is still not finite" + (f" ({remedy.note})" if remedy.note else "")
+    if remedy.steps_finite_after is None:
+        return f"tried: {step} is finite" + (f", but {remedy.note}" if remedy.note else "")
+    after = remedy.steps_finite_after
+    steps = {0: "", 1: ", and so is the step after it"}.get(after, f", and so are the {after} steps after it")
+    return "; ".join(part for part in (f"tried: {step} is finite{steps}", remedy.note, _loss_change(remedy)) if part)
+
+
+def _loss_change(remedy: Remedy) -> str:
+    change = remedy.loss_change
+    if change is None:
+        return ""
+    if change <= 1e-3:
+        return "healthy losses unchanged" + (f" (largest relative change {change:.0e})" if change else "")
+    return f"healthy losses change by up to {100 * change:.2g} %"
+
+
+def replay_line(report: Report) -> str:
+    """How the trace was made, and whether the replay reproduced the failure."""
+    every_time = " every time" if report.origin else ""
+    result = {
+        "deterministic": "the failure was reproduced",
+        "transient": f"the failure was not reproduced{every_time}",
+        "not_replayed": "" if report.replay else "the step was not replayed",
+    }[report.reproduced]
+    return "; ".join(part for part in (report.replay.rstrip(".; "), result) if part)
+
+
+_GLYPHS = "…│•▁▂▃▄▅▆▇█"
+_TO_ASCII = str.maketrans({"…": "...", "│": "|", "•": "*", "→": "->", "×": "x", "–": "-", "—": "-", "“": '"', "”": '"'})
+_BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+class Charset:
+    """Turns any text into text that is safe to print in `encoding`: it cannot move the cursor or change colors."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        try:
+            _GLYPHS.encode(encoding)
+        except UnicodeEncodeError:
+            self.plain = True
+        except LookupError:  # an encoding that Python does not know
+            self.plain, encoding = True, "ascii"
+        else:
+            self.plain = False
+        self._encoding = encoding
+        self.bar = "|" if self.plain else "│"
+        self.bullet = "*" if self.plain else "•"
+        self.ellipsis = "..." if self.plain else "…"
+        self.spark = "_.-:=+*#" if self.plain else "▁▂▃▄▅▆▇█"
+
+    def show(self, text: str) -> str:
+        """`text` with unprintable characters escaped."""
+        if text.isascii() and text.isprintable():
+            return text
+        if self.plain:
+            text = text.translate(_TO_ASCII)
+        text = "".join(_escape(c) if _unsafe(c) else c for c in text)
+        return text.encode(self._encoding, "backslashreplace").decode(self._encoding)
+
+    def prose(self, text: str, limit: int = 700) -> str:
+        """`text` on one line, without runs of spaces, cut at `limit`."""
+        return self.cut(self.show(" ".join(text[: 4 * limit].split())), limit)
+
+    def cut(self, text: str, limit: int) -> str:
+        return text if len(text) <= limit else text[: max(0, limit - len(self.ellipsis))].rstrip() + self.ellipsis
+
+
+def _unsafe(char: str) -> bool:
+    """Control characters (escape sequences too), lone surrogates, line separators, and marks that reorder text."""
+    return char in _BIDI or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")

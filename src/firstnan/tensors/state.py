@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from firstnan.tensors.finite import is_finite, norms, readable, tensors_in
-from firstnan.tensors.names import Slot, find_live_objects
+from firstnan.tensors.models import Slot, find_live_objects
 
 _WORDS = 624  # the state of the Mersenne Twister, which both Python and numpy use
 _BYTES = 4 * (_WORDS + 1)

@@ -13,7 +13,7 @@ from firstnan.observe.sites import Spot, resolve
 from firstnan.records import Operand, OpEvent, TensorStat, Trace
 from firstnan.records.operator_families import RANDOM
 from firstnan.tensors.finite import readable
-from firstnan.tensors.names import Parts
+from firstnan.tensors.models import Parts
 from firstnan.tracing.examine import Detail, numbers_in
 from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo

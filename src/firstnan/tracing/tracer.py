@@ -22,8 +22,7 @@ from firstnan.observe.patches import Patches
 from firstnan.observe.sites import Ownership
 from firstnan.records import Role, Trace
 from firstnan.tensors.finite import extremes, readable, surely_finite
-from firstnan.tensors.names import Parts
-from firstnan.tensors.optimizers import is_safe
+from firstnan.tensors.models import Parts, is_safe
 from firstnan.tracing.examine import examine, in_float64, numbers_in
 from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo, arguments_keep_finite, info, tensors_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from firstnan.diagnose.causes.pages import documents
+from firstnan.diagnose.causes import documents
 
 folder = Path(sys.argv[1])
 for old in folder.glob("*.md"):

@@ -5,23 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from firstnan.diagnose.causes import catalogue
-from firstnan.diagnose.rules import data, derivatives, forward, overflow
-from firstnan.diagnose.rules.base import RULES
-from firstnan.diagnose.rules.failure import Failure, nonfinite
-from firstnan.diagnose.rules.growth import growth
-from firstnan.diagnose.rules.transient import transient
+from firstnan.diagnose.rules import data, operators, overflow
+from firstnan.diagnose.rules.base import RULES, Failure, growth, nonfinite
 from firstnan.diagnose.rules.user_rules import rule
 from firstnan.records import Cause, History, Origin, Trace
 
 __all__ = ["explain", "from_history", "rule", "transient"]
 
-RULE_MODULES = (data, derivatives, forward, overflow)
+RULE_MODULES = (data, operators, overflow)
 """Imported for the rules that they register."""
 
 SECOND = 0.6
 CLEAR_GROWTH = 1e6
 WORTH_SHOWING = 0.5
 """A cause less than half as likely as the best is not shown."""
+_MACHINE = "faulty hardware, a race, uninitialised memory, or a non-deterministic kernel"
+_PROGRAM = "a counter, a cache, its own random generator, the clock, or files"
 
 
 def explain(origin: Origin, trace: Trace, history: History) -> list[Cause]:
@@ -51,6 +50,22 @@ def from_history(history: History) -> Cause | None:
     why = f"{rise.sentences()} The operator that failed was not traced."
     entry = catalogue()["divergence_lr"]
     return Cause(entry.slug, entry.title, why, rise.lines(), SECOND, entry.link)
+
+
+def transient(replay: str, difference: str = "", *, programs_own: bool | None = None) -> Cause:
+    """The cause if `replay` (in words) gave another result; `difference` is the first operator that differed.
+
+    `programs_own` says whether the program itself did something else (True) or got another result for the same (False).
+    """
+    if programs_own is None:
+        rest = f"Possible reasons are {_MACHINE}, or other program state such as a counter or a cache."
+    elif programs_own:
+        rest = f"So the step depends on other program state, such as {_PROGRAM}."
+    else:
+        rest = f"The program did the same, so the reason is {_MACHINE}."
+    evidence = (f"the first difference: {difference}",) if difference else ()
+    entry = catalogue()["transient"]
+    return Cause(entry.slug, entry.title, f"{replay}. {rest}", evidence, 0.6 if difference else 0.5, entry.link)
 
 
 def _all(failure: Failure) -> list[Cause]:

@@ -6,8 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from firstnan.diagnose.rules.base import ANY, Finding, rule
-from firstnan.diagnose.rules.failure import Failure, counted, describe, nonfinite
+from firstnan.diagnose.rules.base import ANY, Failure, Finding, counted, describe, nonfinite, rule
 from firstnan.records import OpEvent, Phase
 from firstnan.records.operator_families import CONSTRUCTORS, LOSSES, words
 

@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from firstnan.diagnose.rules.base import ANY, Finding, rule
-from firstnan.diagnose.rules.failure import Failure, counted, describe, dtype_max, has_zero, largest, why_large
-from firstnan.diagnose.rules.forward import div_by_zero, zero_over_zero
-from firstnan.diagnose.rules.growth import not_growing
+from firstnan.diagnose.rules.base import (
+    ANY,
+    Failure,
+    Finding,
+    counted,
+    describe,
+    dtype_max,
+    has_zero,
+    largest,
+    not_growing,
+    rule,
+    why_large,
+)
+from firstnan.diagnose.rules.operators import div_by_zero, zero_over_zero
 from firstnan.records import OpEvent, Phase, TensorStat, Trace
 from firstnan.records.operator_families import (
     COPIES,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from firstnan.diagnose.rules.base import ANY, RULES, Finding, Rule
-from firstnan.diagnose.rules.failure import Failure
+from firstnan.diagnose.rules.base import ANY, RULES, Failure, Finding, Rule
 
 Reason = Callable[[Failure], str | None]
 

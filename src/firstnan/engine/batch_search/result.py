@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from firstnan.records import Noticed, TensorStat, encode
+from firstnan.records import Noticed, TensorStat
+from firstnan.records.codec import encode
 from firstnan.records.words import count
 from firstnan.report.text import tensor_facts
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn import Module
 
-from firstnan.tensors.names import readable_path
+from firstnan.tensors.models import readable_path
 
 Trackable = Callable[[str, Module], bool]
 

@@ -1,7 +1,8 @@
-"""`find_bad_batch`: the public function for both searches."""
+"""`find_bad_batch` and `find_bad_samples`: which data makes training non-finite."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,16 +10,24 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 from torch.nn import Module
 
 from firstnan.engine.batch_search.checkpoints import LateSearch, Order, scan
 from firstnan.engine.batch_search.result import BatchSearch
 from firstnan.engine.batch_search.training import Everything, SavedState, Training
+from firstnan.engine.data_origin import bad_rows
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.policies import Policy
+from firstnan.engine.samples.cut import CutError, cut
+from firstnan.engine.samples.search import search
 from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
 from firstnan.engine.step_check import StepCheck
 from firstnan.observe.sites import Ownership
+from firstnan.records import Batch
+from firstnan.tensors.models import Models
+from firstnan.tensors.state import RandomState, restore_buffers
 
 
 def find_bad_batch(
@@ -81,3 +90,63 @@ def _bar(wanted: bool, length: int | None) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=length, text="")
         yield lambda text: bar.update(task, advance=1, text=text)
+
+
+def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
+    """Finds the bad samples by calling `step(batch)` with samples replaced by others of the batch.
+
+        found = firstnan.find_bad_samples(lambda batch: loss_of(model, batch), batch)
+        print(found.bad_samples, found.confirmed, found.features)
+
+    A call counts as bad if what it returns, its loss or its gradients are not finite; a loss that is returned is
+    taken through backward where the step has not done so itself. Updates are dropped, and random state, buffers
+    and gradients are as before in every call and at the end. `bad_samples` is None where no sample is responsible;
+    `note` says why.
+    """
+    try:
+        pieces = cut(batch)
+    except CutError as error:
+        return Batch(note=f"the batch cannot be split into samples: {error}")
+    with _kept_as_it_is(step) as is_finite:
+        asking = search(pieces.size, bad_rows(batch))
+        question = next(asking)
+        while True:
+            try:
+                question = asking.send(is_finite(pieces.replaced(question)))
+            except StopIteration as stop:
+                found = stop.value
+                break
+    if not found.repeated:
+        return Batch(size=pieces.size, replays=found.replays, note="the step is finite with this batch")
+    features = pieces.features(found.bad) if found.bad else ()
+    return Batch(None, pieces.size, found.bad, found.confirmed, None, features, found.replays, found.note)
+
+
+@contextlib.contextmanager
+def _kept_as_it_is(step: Callable[[Any], Any]) -> Iterator[Callable[[Any], bool]]:
+    """Yields a function that says whether the step is finite with a batch; every call starts from the current state."""
+    models, handouts = Models(), Handouts()
+    handouts.watch_buffers(models.slots)
+    buffers, random = handouts.copied_buffers(), RandomState.now()
+    gradients: dict[int, tuple[Tensor, Tensor | None]] = {id(p): (p, p.grad) for p, _ in models.parameters.values()}
+    check = StepCheck(step, models, results_count=True)
+
+    def put_state_back() -> None:
+        random.restore()
+        restore_buffers(buffers)
+
+    def is_finite(batch: Any) -> bool:
+        put_state_back()
+        for leaf, _ in gradients.values():
+            leaf.grad = None
+        outcome = check(batch)
+        for key, kept in check.leaves.items():
+            gradients.setdefault(key, kept)
+        return not any(one.noticed.what != "input" for one in outcome.seen)
+
+    try:
+        yield is_finite
+    finally:
+        put_state_back()
+        for leaf, gradient in gradients.values():
+            leaf.grad = gradient

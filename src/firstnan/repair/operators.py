@@ -1,0 +1,829 @@
+"""Changes where one operator fails: stable formulas, masks, reductions, matrices, derivatives, functions of torch."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from firstnan.records import Edit, OpEvent, Remedy
+from firstnan.records.operator_families import CARRIERS, NORMALISERS, SOFTMAXES, SPECTRAL, words
+from firstnan.repair.context import FailureContext, Location, remedies_for
+from firstnan.repair.guards import GUARDS, GuardWriter, failing_operation, why_below
+from firstnan.repair.literals import nonfinite_constants
+from firstnan.repair.source import (
+    Expr,
+    SourceFile,
+    changed_call,
+    delete_statement,
+    insert_before,
+    literal_value,
+    parenthesized,
+    replace_node,
+    set_argument,
+)
+
+# --- stable functions instead of formulas whose intermediate results overflow or vanish --------------------------
+
+
+@dataclass
+class LogForm:
+    """Writes the logarithm of an expression without computing the expression, if that is possible."""
+
+    source: SourceFile
+    use: ast.AST
+    seen: list[ast.AST] = field(default_factory=list)
+    """The nodes that the new code replaces."""
+    unused: list[ast.stmt] = field(default_factory=list)
+    """Assignments that the new code no longer reads."""
+    name: str = ""
+    """The stable function that was used."""
+
+    def of(self, node: ast.expr, depth: int = 0) -> str | None:
+        source = self.source
+        self.seen.append(node)
+        if depth > 8:
+            return None
+        if isinstance(node, ast.Name):
+            return self._of_name(node, depth)
+        if isinstance(node, ast.Subscript):
+            return self._around(node, node.value, depth)
+        expr = source.expr(node)
+        if expr.op in CARRIERS and expr.args:  # the logarithm can be taken before them
+            return self._around(node, expr.args[0], depth)
+        if expr.op in ("clamp", "clamp_min", "clip") and expr.args:
+            return self.of(expr.args[0], depth + 1)
+        if expr.op == "add" and 0 < (literal_value(expr.args[1]) or 0) < 1e-2:
+            return self.of(expr.args[0], depth + 1)
+        return self._known(expr, depth)
+
+    def _of_name(self, name: ast.Name, depth: int) -> str | None:
+        """The expression assigned to the name, written out."""
+        source, found = self.source, self.source.assigned(name)
+        if found is None or found.value is None or not source.unchanged(found.value, self.use):
+            return None
+        only_here = source.reads(name.id, name) == 1
+        if not only_here and not _cheap(source, found.value):
+            return None
+        text = self.of(found.value, depth + 1)
+        if text is not None and only_here:
+            self.unused.append(found)
+        return text
+
+    def _around(self, whole: ast.expr, inner: ast.expr, depth: int) -> str | None:
+        """The same selection of elements from the logarithm."""
+        new = self.of(inner, depth + 1)
+        if new is None:
+            return None
+        (start, end), (a, b) = self.source.span(whole), self.source.span(inner)
+        return self.source.text[start:a] + new + self.source.text[b:end]
+
+    def _known(self, expr: Expr, depth: int) -> str | None:
+        source, functional = self.source, self.source.spell("torch.nn.functional", self.use)
+        if expr.op == "softmax" and isinstance(expr.node, ast.Call):
+            self.name = "log_softmax"
+            return renamed(source, expr.node, "log_softmax")
+        if expr.op == "sigmoid" and expr.args:
+            self.name = "logsigmoid"
+            return f"{functional}.logsigmoid({source.code(expr.args[0])})"
+        if expr.op == "exp" and expr.args:
+            self.name = "the exponent itself"
+            return parenthesized(source, expr.args[0])
+        if expr.op == "sum" and expr.args:
+            return self._sum_of_exp(expr)
+        if expr.op == "div":
+            parts = [self.of(arg, depth + 1) for arg in expr.args]
+            return f"({parts[0]} - {parts[1]})" if None not in parts else None
+        if expr.op == "add" and 1 in (literal_value(expr.args[0]), literal_value(expr.args[1])):
+            return self.of_one_more(expr.args[literal_value(expr.args[0]) == 1])
+        if expr.op == "sub" and literal_value(expr.args[0]) == 1:
+            other = source.meaning(expr.args[1])
+            if other.op == "sigmoid" and other.args and source.unchanged(other.args[0], self.use):
+                self.name = "logsigmoid"
+                return f"{functional}.logsigmoid(-{parenthesized(source, other.args[0])})"
+        return None
+
+    def of_one_more(self, node: ast.expr) -> str | None:
+        """log(1 + node)."""
+        other = self.source.meaning(node)
+        if other.op != "exp" or not other.args or not self.source.unchanged(other.args[0], self.use):
+            return None
+        self.seen.append(other.node or self.use)
+        self.name = "softplus"
+        return f"{self.source.spell('torch.nn.functional', self.use)}.softplus({self.source.code(other.args[0])})"
+
+    def _sum_of_exp(self, expr: Expr) -> str | None:
+        source = self.source
+        inner, dim = source.meaning(expr.args[0]), expr.arg(1, "dim") or expr.keywords.get("axis")
+        if inner.op != "exp" or not inner.args or not source.unchanged(inner.args[0], self.use):
+            return None
+        self.seen.append(inner.node or self.use)
+        self.name = "logsumexp"
+        torch, code = source.spell("torch", self.use), source.code(inner.args[0])
+        if dim is None:
+            return f"{torch}.logsumexp({parenthesized(source, inner.args[0])}.flatten(), dim=0)"
+        keep = expr.arg(2, "keepdim")
+        tail = f", keepdim={source.code(keep)}" if keep is not None else ""
+        return f"{torch}.logsumexp({code}, dim={source.code(dim)}{tail})"
+
+
+def _cheap(source: SourceFile, node: ast.expr) -> bool:
+    """Whether it may be computed twice: it calls no layer and no function of the user's."""
+    calls = [source.called(n) for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return all(name.startswith((".", "torch.")) for name in calls)
+
+
+def renamed(source: SourceFile, call: ast.Call, name: str) -> str:
+    """The call with another function of the same module."""
+    if isinstance(call.func, ast.Name):
+        full = source.called(call)
+        new = source.spell(f"{full.rsplit('.', 1)[0]}.{name}" if "." in full else f"torch.{name}", call)
+        return new + source.text[source.span(call.func)[1] : source.span(call)[1]]
+    end = source.span(call.func)[1]
+    old = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    start, stop = source.span(call)
+    return source.text[start : end - len(old)] + name + source.text[end:stop]
+
+
+def _stable_log(location: Location[ast.AST], expr: Expr) -> tuple[LogForm, Edit] | None:
+    """A stable form of a call of `log` or `log1p`, if its argument has a known form."""
+    if expr.op not in ("log", "log1p") or not expr.args or not isinstance(expr.node, ast.expr):
+        return None
+    source, form = location.source, LogForm(location.source, expr.node)
+    text = form.of(expr.args[0]) if expr.op == "log" else form.of_one_more(expr.args[0])
+    return (form, replace_node(source, expr.node, text)) if text is not None else None
+
+
+def _remedy(context: FailureContext, forms: list[tuple[LogForm, Edit]]) -> Remedy:
+    name = forms[0][0].name
+    unused = dict.fromkeys(s for form, _ in forms for s in form.unused)
+    return context.remedy(
+        f"Use {name} instead of the logarithm",
+        "The result is the same, without the intermediate value whose logarithm is infinite.",
+        *(edit for _, edit in forms),
+        *(deleted for s in unused if (deleted := delete_statement(forms[0][0].source, s)) is not None),
+    )
+
+
+@remedies_for("log_of_zero", "log_of_negative", "where_grad_trap", "zero_times_inf")
+def logarithm_of_a_known_function(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "log")
+    own = _stable_log(found.location, found.expr) if found is not None else None
+    if found is None or own is None or found.expr.node is None:
+        return
+    source = found.location.source
+    logs = [source.expr(n) for n in source.within(found.expr.node) if n is not found.expr.node]
+    others = [form for e in logs if (form := _stable_log(found.location, e)) is not None]
+    if others:
+        yield _remedy(context, [own, *others])
+    yield _remedy(context, [own])
+
+
+@remedies_for("exp_overflow", "overflow", "low_precision_overflow", "where_grad_trap", "zero_over_zero")
+def exponential_inside_a_known_formula(context: FailureContext) -> Iterator[Remedy]:
+    location = context.location
+    if location is None or location.expr.op not in ("exp", "div", "sum") or not location.expr.args:
+        return
+    source, node = location.source, location.node
+    for other in source.within(node):
+        expr = source.expr(other)
+        form = _stable_log(location, expr)
+        if form is not None and node in form[0].seen:
+            yield _remedy(context, [form])
+        if isinstance(other, ast.BinOp) and expr.op == "div":
+            yield from _softmax_by_hand(context, location, expr)
+            yield from _sigmoid_by_hand(context, location, expr)
+
+
+def _softmax_by_hand(context: FailureContext, location: Location[ast.AST], expr: Expr) -> Iterator[Remedy]:
+    source = location.source
+    top, below = source.meaning(expr.args[0]), source.meaning(expr.args[1])
+    if top.op != "exp" or below.op != "sum" or not below.args or not isinstance(expr.node, ast.expr):
+        return
+    inner, dim = source.meaning(below.args[0]), below.arg(1, "dim") or below.keywords.get("axis")
+    same = inner.op == "exp" and ast.dump(inner.args[0]) == ast.dump(top.args[0])
+    if not same or dim is None or location.node not in (expr.node, top.node, inner.node, below.node):
+        return
+    if not source.unchanged(top.args[0], expr.node):
+        return
+    argument = f"{source.code(top.args[0])}, dim={source.code(dim)}"
+    yield context.remedy(
+        "Use softmax instead of exp(x) / exp(x).sum()",
+        "softmax subtracts the largest entry first, so no exponential overflows.",
+        replace_node(source, expr.node, f"{source.spell('torch', expr.node)}.softmax({argument})"),
+    )
+
+
+def _sigmoid_by_hand(context: FailureContext, location: Location[ast.AST], expr: Expr) -> Iterator[Remedy]:
+    source = location.source
+    below = source.meaning(expr.args[1])
+    if literal_value(expr.args[0]) != 1 or below.op != "add" or 1 not in [literal_value(a) for a in below.args]:
+        return
+    inner = source.meaning(below.args[literal_value(below.args[0]) == 1])
+    if inner.op != "exp" or location.node not in (expr.node, inner.node) or not isinstance(expr.node, ast.expr):
+        return
+    minus = source.expr(inner.args[0])
+    argument = source.code(minus.args[0]) if minus.op == "neg" else f"-{parenthesized(source, inner.args[0])}"
+    if source.unchanged(inner.args[0], expr.node):
+        yield context.remedy(
+            "Use sigmoid instead of 1 / (1 + exp(-x))",
+            "sigmoid and its gradient are finite for every x.",
+            replace_node(source, expr.node, f"{source.spell('torch', expr.node)}.sigmoid({argument})"),
+        )
+
+
+@remedies_for("zero_over_zero", "div_by_zero", "where_grad_trap", "sqrt_grad_at_zero")
+def division_by_its_own_norm(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "div")
+    if found is None or not isinstance(found.expr.node, ast.expr) or found.writer.numpy:
+        return
+    source, (top, below) = found.location.source, found.expr.args[:2]
+    at = source.value(below)
+    while isinstance(at, ast.Subscript) or source.expr(at).op in ("unsqueeze", "add", "expand_as", "clamp_min"):
+        at = source.value(at.value if isinstance(at, ast.Subscript) else source.expr(at).args[0])
+    norm = source.expr(at)
+    dim, order = norm.keywords.get("dim") or (norm.args[2] if len(norm.args) > 2 else None), norm.arg(1, "p")
+    if norm.op != "norm" or dim is None or (order is not None and literal_value(order) != 2):
+        return
+    if ast.dump(norm.args[0]) != ast.dump(top):
+        return
+    eps = ", eps=1e-4" if context.dtype == "float16" else ""
+    text = f"{source.spell('torch.nn.functional', top)}.normalize({source.code(top)}, dim={source.code(dim)}{eps})"
+    yield context.remedy(
+        "Use normalize, which keeps the norm above 0",
+        "A vector of zeros stays zero; all others are divided by their norm as before.",
+        replace_node(source, found.expr.node, text),
+    )
+
+
+# --- masks of -inf: a finite number instead, or a lower bound for the scores -------------------------------------
+
+MOST_OPERATORS = 24
+MOST_EVENTS = 8
+PADDING = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+
+
+def mask_events(context: FailureContext) -> list[OpEvent]:
+    """The events before the origin that write infinities or NaN on purpose, nearest first."""
+    start = context.failure.event or context.event
+    if start is None:
+        return []
+    own = [e for e in (start, context.event) if e is not None]
+    around = [*own, *context.failure.trace.feeding(start, MOST_OPERATORS)]
+    if context.event is not None and context.event is not start:
+        around += context.failure.trace.feeding(context.event, MOST_OPERATORS)
+    masks = [e for e in around if e.on_purpose or any(s in (math.inf, -math.inf) for _, s in e.scalars)]
+    return list({e.site: e for e in reversed(masks)}.values())[::-1][:MOST_EVENTS]
+
+
+def _finite_constants(context: FailureContext, low: str, high: str) -> list[Edit]:
+    """Finite numbers for the infinities in the statements that write the mask."""
+    locations = [context.location_of(event.site) for event in mask_events(context)]
+    edits: dict[tuple[str, int], Edit] = {}
+    for location in filter(None, [*locations, context.location]):
+        source = location.source
+        for node, value in nonfinite_constants(source, source.statement(location.node)):
+            if math.isinf(value):
+                edit = replace_node(source, node, low if value < 0 else high)
+                edits.setdefault((source.file, source.span(node)[0]), edit)
+    return list(edits.values())
+
+
+def _why(context: FailureContext, low: str) -> str:
+    effects = {
+        "masked_label": "a label on a masked class has a large, finite loss",
+        "zero_times_inf": "0 times a finite number is 0",
+        "inf_minus_inf": "a difference of finite numbers is finite",
+    }
+    effect = effects.get(context.cause.slug, "only fully masked rows change, and their result is finite")
+    return f"exp({low}) is 0 too; {effect}."
+
+
+@remedies_for(
+    *words("fully_masked_softmax masked_label zero_times_inf logsumexp_grad_all_inf inf_minus_inf where_grad_trap")
+)
+def finite_mask(context: FailureContext) -> Iterator[Remedy]:
+    low = context.epsilon("-1e9", "-1e4")
+    if context.cause.slug == "masked_label":
+        low = "-1e4"
+    edits = _finite_constants(context, low, low.removeprefix("-"))
+    yield context.remedy(f"Mask with {low} instead of -inf", _why(context, low), *edits)
+
+
+@remedies_for("fully_masked_softmax", "logsumexp_grad_all_inf")
+def lower_bound_of_the_scores(context: FailureContext) -> Iterator[Remedy]:
+    location = context.location
+    if location is None:
+        return
+    found = failing_operation(context, *SOFTMAXES, "softmin", "logsumexp", "logcumsumexp")
+    low = context.epsilon("-1e9", "-1e4")
+    module_type = context.event.module_type if context.event is not None else ""
+    layer = location.expr.called.startswith("self.") and "oftmax" in module_type
+    nodes = found.expr.args[:1] if found is not None else location.expr.args[:1] if layer else ()
+    both = failing_operation(context, "logaddexp", "logaddexp2")
+    if both is not None:
+        nodes = both.expr.args[:2]
+    edits = [GuardWriter(location.source).floor(node, low) for node in nodes]
+    yield context.remedy(f"Keep the scores at {low} or above", _why(context, low), *edits)
+
+
+@remedies_for("fully_masked_softmax", "inf_minus_inf")
+def lower_bound_before_the_statement(context: FailureContext) -> Iterator[Remedy]:
+    """exp(x - x.max()) reads x twice, so x is made finite before the statement."""
+    location = context.location
+    if location is None or location.expr.op not in ("sub", "div") or not isinstance(location.expr.args[0], ast.Name):
+        return
+    name, low = location.expr.args[0].id, context.epsilon("-1e9", "-1e4")
+    yield context.remedy(
+        f"Keep `{name}` at {low} or above",
+        _why(context, low),
+        insert_before(location.source, location.node, f"{name} = {name}.clamp_min({low})"),
+    )
+
+
+@remedies_for("fully_masked_softmax")
+def unmask_empty_rows(context: FailureContext) -> Iterator[Remedy]:
+    location = context.location
+    if location is None or not isinstance(location.node, ast.Call):
+        return
+    source, expr = location.source, location.expr
+    for name in PADDING:
+        mask = expr.keywords.get(name)
+        if mask is not None:
+            plain = parenthesized(source, mask)
+            yield context.remedy(
+                "Unmask fully masked rows",
+                "A fully masked row attends to everything; all other rows are unchanged.",
+                replace_node(source, mask, f"{plain} & ~{plain}.all(-1, keepdim=True)"),
+            )
+    if expr.op == "scaled_dot_product_attention":
+        mask = expr.arg(3, "attn_mask")
+        if mask is None:
+            return
+        plain, low = parenthesized(source, mask), context.epsilon("-1e9", "-1e4")
+        title, why = "Unmask fully masked rows", "Only fully masked rows change."
+        yield context.remedy(title, why, replace_node(source, mask, f"{plain} | ~{plain}.any(-1, keepdim=True)"))
+        yield context.remedy(title, why, replace_node(source, mask, f"{plain}.clamp_min({low})"))
+
+
+@remedies_for("masked_label")
+def lower_bound_of_the_logits(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "cross_entropy", "nll_loss", "gather", "log_softmax")
+    if found is not None:
+        yield context.remedy(
+            "Keep the logits at -1e4 or above",
+            "A label on a masked class has a large, finite loss; the loss of other labels is unchanged.",
+            found.writer.floor(found.expr.args[0], "-1e4"),
+        )
+
+
+@remedies_for("zero_times_inf", "inf_minus_inf", "where_grad_trap")
+def finite_operand(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "mul", "matmul", "sub", "add", "div")
+    if found is None or found.event is None:
+        return
+    tensors = [i for i in found.event.inputs if i.name in ("self", "other", "mat2", "batch1", "batch2")]
+    edits = []
+    for operand, node in zip(tensors, found.expr.args, strict=False):
+        if operand.stat is not None and operand.stat.neginf:
+            edits.append(found.writer.floor(node, "-1e4"))
+        elif operand.stat is not None and operand.stat.posinf:
+            edits.append(found.writer.ceiling(node, "1e4"))
+    if edits:
+        yield context.remedy(
+            "Bound the infinite operand", "Finite operands are unchanged, and no infinity is left.", *edits
+        )
+
+
+@remedies_for("nan_constant")
+def finite_constant(context: FailureContext) -> Iterator[Remedy]:
+    for value in ("0.0", "1.0"):
+        for location in filter(None, (context.location_of(event.site) for event in mask_events(context))):
+            source = location.source
+            found = nonfinite_constants(source, source.statement(location.node))
+            edits = [replace_node(source, node, value) for node, constant in found if math.isnan(constant)]
+            if edits:
+                title, why = f"Use {value} instead of NaN", "Undefined entries become an ordinary number."
+                yield context.remedy(title, why, *edits)
+                break
+
+
+# --- means and variances of too few elements, and impossible CTC alignments --------------------------------------
+
+NLL = ("cross_entropy", "nll_loss")
+LOSSES = words(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
+)
+SPREADS = ("std", "var", "std_mean", "var_mean")
+
+
+def constructed(context: FailureContext, call: ast.Call) -> ast.Call | None:
+    """The call that created the layer that is called: `self.loss = nn.CrossEntropyLoss(...)`."""
+    location = context.location
+    if location is None:
+        return None
+    source, text = location.source, ast.unparse(call.func)
+    if isinstance(call.func, ast.Call):  # nn.CrossEntropyLoss()(x, y)
+        return call.func
+    kind = (context.event.module_type if context.event else "") or ""
+    for node in source.nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made = node.value
+            named = any(ast.unparse(t).rsplit(".", 1)[-1] == text.rsplit(".", 1)[-1] for t in node.targets)
+            if named and (not kind or source.called(made).endswith(kind)):
+                return made
+    created = [c for c in source.calls if kind and source.called(c).endswith(kind)]
+    return created[0] if len(created) == 1 else None
+
+
+@remedies_for("empty_reduction")
+def loss_of_nothing(context: FailureContext) -> Iterator[Remedy]:
+    """cross_entropy in which every target is ignored."""
+    location = context.location
+    if location is None or not isinstance(location.node, ast.Call) or context.event is None:
+        return
+    if not context.event.op.startswith(("nll_loss", "cross_entropy")):
+        return
+    source, call = location.source, location.node
+    logits, target = location.expr.arg(0, "input"), location.expr.arg(1, "target")
+    if logits is None or target is None:
+        return
+    ignored = dict(context.event.scalars).get("ignore_index", -100)
+    given = location.expr.keywords.get("ignore_index")
+    index = source.code(given) if given is not None else str(ignored)
+    counts = f"({parenthesized(source, target)} != {index})"
+    inside = f"{source.code(call)} if {counts}.any() else {parenthesized(source, logits)}.sum() * 0.0"
+    if location.expr.op in NLL and "weight" not in location.expr.keywords and "reduction" not in location.expr.keywords:
+        text = changed_call(source, call, set_argument(source, call, "reduction", '"sum"'))
+        yield context.remedy(
+            "Divide the summed loss by the number of targets, at least 1",
+            "The loss is 0 if all targets are ignored; otherwise it is unchanged.",
+            replace_node(source, call, f"{text} / {counts}.sum().clamp_min(1)"),
+        )
+    yield context.remedy(
+        "Use a loss of 0 for a batch without targets",
+        "The loss and its gradients are 0 if all targets are ignored; otherwise nothing changes.",
+        replace_node(source, call, inside),
+    )
+
+
+@remedies_for("empty_reduction")
+def mean_of_nothing(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "mean")
+    if found is None or not isinstance(found.expr.node, ast.Call):
+        return
+    source, inner, call = found.location.source, found.expr.args[0], found.expr.node
+    dim = found.expr.arg(1, "dim") or found.expr.keywords.get("axis")
+    plain = parenthesized(source, inner)
+    if dim is None:
+        count = f"{plain}.size" if found.writer.numpy else f"{plain}.numel()"
+    elif literal_value(dim) is not None:
+        count = f"{plain}.shape[{source.code(dim)}]"
+    else:
+        return
+    yield context.remedy(
+        "Divide the sum by the count, at least 1",
+        "The mean of an empty selection and its gradients are 0; any other mean is unchanged.",
+        replace_node(source, call, f"{_summed(source, call)} / max({count}, 1)"),
+    )
+
+
+def _summed(source: SourceFile, call: ast.Call) -> str:
+    """The call with `sum` instead of `mean`."""
+    start, end = source.span(call)
+    after = source.span(call.func)[1]
+    return source.text[start : after - len("mean")] + "sum" + source.text[after:end]
+
+
+@remedies_for("empty_reduction")
+def loss_over_no_element(context: FailureContext) -> Iterator[Remedy]:
+    location = context.location
+    if location is None or not isinstance(location.node, ast.Call) or not location.expr.args:
+        return
+    if context.event is None or context.event.op not in LOSSES:
+        return
+    source, call, first = location.source, location.node, location.expr.args[0]
+    plain = parenthesized(source, first)
+    yield context.remedy(
+        "Use a loss of 0 for an empty selection",
+        "The mean of an empty selection and its gradients are 0; any other mean is unchanged.",
+        replace_node(source, call, f"{source.code(call)} if {plain}.numel() else {plain}.sum()"),
+    )
+
+
+@remedies_for("single_sample_variance", "empty_reduction")
+def spread_of_one(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, *SPREADS)
+    if found is None or not isinstance(found.expr.node, ast.Call):
+        return
+    source, call, inner = found.location.source, found.expr.node, found.expr.args[0]
+    dim = found.expr.keywords.get("dim") or found.expr.keywords.get("axis") or _positional_dim(found.expr)
+    plain = parenthesized(source, inner)
+    count = f"{plain}.numel()" if dim is None else f"{plain}.shape[{source.code(dim)}]"
+    name = "ddof" if found.writer.numpy else "correction"
+    if found.writer.numpy and dim is None:
+        count = f"{plain}.size"
+    is_std = found.expr.op.startswith("std")
+    what, factor = ("standard deviation", "sqrt((n - 1) / n)") if is_std else ("variance", "(n - 1) / n")
+    unbiased = any(k.arg == "unbiased" for k in call.keywords)
+    simple = dim is None or literal_value(dim) is not None
+    if simple and not unbiased:
+        edit = set_argument(source, call, name, f"min(1, {count} - 1)")
+        why = f"The {what} of a single element is 0 instead of 0/0; of more elements it is unchanged."
+        yield context.remedy("Use no correction for a single element", why, edit)
+        yield from _with_lower_bound(context, found.location, call, edit)
+    yield context.remedy(
+        "Divide by the count instead of the count minus 1",
+        f"The {what} of a single element is 0 instead of 0/0; of n elements it shrinks by {factor}.",
+        set_argument(source, call, "unbiased", "False") if unbiased else set_argument(source, call, name, "0"),
+    )
+
+
+def _with_lower_bound(
+    context: FailureContext, location: Location[ast.AST], call: ast.Call, edit: Edit
+) -> Iterator[Remedy]:
+    if location.expr.op.endswith("_mean"):
+        return
+    eps = context.epsilon("1e-8")
+    text = f"{changed_call(location.source, call, edit)}.clamp_min({eps})"
+    yield context.remedy(
+        f"Use no correction for a single element, and keep the result at {eps} or above",
+        f"The result for a single element is {eps} instead of 0/0, so dividing by it is safe.",
+        replace_node(location.source, call, text),
+    )
+
+
+def _positional_dim(expr: Expr) -> ast.expr | None:
+    given = expr.args[1] if len(expr.args) > 1 else None
+    return None if isinstance(given, ast.Constant) and isinstance(given.value, bool) else given
+
+
+@remedies_for("ctc_infeasible")
+def zero_infinity(context: FailureContext) -> Iterator[Remedy]:
+    location = context.location
+    if location is None or not isinstance(location.node, ast.Call):
+        return
+    call = location.node if location.expr.op == "ctc_loss" else constructed(context, location.node)
+    if call is not None:
+        yield context.remedy(
+            "Ignore impossible alignments",
+            "A target that is too long for its input contributes nothing to the loss and the gradient.",
+            set_argument(location.source, call, "zero_infinity", "True"),
+        )
+
+
+# --- matrices that are nearly singular or degenerate: a small number is added to the diagonal --------------------
+
+FACTORED = words(
+    "cholesky cholesky_ex logdet slogdet det inverse inv inv_ex pinv solve solve_ex cholesky_inverse lu_factor qr"
+)
+LONGEST_INLINE = 16
+SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+
+
+@remedies_for("log_of_negative", "log_of_zero")
+def log_of_the_absolute_determinant(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "logdet")
+    if found is not None and isinstance(found.expr.node, ast.expr):
+        source, matrix = found.location.source, found.expr.args[0]
+        torch = source.spell("torch", matrix)
+        yield context.remedy(
+            "Take the logarithm of the absolute determinant",
+            "It is defined for a negative determinant too; for a positive one the result is unchanged.",
+            replace_node(source, found.expr.node, f"{torch}.linalg.slogdet({source.code(matrix)})[1]"),
+        )
+
+
+@remedies_for("not_positive_definite", "singular_matrix", "log_of_negative", "log_of_zero", "decomposition_failed")
+def add_to_the_diagonal(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, *FACTORED)
+    if found is None:
+        return
+    source, matrix = found.location.source, found.expr.args[0]
+    torch, (code, plain, named) = source.spell("torch", matrix), _named(source, matrix)
+    eye = f"{torch}.eye({plain}.shape[-1], dtype={plain}.dtype, device={plain}.device)"
+    for size in ("1e-6", "1e-4", "1e-2", "0.1"):
+        if size == "1e-4" and "cholesky" in found.expr.op:
+            smallest = f"{torch}.linalg.eigvalsh({plain}.detach())[..., :1, None]"
+            yield context.remedy(
+                "Raise the smallest eigenvalue to 1e-6 by adding to the diagonal",
+                "A positive definite matrix is unchanged; any other becomes positive definite.",
+                *named,
+                replace_node(source, matrix, f"{code} + (1e-6 - {smallest}).clamp_min(0) * {eye}"),
+            )
+        yield context.remedy(
+            f"Add {size} to the diagonal",
+            f"Every eigenvalue increases by {size}, so none is 0 or negative through rounding.",
+            *named,
+            replace_node(source, matrix, f"{code} + {size} * {eye}"),
+        )
+
+
+def _named(source: SourceFile, matrix: ast.expr) -> tuple[str, str, list[Edit]]:
+    """The matrix as code in a sum and before a dot; a long expression gets a name on a line before."""
+    code = source.code(matrix)
+    inside = source.parents(matrix)
+    around = inside[: inside.index(source.statement(matrix))]
+    movable = not any(isinstance(n, ast.Lambda | ast.comprehension | ast.ListComp | ast.IfExp) for n in around)
+    if len(code) <= LONGEST_INLINE or "\n" in code or not movable or not isinstance(source.statement(matrix), SIMPLE):
+        return code, parenthesized(source, matrix), []
+    return "matrix", "matrix", [insert_before(source, matrix, f"matrix = {code}")]
+
+
+@remedies_for("degenerate_decomposition", "decomposition_failed")
+def tell_equal_values_apart(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, *SPECTRAL, "matrix_rank", "qr")
+    if found is None:
+        return
+    source, matrix = found.location.source, found.expr.args[0]
+    torch, (code, plain, named) = source.spell("torch", matrix), _named(source, matrix)
+    for size in ("1e-5", "1e-3"):
+        steps = f"{torch}.arange(1, {plain}.shape[-1] + 1, device={plain}.device)"
+        eye = f"{torch}.eye(*{plain}.shape[-2:], dtype={plain}.dtype, device={plain}.device)"
+        yield context.remedy(
+            f"Add {size}, twice {size}, ... to the diagonal",
+            "Equal values now differ a little, so backward does not divide by a difference of 0.",
+            *named,
+            replace_node(source, matrix, f"{code} + {size} * {eye} * {steps}"),
+        )
+
+
+# --- finite in forward, infinite in backward: untaken branches of `where`, roots inside a norm -------------------
+
+
+@remedies_for("where_grad_trap")
+def double_where(context: FailureContext) -> Iterator[Remedy]:
+    """`where(c, log(x), y)`: the log reads 1 where its branch is not taken."""
+    found = failing_operation(context)
+    if found is None or not isinstance(found.expr.node, ast.expr):
+        return
+    source, node = found.location.source, found.expr.node
+    argument = found.expr.args[1 if found.expr.op == "div" else 0]
+    inner: ast.AST = node
+    for outer in source.parents(node):
+        expr = source.expr(outer)
+        if expr.op == "where" and len(expr.args) == 3 and expr.called != ".where":
+            branch = expr.args.index(inner) if isinstance(inner, ast.expr) and inner in expr.args else 0
+            condition = source.code(expr.args[0])
+            if branch and source.unchanged(expr.args[0], node):
+                one = "0.0" if found.expr.op in ("exp", "acos", "asin", "atanh") else "1.0"
+                pair = (source.code(argument), one) if branch == 1 else (one, source.code(argument))
+                text = f"{source.spell('torch', node)}.where({condition}, {pair[0]}, {pair[1]})"
+                yield context.remedy(
+                    f"Give {found.expr.op or 'it'} a harmless argument where its branch is not taken",
+                    "Backward runs through both branches; now the gradient is finite in the one not taken, too.",
+                    replace_node(source, argument, text),
+                )
+            return
+        inner = outer
+        if isinstance(outer, ast.stmt):
+            return
+
+
+@remedies_for("sqrt_grad_at_zero", "where_grad_trap", "infinite_derivative")
+def root_inside_a_norm(context: FailureContext) -> Iterator[Remedy]:
+    found = failing_operation(context, "norm", "cdist", "hypot", "std", "pairwise_distance")
+    if found is None or not isinstance(found.expr.node, ast.expr):
+        return
+    source, expr, node = found.location.source, found.expr, found.expr.node
+    eps = context.epsilon("1e-12", "1e-6")
+    first = parenthesized(source, expr.args[0])
+    second = parenthesized(source, expr.args[1]) if expr.op in ("hypot", "cdist", "pairwise_distance") else ""
+    torch = source.spell("torch", node)
+    if expr.op == "hypot":
+        text = f"{torch}.sqrt({first} ** 2 + {second} ** 2 + {eps})"
+    elif expr.op == "cdist":
+        text = f"{torch}.sqrt(({first}.unsqueeze(-2) - {second}.unsqueeze(-3)).pow(2).sum(-1) + {eps})"
+    elif expr.op == "pairwise_distance":
+        text = f"{torch}.sqrt(({first} - {second}).pow(2).sum(-1) + {eps})"
+    elif expr.op == "std":
+        start, end = source.span(node)
+        call = source.text[start:end].replace("std", "var", 1)
+        text = f"{torch}.sqrt({call} + {eps})"
+    else:
+        rest = [source.code(k) for k in getattr(node, "keywords", []) if k.arg in ("dim", "keepdim")]
+        text = f"{torch}.sqrt({first}.pow(2).sum({', '.join(rest)}) + {eps})"
+    yield context.remedy(
+        f"Add {eps} under the root",
+        "The gradient of the root is finite at a distance of 0; larger distances are unchanged.",
+        replace_node(source, node, text),
+    )
+
+
+@remedies_for("where_grad_trap", "nan_input", "nan_label")
+def fill_before_the_arithmetic(context: FailureContext) -> Iterator[Remedy]:
+    """NaN in the data that a later mask removes: replaced before it reaches an operator."""
+    location, event = context.location, context.event
+    if location is None or event is None or context.failure.phase != "backward" or location.expr.op in GUARDS:
+        return
+    for operand, node in zip(event.inputs, location.expr.args, strict=False):
+        if operand.stat is not None and operand.stat.nan:
+            torch = location.source.spell("torch", node)
+            yield context.remedy(
+                "Replace missing values before computing with them",
+                "What the mask removes later is finite, so its gradient of 0 stays 0.",
+                replace_node(location.source, node, f"{torch}.nan_to_num({location.code(node)})"),
+            )
+
+
+# --- operators inside torch's functions, layers and distributions: their argument is guarded ---------------------
+
+WITH_EPS = NORMALISERS | {"normalize", "cosine_similarity"}
+UNBOUNDED = ("loc", "logits", "df", "validate_args", "total_count")
+DISTRIBUTION_SLUGS = words(
+    "log_of_zero log_of_negative div_by_zero zero_over_zero pole sqrt_of_negative pow_of_zero overflow "
+    "infinite_derivative where_grad_trap xlogy_grad_at_zero arc_out_of_domain inf_minus_inf zero_times_inf"
+)
+
+
+def _library_file(context: FailureContext) -> str:
+    """The file inside torch that called the operator, `distributions/beta.py`."""
+    site = context.event.library_site if context.event is not None else None
+    return "/".join(site.file.replace(os.sep, "/").split("/")[-2:]) if site is not None else ""
+
+
+@remedies_for("zero_over_zero", "div_by_zero", "sqrt_grad_at_zero", "infinite_derivative", "low_precision_overflow")
+def eps_of_a_normaliser(context: FailureContext) -> Iterator[Remedy]:
+    location = context.location
+    if location is None or not isinstance(location.node, ast.Call):
+        return
+    call: ast.Call | None = location.node if location.expr.op in WITH_EPS else None
+    layer = context.event.module_type if context.event is not None else ""
+    if call is None and layer.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")):
+        call = constructed(context, location.node)
+    given = next((k.value for k in call.keywords if k.arg == "eps"), None) if call is not None else None
+    if call is None or (given is not None and (literal_value(given) or 0.0) >= 1e-5):
+        return
+    eps = context.epsilon("1e-5", "1e-3")
+    why = f"{eps} is added to the denominator, so equal values give 0 instead of 0/0."
+    yield context.remedy(f"Use eps={eps}", why, set_argument(location.source, call, "eps", eps))
+
+
+@remedies_for("div_by_zero", "zero_over_zero", "overflow", "exp_overflow")
+def temperature_of_zero(context: FailureContext) -> Iterator[Remedy]:
+    location = context.location
+    if location is None or location.expr.op != "gumbel_softmax":
+        return
+    tau = location.expr.arg(1, "tau")
+    if tau is not None:
+        for low in ("1e-2", "0.1"):
+            why = f"The logits are divided by {low} or more."
+            text = f"max({location.code(tau)}, {low})"
+            yield context.remedy(
+                f"Keep the temperature at {low} or above", why, replace_node(location.source, tau, text)
+            )
+
+
+@remedies_for("exp_overflow")
+def exponent_inside_a_loss(context: FailureContext) -> Iterator[Remedy]:
+    """`F.poisson_nll_loss(x, y)` computes exp(x) itself."""
+    location = context.location
+    if location is None or location.expr.library != "torch" or not location.expr.args or location.expr.op == "exp":
+        return
+    for high in ("10", "5") if context.dtype == "float16" else ("20", "80"):
+        edit = GuardWriter(location.source).ceiling(location.expr.args[0], high)
+        why = why_below("exp", high, context.dtype)
+        yield context.remedy(f"Keep the first argument at {high} or below", why, edit)
+
+
+@remedies_for(*DISTRIBUTION_SLUGS)
+def value_outside_the_support(context: FailureContext) -> Iterator[Remedy]:
+    """`dist.log_prob(x)` with x at the boundary of the distribution's support."""
+    location, file = context.location, _library_file(context)
+    if location is None or not file.startswith("distributions/") or location.expr.op != "log_prob":
+        return
+    value, eps = location.expr.arg(1, "value"), context.epsilon("1e-6")
+    if value is None:
+        return
+    writer, why = GuardWriter(location.source), "The density is finite there; values inside that range are unchanged."
+    if file.endswith(("beta.py", "dirichlet.py", "kumaraswamy.py", "transformed_distribution.py", "transforms.py")):
+        edit = writer.between(value, eps, f"1 - {eps}")
+        yield context.remedy(f"Keep the value between {eps} and 1 - {eps}", why, edit)
+    yield context.remedy(f"Keep the value at {eps} or above", why, writer.floor(value, eps))
+
+
+@remedies_for(*DISTRIBUTION_SLUGS)
+def parameter_of_a_distribution(context: FailureContext) -> Iterator[Remedy]:
+    """A scale, rate or concentration that is 0."""
+    file = _library_file(context)
+    if not file.startswith("distributions/"):
+        return
+    kind = file.removeprefix("distributions/").removesuffix(".py").replace("_", "")
+    for location in _calls(context, kind):
+        low, writer = context.epsilon("1e-6"), GuardWriter(location.source)
+        scales = [k.value for k in location.node.keywords if k.arg and k.arg not in UNBOUNDED]
+        positional = location.node.args[1:] if len(location.node.args) > 1 else location.node.args
+        edits = [writer.floor(node, low) for node in [*scales, *positional] if literal_value(node) is None]
+        why = f"The density divides by them and takes their logarithm; parameters above {low} are unchanged."
+        yield context.remedy(f"Keep the parameters of the distribution at {low} or above", why, *edits)
+
+
+def _calls(context: FailureContext, kind: str) -> Iterator[Location[ast.Call]]:
+    """The calls that create such a distribution."""
+    files = {e.site.file for e in context.failure.trace.events if e.site is not None}
+    if context.failure.origin.site is not None:
+        files.add(context.failure.origin.site.file)
+    for source in filter(None, map(context.files.get, sorted(files))):
+        yield from (Location(source, call) for call in source.calls if source.called_name(call).lower() == kind)

@@ -1,0 +1,344 @@
+"""The models and optimizers of a program: found without its help, their tensors' names, and which updates are safe."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakIdKeyDictionary
+
+from firstnan.tensors.finite import is_plain, norms, plain_norm, readable
+
+# Prefixes that wrappers (compile, data parallel, checkpointing) add to every name.
+_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+Parts = Mapping[int, tuple[Module, str]]
+"""Id of a module -> the module and its path in the model that it is part of."""
+
+
+class Slot:
+    """A named buffer of a module; the tensor in it may be replaced."""
+
+    __slots__ = ("label", "module", "name")
+
+    def __init__(self, module: Module, name: str, label: str) -> None:
+        self.module, self.name, self.label = weakref.ref(module), name, label
+
+    def tensor(self) -> Tensor | None:
+        module = self.module()
+        return module._buffers.get(self.name) if module is not None else None
+
+    def restore(self, old: Tensor, value: Tensor) -> None:
+        """Puts the former tensor back into the module, with its former values."""
+        module = self.module()
+        if module is not None:
+            old.data.copy_(value)
+            module._buffers[self.name] = old
+
+
+class Models:
+    """The names of all parameters and buffers of the given models, or of every model in this process."""
+
+    def __init__(self, roots: Mapping[str, Module] | None = None) -> None:
+        self.parameters: dict[int, tuple[Tensor, str]] = {}
+        self.buffers: dict[int, tuple[Tensor, str]] = {}
+        self.slots: list[Slot] = []
+        self._roots: list[weakref.ref[Any]] = []
+        for prefix, root in outermost_modules() if roots is None else roots.items():
+            self._collect(root, prefix)
+
+    def _collect(self, root: Any, prefix: str) -> None:
+        self._roots.append(weakref.ref(root))
+        for name, parameter in root.named_parameters(prefix, remove_duplicate=False):
+            self.parameters.setdefault(id(parameter), (parameter, readable_path(name)))
+        for name, buffer in root.named_buffers(prefix, remove_duplicate=False):
+            self.buffers.setdefault(id(buffer), (buffer, readable_path(name)))
+        for path, module in root.named_modules(prefix=prefix):
+            for name in module._buffers:
+                self.slots.append(Slot(module, name, readable_path(f"{path}.{name}" if path else name)))
+
+    def parts(self) -> Parts:
+        """Every submodule of these models."""
+        found: dict[int, tuple[Module, str]] = {}
+        for root in [one for ref in self._roots if (one := ref()) is not None]:  # some raise when tested for truth
+            for path, module in root.named_modules():
+                if path:
+                    found.setdefault(id(module), (module, readable_path(path)))
+        return found
+
+    def name(self, tensor: Tensor) -> str:
+        """The name of a parameter or buffer, or of the parameter whose gradient this is; empty if unknown."""
+        for table in (self.parameters, self.buffers):
+            if id(tensor) in table:
+                return table[id(tensor)][1]
+        for parameter, name in self.parameters.values():
+            if parameter.grad is tensor:
+                return name
+        return ""
+
+
+def outermost_modules() -> list[tuple[str, Any]]:
+    """Every module of this process that is not inside another one, each with an empty name prefix."""
+    modules = [module for module in find_live_objects(Module) if "_modules" in module.__dict__]
+    inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
+    return [("", m) for m in modules if id(m) not in inner and (m._modules or m._parameters or m._buffers)]
+
+
+def readable_path(name: str) -> str:
+    """`_orig_mod.module.encoder.0` -> `encoder.0`: the path without the parts that wrappers add."""
+    parts = name.split(".")
+    while parts and parts[0] in _WRAPPERS:
+        parts = parts[1:]
+    return ".".join(p for p in parts if p not in _WRAPPERS[2:] and p != "_orig_mod")
+
+
+def find_live_objects(*kinds: type) -> list[Any]:
+    """Every object of these types and their subclasses (slow: it visits all objects)."""
+    # Compared by identity: `issubclass` is several times slower, and some types cannot be hashed.
+    types = {id(t) for kind in kinds for t in _with_subclasses(kind)}
+    return [thing for thing in gc.get_objects() if id(type(thing)) in types]
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    found = [kind]
+    for derived in found:
+        found += type.__subclasses__(derived)
+    return found
+
+
+# --- optimizers: what they train, their settings, and which of their updates are safe ----------------------------
+
+_SETTINGS = (
+    "lr",
+    "initial_lr",
+    "eps",
+    "betas",
+    "momentum",
+    "weight_decay",
+    "alpha",
+    "rho",
+    "max_iter",
+    "amsgrad",
+    "nesterov",
+    "maximize",
+)
+
+
+def largest_gradient(optimizer: Any) -> tuple[Tensor, float]:
+    """The parameter with the largest gradient norm, and its share of the squared norm of all gradients."""
+    found = [(p, g) for p in parameters_of(optimizer) if (g := readable(p.grad)) is not None and g.numel()]
+    sizes = norms([g.double() for _, g in found]).tolist()
+    at = max(range(len(sizes)), key=sizes.__getitem__)
+    # Relative to the largest one, so nothing overflows.
+    return found[at][0], 1 / math.hypot(*(size / sizes[at] for size in sizes)) ** 2 if sizes[at] else math.nan
+
+
+def drop_gradients(optimizer: Any) -> None:
+    """Makes the next update of this optimizer a no-op."""
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
+
+
+def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The optimizer's class name, and the settings of its first parameter group."""
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    settings = []
+    for name in _SETTINGS:
+        value = group.get(name)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if value is not None:
+            settings.append((name, list(value) if isinstance(value, tuple) else value))
+    return type(optimizer).__name__, tuple(settings)
+
+
+def reaches(roots: list[Tensor], parameters: set[int]) -> bool:
+    """Whether one of these parameters (by id) is in the graph below the roots."""
+    return any(id(leaf) in parameters for leaf in leaves_below(roots))
+
+
+def graph_leaves(roots: list[Tensor]) -> list[Tensor]:
+    """Every leaf tensor below these roots that requires a gradient and has one."""
+    return [leaf for leaf in leaves_below(roots) if leaf.grad is not None]
+
+
+def leaves_below(roots: list[Tensor]) -> Iterator[Tensor]:
+    """Every leaf tensor below these roots that requires a gradient."""
+    seen: set[Any] = set()
+    stack: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        stack += [n for n, _ in node.next_functions]
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def learning_rate_of(optimizer: Any) -> float | None:
+    value = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    return float(value) if value is not None else None
+
+
+# Above the first, squares overflow; below the second, eps rounds to zero. bfloat16 has the range of float32.
+_HALF_LIMITS = (128.0, 3e-8)
+_LIMITS = (1e15, 1e-45)
+_RISKY_SETTINGS = ("lr", "weight_decay", "momentum", "dampening", "alpha", "rho")
+
+# With settings, gradients, weights and states within these bounds, no operator of these three can overflow float32.
+_PROVEN = (SGD, Adam, AdamW)
+_LARGEST_GRADIENT = 1e6
+_LARGEST_STATE = 1e15
+_LARGEST_SETTING = 10.0
+_LEAST_EPS = 1e-10
+_LARGEST_BETA = 0.99999
+
+
+def is_torch_optimizer(optimizer: Any) -> bool:
+    """Whether this is an optimizer of torch itself, whose updates stay finite with usual settings and gradients."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def is_risky(optimizer: Any, grad_norm: float | None) -> bool:
+    """Whether finite gradients may still give a non-finite update, judged quickly by their norm and the settings."""
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        half = bool(parameters) and parameters[0].dtype is torch.float16
+        largest, least_eps = _HALF_LIMITS if half else _LIMITS
+        if grad_norm is not None and not grad_norm < largest:
+            return True
+        for name in _RISKY_SETTINGS:
+            value = group.get(name)
+            if value is not None and not -largest < _number(value) < largest:
+                return True
+        # Adafactor's eps is a pair.
+        if isinstance(eps := group.get("eps"), float | int) and not least_eps < eps < largest:
+            return True
+        for beta in group.get("betas", ()):
+            if not -1.0 < _number(beta) < 1.0:
+                return True
+    return False
+
+
+def _number(value: Any) -> float:
+    """The value of a setting; 0 if it is not a number, or if reading it would wait for a device."""
+    if isinstance(value, float | int):
+        return value
+    return value.item() if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1 else 0.0
+
+
+def is_safe(optimizer: Any, grad_norm: float | None) -> bool:
+    """Whether every operator of this update is certain to stay finite, given its inputs and settings."""
+    if type(optimizer) not in _PROVEN or grad_norm is None or not grad_norm < _LARGEST_GRADIENT:
+        return False
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False  # The program's own hooks may do anything.
+    if getattr(optimizer, "found_inf", None) is not None or not all(map(_has_usual_settings, optimizer.param_groups)):
+        return False  # With `found_inf` the gradients were not checked: the scaler leaves that to the update.
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not all(is_plain(p.grad) for p in trained):
+        return False
+    states = [item for p in trained for item in optimizer.state.get(p, {}).items() if isinstance(item[1], Tensor)]
+    with torch.no_grad():
+        size = plain_norm(trained + [value for name, value in states if name != "step"])
+    if size is None or not size < _LARGEST_STATE:
+        return False
+    return all(_is_nonnegative(value) for name, value in states if name.endswith("_sq"))
+
+
+_nonnegative: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Mean squares known to have no negative element. Updates keep them that way, so each is read once."""
+
+
+def _is_nonnegative(square: Tensor) -> bool:
+    known = square in _nonnegative
+    if not known and (square.numel() == 0 or square.min() >= 0):
+        known = _nonnegative[square] = True
+    return known
+
+
+def _has_usual_settings(group: dict[str, Any]) -> bool:
+    settings = [group.get(name, 0.0) for name in _RISKY_SETTINGS]
+    if not all(isinstance(value, float | int) and abs(value) <= _LARGEST_SETTING for value in settings):
+        return False
+    betas = group.get("betas", ())
+    if not all(isinstance(beta, float | int) and 0.0 <= beta <= _LARGEST_BETA for beta in betas):
+        return False
+    return bool(group.get("eps", 1.0) >= _LEAST_EPS) and not group.get("differentiable")
+
+
+# --- all models and optimizers, in an order that is the same in another process ----------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    kind: str
+    parameters: dict[str, Tensor]
+    slots: dict[str, Slot]
+    """Where its buffers are."""
+
+    @classmethod
+    def of(cls, root: Module) -> Model:
+        named = [(readable_path(n), p) for n, p in root.named_parameters() if not is_lazy(p)]
+        slots: dict[str, Slot] = {}
+        for path, module in root.named_modules():
+            for name in module._buffers:
+                label = readable_path(f"{path}.{name}" if path else name)
+                slots[label] = Slot(module, name, label)
+        return cls(type(getattr(root, "_orig_mod", root)).__name__, dict(named), slots)
+
+
+@dataclass(frozen=True)
+class TrainingObjects:
+    models: list[Model]
+    optimizers: list[Any]
+    scalers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def find(
+        cls, optimizers: Iterable[Any], roots: Mapping[str, Module] | None = None, leaves: Sequence[Tensor] = ()
+    ) -> TrainingObjects:
+        """The models given, or all models of this process in the order in which the optimizers train them.
+
+        `leaves` are trained tensors that need not belong to a model.
+        """
+        optimizers = list(optimizers)
+        places = {id(p): i for i, p in enumerate(p for o in optimizers for p in parameters_of(o))}
+        found = list(roots.values()) if roots is not None else [root for _, root in outermost_modules()]
+        models = [Model.of(root) for root in found]
+        if roots is None:
+            models.sort(key=lambda m: min((places.get(id(p), len(places)) for p in m.parameters.values()), default=0))
+        known = {id(p) for m in models for p in m.parameters.values()} | set(places)
+        loose = [leaf for leaf in leaves if id(leaf) not in known]
+        if loose:
+            models.append(Model("", {f"leaf {i}": leaf for i, leaf in enumerate(loose)}, {}))
+        scalers, schedulers = find_live_objects(torch.amp.GradScaler), find_live_objects(LRScheduler)
+        schedulers = [s for s in schedulers if any(vars(s).get("optimizer") is o for o in optimizers)]
+        # A scheduler made of others also loads their state, so it comes last.
+        schedulers.sort(key=lambda s: hasattr(s, "_schedulers"))
+        return cls(models, optimizers, scalers, schedulers)
+
+    def names(self) -> dict[int, tuple[int, str]]:
+        """Parameter id -> the index of its model and its name there."""
+        found: dict[int, tuple[int, str]] = {}
+        for i, model in enumerate(self.models):
+            for name, parameter in model.parameters.items():
+                found.setdefault(id(parameter), (i, name))
+        return found
