@@ -13,7 +13,7 @@ x[50] = 0.0
 net = torch.nn.Linear(4, 1)
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
 batches = ((part,) for part in x.split(8)) if sys.argv[1] == "slices" else DataLoader(TensorDataset(x), batch_size=8)
-begun, log, saves = (open(name, "w") for name in ("begun.txt", "steps.csv", "saves.txt"))
+begun, log, saves = (open(name, "a") for name in ("begun.txt", "steps.csv", "saves.txt"))
 for step, (batch,) in enumerate(batches):
     print(step, file=begun, flush=True)
     time.sleep(0.15)
