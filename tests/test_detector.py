@@ -161,7 +161,7 @@ def test_batches_that_the_loop_writes_into() -> None:
     assert report.origin.inputs[0].min == pytest.approx(float((given[5][1]).min()))
 
 
-def test_the_replay_draws_the_same_random_numbers() -> None:
+def test_the_replay_draws_the_same_random_numbers(in_process: None) -> None:
     """Which samples are bad depends on the mask alone."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))
@@ -305,7 +305,7 @@ def test_a_step_that_is_a_function() -> None:
     assert (report.step, report.batch.index, report.batch.size) == (2, 2, 4)
 
 
-def test_a_plain_loop_says_that_the_loss_was_outside() -> None:
+def test_a_plain_loop_says_that_the_loss_was_outside(in_process: None) -> None:
     model = seeded()
     optimizer = sgd(model)
     with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer):
@@ -319,7 +319,7 @@ def test_a_plain_loop_says_that_the_loss_was_outside() -> None:
     assert any("originated after them, in the loss code" in note for note in report.notes)
 
 
-def test_a_plain_loop_still_sees_into_the_model() -> None:
+def test_a_plain_loop_still_sees_into_the_model(in_process: None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Logs())
     optimizer = sgd(model)
@@ -503,7 +503,7 @@ def test_a_loop_that_goes_through_the_detector_is_not_told_to() -> None:
     assert not any("detector.batches" in note for note in detector.report.notes)
 
 
-def test_what_was_not_looked_at_is_not_blamed() -> None:
+def test_what_was_not_looked_at_is_not_blamed(in_process: None) -> None:
     """Left before it could be played again, with a derivative of the model that broke."""
     torch.manual_seed(0)
     model = Rooted()
@@ -528,7 +528,7 @@ def test_an_exception_without_bad_values_is_left_alone() -> None:
     assert detector.report is None
 
 
-def test_an_exception_in_the_replay_keeps_what_is_known() -> None:
+def test_an_exception_in_the_replay_keeps_what_is_known(in_process: None) -> None:
     model = seeded()
     optimizer = sgd(model)
     with pytest.raises(ValueError, match="seen") as caught, NaNDetector(model, optimizer) as detector:
@@ -665,7 +665,7 @@ def test_a_detector_that_is_not_attached_says_so() -> None:
     assert set(detector.summary().values()) == {0}
 
 
-def test_a_model_that_is_fed_by_another_ones_graph(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_is_fed_by_another_ones_graph(caplog: pytest.LogCaptureFixture, in_process: None) -> None:
     makes, judges = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
     optimizer = sgd(judges)
     with pytest.raises(NonFiniteError) as caught, NaNDetector(judges, optimizer):
@@ -678,7 +678,7 @@ def test_a_model_that_is_fed_by_another_ones_graph(caplog: pytest.LogCaptureFixt
     assert "originated after them, in the loss code" in caught.value.report.notes[0]
 
 
-def test_growth_is_told_where_the_failing_operator_was_not_seen() -> None:
+def test_growth_is_told_where_the_failing_operator_was_not_seen(in_process: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)

@@ -239,7 +239,7 @@ def test_leaving_the_loop_at_a_skipped_step_leaves_nothing_of_it(through: str) -
     assert not differences(undisturbed(Run, given[:2]), run.state())
 
 
-def test_a_step_whose_batches_are_gone_is_skipped_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_whose_batches_are_gone_is_skipped_too(caplog: pytest.LogCaptureFixture, in_process: None) -> None:
     """The inner loop is left at its bad step, so that nobody asks for its batch again."""
     given = batches(6)
     run = Run()

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from firstnan.engine import trials as trial
-from firstnan.engine.investigation import Options, reason_not_to_try
+from firstnan.engine.investigation import Options, reason_not_to_start, reason_not_to_try
 from firstnan.engine.second_run import Start
 from firstnan.engine.trials import Limits, Trials
 from firstnan.observe.runner import Program
@@ -96,7 +96,7 @@ def failing(step: int, *remedies: Remedy, losses: tuple[float, ...] = (), **more
 
 
 def tried(report: Report, program: Program, *, steps: int = 20, limits: Limits = AMPLE) -> Report:
-    return Trials(Start(), program, steps, limits).run(report, lambda _: None)
+    return Trials(Start(), program, steps, limits, apart=False).run(report, lambda _: None)
 
 
 def outcome_of(remedy: Remedy, step: int = 5, program: Program = TRAIN, **more: Any) -> Remedy:
@@ -445,17 +445,18 @@ def options(verify: int | None, replay: Any = "auto") -> Options:
     ],
 )
 def test_when_nothing_is_tried(verify: int | None, seconds: float, reproduced: Any, says: str) -> None:
-    assert reason_not_to_try(failing(5, reproduced=reproduced), options(verify), seconds) == says
+    report, given = failing(5, reproduced=reproduced), options(verify)
+    assert (reason_not_to_try(report, given) or reason_not_to_start(given, seconds)) == says
 
 
 def test_who_forbids_a_replay_forbids_a_trial() -> None:
-    assert reason_not_to_try(failing(5), options(None, "never"), 1.0) == "--replay never"
-    assert reason_not_to_try(failing(5), options(20, "never"), 1.0) == ""
+    assert reason_not_to_try(failing(5), options(None, "never")) == "--replay never"
+    assert reason_not_to_try(failing(5), options(20, "never")) == ""
 
 
 def test_one_of_several_processes_is_not_started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert reason_not_to_try(failing(5), options(None), 1.0) == "one of several processes cannot be run alone"
+    assert reason_not_to_start(options(None), 1.0) == "one of several processes cannot be run alone"
 
 
 # --- which one wins -----------------------------------------------------------------------------------------------
@@ -463,7 +464,7 @@ def test_one_of_several_processes_is_not_started_alone(monkeypatch: pytest.Monke
 
 def healthy_losses(place: Path) -> tuple[float, ...]:
     """The losses of the first five steps, as a trial of the failing program sees them."""
-    data, _ = Start().try_out(TRAIN, {}, step=5, last=5, seconds=60)
+    data, _ = Start().try_out(TRAIN, {}, step=5, last=5, seconds=60, apart=False)
     outcome = TrialOutcome.of(data)
     assert (outcome.noticed, outcome.bad_step) == ("the loss", 5)
     return tuple(loss for step, loss in outcome.losses if step < 5)
@@ -479,7 +480,7 @@ def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path
         *(change(helper, "keepdim=True)", f"keepdim=True).clamp_min(1e-{i})") for i in (7, 8, 9)),
     )
     report = failing(5, *remedies, losses=healthy_losses(place))
-    result = Trials(Start(), TRAIN, 20, Limits(60, 120)).run(report, told.append)
+    result = Trials(Start(), TRAIN, 20, Limits(60, 120), apart=False).run(report, told.append)
     titles = ["clamp", "log1p", "look", "clamp", "clamp", "abs"]
     assert [word in r.title for word, r in zip(titles, result.remedies, strict=True)] == [True] * 6
     best, other, advice, left, _, failed = result.remedies

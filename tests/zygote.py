@@ -202,7 +202,10 @@ if words[at + 1 : at + 2] != ["firstnan"]:
     os.execv({python!r}, [{python!r}, *words])
 from zygote_ask import ask
 out, err = (os.readlink(f"/proc/self/fd/{{n}}") for n in (1, 2))
-request = {{"argv": words[at + 2 :], "plain": False, "cwd": os.getcwd(), "env": dict(os.environ), "limit": {limit}}}
+env = dict(os.environ)
+if env.get("FIRSTNAN_CHILD", "").isdigit():  # an open file, which the fork does not inherit
+    env["FIRSTNAN_CHILD"] = f"/proc/{{os.getpid()}}/fd/{{env['FIRSTNAN_CHILD']}}"
+request = {{"argv": words[at + 2 :], "plain": False, "cwd": os.getcwd(), "env": env, "limit": {limit}}}
 code = ask({address!r}, request | {{"stdout": out, "stderr": err, "executable": __file__}})
 sys.exit(code if code >= 0 else 128 - code)
 """
@@ -243,9 +246,12 @@ class Zygote:
     def __call__(self, argv: Sequence[str | Path], *, cwd: Path, limit: float = LIMIT) -> Result:
         """Does what `python -m firstnan ARGV` does in `cwd`; `run` without `--json` writes its report aside.
 
-        Changes are tried where `--verify` asks for it: most tests are about what was found.
+        Changes are tried where `--verify` asks for it: most tests are about what was found. A second run is not
+        isolated: it could not ask the server then.
         """
         words = [str(word) for word in argv]
+        if words[0] == "run" and "--isolation" not in words:
+            words[1:1] = ["--isolation", "off"]
         if words[0] == "run" and "--verify" not in words:
             words[1:1] = ["--verify", "0"]
         report = self.folder / f"{self.runs}.json"

@@ -22,6 +22,7 @@ from firstnan.engine.turn import LeftLoop, Turn, line_in
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
 from firstnan.records import Noticed, Report
+from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tensors.models import drop_gradients
 
 if TYPE_CHECKING:
@@ -42,10 +43,12 @@ class Answer:
     finite: bool = False
 
     @property
-    def is_complete(self) -> bool:
-        """Whether no other way would tell more: the origin is known, or the same step was finite."""
-        origin = self.report.origin
-        return self.finite or (origin is not None and not came_from_outside(origin))
+    def worth(self) -> int:
+        """3 if the origin is known and no other way would tell more; 2 if the same step was finite when replayed."""
+        origin, replayed = self.report.origin, self.report.reproduced != "transient"
+        if origin is not None and replayed and not came_from_outside(origin):
+            return 3
+        return 2 if not replayed else 1 if origin is not None else 0
 
 
 class Answering(Policy):
@@ -93,9 +96,9 @@ def ask(session: Session, failure: Failure) -> Answer | None:
             way()
             return None
         answer = heard(child, session)
-        if answer is not None and (best is None or best.report.origin is None or answer.is_complete):
+        if answer is not None and (best is None or answer.worth > best.worth):
             best = answer
-        if best is not None and best.is_complete:
+        if best is not None and best.worth == 3:
             break
     return best or Answer(failure.report, failure.trip.before_update)
 
@@ -165,8 +168,9 @@ class TurnReplay:
     def _run(self) -> None:
         session, microscope, turn = self._session, self._session.microscope, self._turn
         self._code = turn.compiled(start=self._start)
-        if self._code is None:
-            return
+        left_out = [turn.names.get(name) for name in turn.assigned_before(self._start)]
+        if self._code is None or any(not is_finite(t) for value in left_out for _, t in tensors_in(value, depth=2)):
+            return  # what made the value is left out
         session.turn_replayed_by(self)
         for phase in (WATCHING, TRIPPED, REPLAYING):
             session.enter(phase)

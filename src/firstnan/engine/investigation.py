@@ -393,9 +393,11 @@ class Investigation:
 
 def _is_same_failure(first: Report, second: Report) -> bool:
     """Whether the second run failed in the same step, or noticed bad weights sooner: it reads all after each update."""
+    if first.step is None or second.step is None or first.step == second.step:
+        return True
     steps = last_bad_step(first), last_bad_step(second)
     closer = second.noticed is not None and second.noticed.what in ("parameter", "buffer")
-    return first.step is None or second.step is None or steps[0] == steps[1] or (closer and steps[1] < steps[0])
+    return steps[0] == steps[1] or (closer and steps[1] < steps[0])
 
 
 def _other_failure(first: Report, second: Report) -> str:

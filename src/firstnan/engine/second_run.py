@@ -44,16 +44,16 @@ class Order:
     @staticmethod
     def given() -> Order | None:
         """The instructions that this process was started with; its own children must not follow them."""
-        number = os.environ.pop(VARIABLE, None)
-        if not number:
+        given = os.environ.pop(VARIABLE, None)
+        if not given:
             return None
-        os.set_inheritable(int(number), False)
-        content = os.pread(int(number), os.fstat(int(number)).st_size, 0)
-        return Order(**json.loads(content), result=int(number))
+        number = int(given) if given.isdigit() else os.open(given, os.O_RDWR)
+        os.set_inheritable(number, False)
+        return Order(**json.loads(os.pread(number, os.fstat(number).st_size, 0)), result=number)
 
     def answer(self, data: Any) -> None:
         """Replaces the answer given so far."""
-        text = json.dumps(data).encode()
+        text = json.dumps({"answer": data}).encode()
         os.ftruncate(self.result, 0)
         os.pwrite(self.result, text, 0)
 
@@ -68,11 +68,10 @@ class SecondRun:
     in_time: bool = True
 
     @staticmethod
-    def of(text: bytes, in_time: bool) -> SecondRun:
+    def of(data: Any, in_time: bool) -> SecondRun:
         try:
-            data = json.loads(text)
             return SecondRun(Report.from_dict(data["report"]), TrialOutcome.of(data["fate"]), in_time)
-        except (ValueError, KeyError, ReportError):
+        except (TypeError, KeyError, ReportError):
             return SecondRun(in_time=in_time)
 
 
@@ -140,17 +139,13 @@ class Start:
         # Every byte is a Latin-1 character, so any file fits into JSON.
         texts = {path: content.decode("latin-1") for path, content in contents.items()}
         order = replace(self._order(step, "trial"), contents=texts, last=last, made=made)
-        text, in_time = self._run(program, order, seconds, apart)
-        try:
-            return json.loads(text), in_time
-        except ValueError:
-            return None, in_time
+        return self._run(program, order, seconds, apart)
 
     def _order(self, step: int | None, what: str) -> Order:
         return Order(step, what, [*self.random], self.numpy, self.torch_seed)
 
-    def _run(self, program: Program, order: Order, seconds: float, apart: bool) -> tuple[bytes, bool]:
-        """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer."""
+    def _run(self, program: Program, order: Order, seconds: float, apart: bool) -> tuple[Any, bool]:
+        """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
         words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "firstnan", "run"]  # type: ignore[attr-defined]
         words += ["-m"] if program.module else []
         source = str(Path(__file__).resolve().parents[2])
@@ -175,4 +170,7 @@ class Start:
             finally:
                 child.end()
             file.seek(0)
-            return file.read(), in_time
+            try:
+                return json.loads(file.read()).get("answer"), in_time
+            except ValueError:
+                return None, in_time

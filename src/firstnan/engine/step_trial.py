@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
 from firstnan.engine.turn import LeftLoop, Turn, find_loop, parsed
 from firstnan.gate.gate import Trip
+from firstnan.observe.forked import calls_one_of
 from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
@@ -356,19 +357,7 @@ class _Change:
 
     def is_called_in(self, act: Any) -> bool:
         """Runs it; returns whether a replaced function was called."""
-        called = False
-
-        def watch(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal called
-            called = called or (event == "call" and any(frame.f_code is code for code in self.replaced))
-
-        if self.replaced:
-            sys.setprofile(watch)
-        try:
-            act()
-        finally:
-            sys.setprofile(None)
-        return called
+        return calls_one_of(self.replaced, act)
 
 
 def _text(path: str) -> str:

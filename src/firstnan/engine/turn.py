@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -45,6 +46,15 @@ class Turn:
         """The places in the body where a replay may begin: at its first statement, or at a later one."""
         loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
         return list(range(min(len(_cuts(loop.body, self.at)), _MOST_STARTS))) if loop is not None else []
+
+    def assigned_before(self, start: int) -> set[str]:
+        """The variables that the statements left out by `start` assign."""
+        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
+        if loop is None or not start:
+            return set()
+        kept = {id(node) for statement in _cuts(loop.body, self.at)[start] for node in ast.walk(statement)}
+        names = [n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.Name)]
+        return {n.id for n in names if isinstance(n.ctx, ast.Store) and id(n) not in kept}
 
     def compiled(self, source: str | None = None, line: int = 0, at: int = 0, start: int = 0) -> CodeType | None:
         """The code of one turn; `source` is that of a changed file, in which the loop is on `line`."""
@@ -201,12 +211,12 @@ def turns_in_traceback(error: BaseException, owns: Callable[[CodeType], bool]) -
 
 
 def values_around(frame: FrameType | None) -> Iterator[Any]:
-    """The variables of the functions that are running, without those of modules and of our own code."""
+    """The variables that may hold a batch: tensors, and containers of them, of the functions that are running."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OURS) and frame.f_locals is not frame.f_globals:
-            yield from frame.f_locals.values()
-        elif frame.f_locals is frame.f_globals and frame.f_globals.get("__name__") == "__main__":
-            yield from list(frame.f_globals.values())
+        if not frame.f_code.co_filename.startswith(_OURS):
+            for value in list(frame.f_locals.values()):
+                if isinstance(value, torch.Tensor | list | tuple | dict | UserDict):
+                    yield value
         frame = frame.f_back
 
 

@@ -12,6 +12,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 _kept: list[Any] = []
@@ -120,3 +122,20 @@ def _answer_requests() -> None:
 
         client.HTTPConnection.connect = connect
         client.HTTPSConnection.connect = connect
+
+
+def calls_one_of(codes: list[CodeType], act: Callable[[], None]) -> bool:
+    """Runs `act`; returns whether one of these functions was called meanwhile."""
+    called = False
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal called
+        called = called or (event == "call" and any(frame.f_code is code for code in codes))
+
+    if codes:
+        sys.setprofile(watch)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return called
