@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firstnan.observe.module_stack import Place, whole_path
 from firstnan.observe.sites import Spot, resolve
-from firstnan.records import Operand, OpEvent, TensorStat
+from firstnan.records import Operand, OpEvent, Site, TensorStat
 from firstnan.records.operator_families import RANDOM
 from firstnan.tensors.finite import readable
 from firstnan.tensors.names import Parts
@@ -115,7 +115,7 @@ class Raw:
             self.finding = self.finding._replace(bad_writers=bad)
 
 
-_MAX_BUILT = 1 << 15
+_MAX_BUILT = 1 << 17  # Events; about 1,000 bytes each.
 
 
 class Events(Sequence[OpEvent]):
@@ -125,6 +125,8 @@ class Events(Sequence[OpEvent]):
         self._raws, self._roles, self._parts = raws, memory.roles, parts
         self._at = range(len(raws))
         self._built: dict[int, OpEvent] = {}
+        self._places: dict[int, tuple[Site | None, str]] = {}
+        """By the id of a call: its line and the module's path."""
 
     def __len__(self) -> int:
         return len(self._at)
@@ -151,6 +153,7 @@ class Events(Sequence[OpEvent]):
         detail = finding.detail if finding else None
         role, label = next((roles[k] for k in raw.writes if k in roles), (None, ""))
         forms = enumerate(call.forms)
+        site, module = self._places.get(id(call)) or self._place(call)
         return OpEvent(
             index=index,
             op=_constructor_name(raw) if call.func.name == "tensor" else call.func.name,
@@ -160,9 +163,9 @@ class Events(Sequence[OpEvent]):
             inputs=tuple(self._operand(raw, i, name) for i, name in enumerate(call.names)),
             outputs=detail.outputs if detail else tuple(_range("result", *form, *raw.range(i)) for i, form in forms),
             scalars=finding.scalars if finding else (),
-            site=resolve(call.spot) if call.spot else None,
+            site=site,
             library_site=resolve(call.inner) if call.inner and finding else None,
-            module=whole_path(call.module, self._parts),
+            module=module,
             module_type=call.module[1],
             node=call.node,
             forward=raw.forward,
@@ -180,6 +183,11 @@ class Events(Sequence[OpEvent]):
             grad=call.grad,
             in_float64=detail.in_float64 if detail else None,
         )
+
+    def _place(self, call: Call) -> tuple[Site | None, str]:
+        site = resolve(call.spot) if call.spot else None
+        place = self._places[id(call)] = site, whole_path(call.module, self._parts)
+        return place
 
     def _operand(self, raw: Raw, position: int, name: str) -> Operand:
         writer, key = raw.numbers[2 * position : 2 * position + 2]
