@@ -298,7 +298,7 @@ class Recorded(TorchDispatchMode):
 def phases(block: tracing.Block) -> set[str]:
     tracer = block.session.microscope.tracer
     assert tracer is not None
-    return {raw.backward for raw in tracer.raws}
+    return {raw.phase for raw in tracer.raws}
 
 
 @pytest.mark.parametrize(("settings", "recorded"), [({}, False), ({"eps": 1e-30}, True), ({"lr": 1e3}, True)])

@@ -345,7 +345,7 @@ def test_generators_that_nobody_seeded_start_alike() -> None:
     torch.seed()
     numpy.random.seed()
     random.seed()
-    order = first._order(0, "step", Path())
+    order = first._order(0, "step")
     Start().follow(order)
     Start().follow_imported(order)
     assert (torch.rand(4).tolist(), numpy.random.rand(), random.random()) == drawn

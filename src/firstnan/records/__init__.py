@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -150,7 +151,7 @@ class OpEvent:
 class Trace:
     """The operators of one step (or two) in order; `events[i].index == i`."""
 
-    events: tuple[OpEvent, ...] = ()
+    events: Sequence[OpEvent] = ()
 
     def producers(self, event: OpEvent) -> list[OpEvent]:
         """The events that wrote what this one read, in the order of its inputs."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage
 
 from firstnan.records import Role
 from firstnan.tensors.finite import is_finite, surely_finite
@@ -59,6 +60,18 @@ def covers(a: Region | None, b: Region | None) -> bool:
     return max(a.end, b.end) <= _MAX_EXACT and bool(torch.isin(b.indices(), a.indices()).all())
 
 
+class _StorageRef(weakref.ref[UntypedStorage]):
+    """A weak reference to a storage, which torch represents by one Python object as long as it exists.
+
+    Not torch's own weak reference: that keeps a small block of the C++ heap where a large tensor was, and the next
+    large tensor does not fit there any more. A backward pass of thousands of operators then takes gigabytes.
+    """
+
+    __slots__ = ("address", "key")
+    address: int
+    key: int
+
+
 class Memory:
     """For each storage seen: which event wrote to it last, and which events left non-finite values in it."""
 
@@ -71,8 +84,10 @@ class Memory:
         """Storages allocated but not yet completely written -> the event that allocated them."""
         self._outside: dict[int, bool] = {}
         """Storages from before the trace -> whether they may hold non-finite values."""
-        self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
-        """Address -> key, with a weak reference that keeps the address from being reused."""
+        self._storages: dict[int, _StorageRef] = {}
+        """By address."""
+        self._freed: deque[_StorageRef] = deque()
+        """Storages freed since the last call, by any thread; their addresses may be in use again."""
         self._next_key = 0
 
     def key(self, t: Tensor) -> int | None:
@@ -88,12 +103,23 @@ class Memory:
             storage = t.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return None
+        if self._freed:
+            self._forget_freed()
         address: int = storage._cdata
         known = self._storages.get(address)
         if known is None:
-            known = self._storages[address] = (self._next_key, StorageWeakRef(storage))
+            known = self._storages[address] = _StorageRef(storage, self._freed.append)
+            known.address, known.key = address, self._next_key
             self._next_key += 1
-        return known[0]
+        return known.key
+
+    def _forget_freed(self) -> None:
+        while self._freed:
+            gone = self._freed.popleft()
+            if self._storages.get(gone.address) is gone:
+                del self._storages[gone.address]
+            for table in (self.writer, self._bad, self._unwritten, self._outside):
+                table.pop(gone.key, None)
 
     def may_be_bad(self, key: int | None, t: Tensor) -> bool:
         """Whether this storage may hold non-finite values; one from before the trace is read once."""
@@ -151,11 +177,7 @@ class Memory:
 
     def roots(self) -> set[int]:
         """The events that left non-finite or unwritten values in storages still in use; forgets the others."""
-        gone = [address for address, (_, storage) in self._storages.items() if storage.expired()]
-        for address in gone:
-            key, _ = self._storages.pop(address)
-            for table in (self.writer, self._bad, self._unwritten, self._outside):
-                table.pop(key, None)
+        self._forget_freed()
         return self.bad() | set(self._unwritten.values())
 
     def bad(self) -> set[int]:
@@ -169,7 +191,7 @@ class Memory:
         self.writer = {k: new[w] for k, w in self.writer.items() if w in new}
         self._bad = {k: [(new[i], r) for i, r in writers] for k, writers in self._bad.items()}
         self._unwritten = {k: new[w] for k, w in self._unwritten.items()}
-        kept = in_use | {key for key, _ in self._storages.values()}
+        kept = in_use | {ref.key for ref in self._storages.values()}
         self.roles = {k: role for k, role in self.roles.items() if k in kept}
 
 

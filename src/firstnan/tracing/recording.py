@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from firstnan.observe.module_stack import Place, whole_path
 from firstnan.observe.sites import Spot, resolve
-from firstnan.records import Operand, OpEvent, TensorStat, Trace
+from firstnan.records import Operand, OpEvent, Site, TensorStat
 from firstnan.records.operator_families import RANDOM
 from firstnan.tensors.finite import readable
 from firstnan.tensors.models import Parts
@@ -19,101 +20,190 @@ from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo
 
 
-@dataclass(slots=True)
-class Read:
-    """One tensor that an operator read."""
+class Call(NamedTuple):
+    """What the same call has in common each time it runs: many records share one."""
 
-    name: str
-    writer: int | None
-    """The event that wrote to it last; None if it is from before the trace."""
-    key: int | None
-    """Its storage."""
-    bad_writers: tuple[int, ...] = ()
-    """The events that left non-finite values in it."""
-
-
-class Raw:
-    """One operator call while the program runs: no text is formatted and no source is read yet."""
-
-    __slots__ = (
-        "backward", "detail", "engine", "fingerprint", "forward", "func", "grad", "inner", "module", "node", "outputs",
-        "python_backward", "raised", "reads", "region", "scalars", "spot", "step", "uninitialized", "writes",
-    )  # fmt: skip
     func: OpInfo
     spot: Spot | None
     inner: Spot | None
-    engine: bool
-    backward: str
+    phase: str
     node: str | None
-    forward: int | None
     module: Place
-    reads: list[Read]
-    outputs: list[tuple[Any, torch.dtype, float | None, float | None]]
-    writes: list[int]
-    detail: Detail | None
-    fingerprint: Any
-    """What to compare with a replay of the same step, if that was asked for."""
-    scalars: tuple[tuple[str, Any], ...]
-    step: int
-    region: str
-    raised: str | None
-    uninitialized: bool
     python_backward: bool
+    step: int
     grad: bool
+    names: tuple[str, ...]
+    """Of the tensors that it read."""
+    forms: tuple[tuple[torch.Size, torch.dtype], ...]
+    """Of its results."""
 
 
-def to_trace(raws: list[Raw], memory: Memory, parts: Parts) -> Trace:
-    """Everything recorded so far as plain values. Source is read now; module paths start at the models."""
-    return Trace(tuple(_event(raws, memory, i, raw, whole_path(raw.module, parts)) for i, raw in enumerate(raws)))
+class Finding(NamedTuple):
+    """What is known besides of a call that wrote non-finite values or raised an exception."""
+
+    detail: Detail
+    scalars: tuple[tuple[str, Any], ...]
+    bad_writers: tuple[tuple[int, ...], ...]
+    """For each tensor it read, the events that left non-finite values in it."""
+    raised: str | None
 
 
-def _event(raws: list[Raw], memory: Memory, index: int, raw: Raw, module: str) -> OpEvent:
-    detail, roles = raw.detail, memory.roles
-    role, label = next((roles[k] for k in raw.writes if k in roles), (None, ""))
-    return OpEvent(
-        index=index,
-        op=_constructor_name(raw) if raw.func.name == "tensor" else raw.func.name,
-        aten=raw.func.aten,
-        phase=raw.backward,  # type: ignore[arg-type]
-        step=raw.step,
-        inputs=tuple(_operand(raws, memory, detail, i, read) for i, read in enumerate(raw.reads)),
-        outputs=detail.outputs if detail else tuple(_range("result", *output) for output in raw.outputs),
-        scalars=raw.scalars,
-        site=resolve(raw.spot) if raw.spot else None,
-        library_site=resolve(raw.inner) if raw.inner and (detail or raw.raised) else None,
-        module=module,
-        module_type=raw.module[1],
-        node=raw.node,
-        forward=raw.forward,
-        born=detail.born if detail else 0,
-        nan_from_inf=detail.nan_from_inf if detail else 0,
-        on_purpose=detail.on_purpose if detail else False,
-        uninitialized=raw.uninitialized,
-        witness=detail.witness if detail else (),
-        bad_rows=detail.bad_rows if detail else (),
-        raised=raw.raised,
-        in_python_backward=raw.python_backward,
-        region=raw.region,  # type: ignore[arg-type]
-        role=role,
-        label=label,
-        grad=raw.grad,
-        in_float64=detail.in_float64 if detail else None,
-    )
+class Raw:
+    """One operator call while the program runs: no text is formatted and no source is read yet.
+
+    A step may have a million of them, so a record holds numbers, never a tensor, and few objects of its own.
+    """
+
+    __slots__ = ("call", "finding", "fingerprint", "forward", "numbers", "ranges", "region")
+    call: Call
+    forward: int | None
+    numbers: tuple[int | None, ...]
+    """For each tensor it read the event that wrote to it last (None if it is from before the trace) and its storage;
+    then the storages that it wrote to."""
+    ranges: tuple[float | None, ...]
+    """Minimum and maximum of each result; empty if none was read."""
+    finding: Finding | None
+    fingerprint: Fingerprint | None
+    """What to compare with a replay of the same step, if that was asked for."""
+    region: str
+
+    @property
+    def spot(self) -> Spot | None:
+        return self.call.spot
+
+    @property
+    def phase(self) -> str:
+        return self.call.phase
+
+    @property
+    def raised(self) -> str | None:
+        return self.finding.raised if self.finding is not None else None
+
+    @property
+    def uninitialized(self) -> bool:
+        return self.call.func.empty
+
+    @property
+    def writers(self) -> tuple[int | None, ...]:
+        return self.numbers[: 2 * len(self.call.names) : 2]
+
+    @property
+    def storages(self) -> tuple[int | None, ...]:
+        """All storages it read or wrote."""
+        return self.numbers[1 : 2 * len(self.call.names) : 2] + self.writes
+
+    @property
+    def writes(self) -> tuple[int | None, ...]:
+        return self.numbers[2 * len(self.call.names) :]
+
+    def range(self, output: int) -> tuple[float | None, float | None]:
+        return (self.ranges[2 * output], self.ranges[2 * output + 1]) if self.ranges else (None, None)
+
+    def depends_on(self) -> set[int]:
+        """The events that its non-finite values came from."""
+        found = {w for writers in self.finding.bad_writers for w in writers} if self.finding is not None else set()
+        return found if self.forward is None else {*found, self.forward}
+
+    def renumber(self, new: dict[int, int]) -> None:
+        """Gives events new numbers; those without one were dropped."""
+        n = 2 * len(self.call.names)
+        numbers = [w if i >= n or i % 2 or w is None else new.get(w) for i, w in enumerate(self.numbers)]
+        self.numbers = tuple(numbers)
+        self.forward = None if self.forward is None else new.get(self.forward)
+        if self.finding is not None:
+            bad = tuple(tuple(new[w] for w in writers if w in new) for writers in self.finding.bad_writers)
+            self.finding = self.finding._replace(bad_writers=bad)
 
 
-def _operand(raws: list[Raw], memory: Memory, detail: Detail | None, position: int, read: Read) -> Operand:
-    role, label = memory.roles.get(read.key, (None, "")) if read.key is not None else (None, "")
-    if detail is None:
-        outputs = raws[read.writer].outputs if read.writer is not None else ()
-        seen = _range(read.name, *outputs[0]) if len(outputs) == 1 else None
-        return Operand(read.name, seen, read.writer, role, label)
-    given, guilty = detail.inputs[position], detail.guilty[position]
-    if not guilty:
-        return Operand(read.name, given, read.writer, role, label)
-    # The last writer need not be the bad one: views of one storage are written one by one.
-    # If no event left a bad value, it is from before the trace.
-    *also, writer = read.bad_writers or (None,)
-    return Operand(read.name, given, writer, role, label, guilty, tuple(i for i in also if i is not None))
+_MAX_BUILT = 1 << 17  # Events; about 1,000 bytes each.
+
+
+class Events(Sequence[OpEvent]):
+    """The records as plain values. Of a long trace, only so many are kept; the others are made again when needed."""
+
+    def __init__(self, raws: list[Raw], memory: Memory, parts: Parts) -> None:
+        self._raws, self._roles, self._parts = raws, memory.roles, parts
+        self._at = range(len(raws))
+        self._built: dict[int, OpEvent] = {}
+        self._places: dict[int, tuple[Site | None, str]] = {}
+        """By the id of a call: its line and the module's path."""
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    @overload
+    def __getitem__(self, index: int) -> OpEvent: ...
+    @overload
+    def __getitem__(self, index: slice) -> Events: ...
+    def __getitem__(self, index: int | slice) -> OpEvent | Events:
+        if isinstance(index, slice):
+            part = copy(self)
+            part._at = self._at[index]
+            return part
+        at = self._at[index]
+        event = self._built.get(at)
+        if event is None:
+            event = self._event(at, self._raws[at])
+            if len(self._built) < _MAX_BUILT:
+                self._built[at] = event
+        return event
+
+    def _event(self, index: int, raw: Raw) -> OpEvent:
+        call, finding, roles = raw.call, raw.finding, self._roles
+        detail = finding.detail if finding else None
+        role, label = next((roles[k] for k in raw.writes if k in roles), (None, ""))
+        forms = enumerate(call.forms)
+        site, module = self._places.get(id(call)) or self._place(call)
+        return OpEvent(
+            index=index,
+            op=_constructor_name(raw) if call.func.name == "tensor" else call.func.name,
+            aten=call.func.aten,
+            phase=call.phase,  # type: ignore[arg-type]
+            step=call.step,
+            inputs=tuple(self._operand(raw, i, name) for i, name in enumerate(call.names)),
+            outputs=detail.outputs if detail else tuple(_range("result", *form, *raw.range(i)) for i, form in forms),
+            scalars=finding.scalars if finding else (),
+            site=site,
+            library_site=resolve(call.inner) if call.inner and finding else None,
+            module=module,
+            module_type=call.module[1],
+            node=call.node,
+            forward=raw.forward,
+            born=detail.born if detail else 0,
+            nan_from_inf=detail.nan_from_inf if detail else 0,
+            on_purpose=detail.on_purpose if detail else False,
+            uninitialized=raw.uninitialized,
+            witness=detail.witness if detail else (),
+            bad_rows=detail.bad_rows if detail else (),
+            raised=raw.raised,
+            in_python_backward=call.python_backward,
+            region=raw.region,  # type: ignore[arg-type]
+            role=role,
+            label=label,
+            grad=call.grad,
+            in_float64=detail.in_float64 if detail else None,
+        )
+
+    def _place(self, call: Call) -> tuple[Site | None, str]:
+        site = resolve(call.spot) if call.spot else None
+        place = self._places[id(call)] = site, whole_path(call.module, self._parts)
+        return place
+
+    def _operand(self, raw: Raw, position: int, name: str) -> Operand:
+        writer, key = raw.numbers[2 * position : 2 * position + 2]
+        role, label = self._roles.get(key, (None, "")) if key is not None else (None, "")
+        finding = raw.finding
+        if finding is None:
+            made = self._raws[writer] if writer is not None else None
+            seen = _range(name, *made.call.forms[0], *made.range(0)) if made and len(made.call.forms) == 1 else None
+            return Operand(name, seen, writer, role, label)
+        given, guilty = finding.detail.inputs[position], finding.detail.guilty[position]
+        if not guilty:
+            return Operand(name, given, writer, role, label)
+        # The last writer need not be the bad one: views of one storage are written one by one.
+        # If no event left a bad value, it is from before the trace.
+        *also, last = finding.bad_writers[position] or (None,)
+        return Operand(name, given, last, role, label, guilty, tuple(i for i in also if i is not None))
 
 
 def _constructor_name(raw: Raw) -> str:
@@ -132,9 +222,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Fingerprint(NamedTuple):
     """What an operator was given from outside the trace and what it returned, as numbers to compare."""
 
-    scalars: tuple[tuple[str, Any], ...]
-    outside: tuple[int | None, ...]
-    results: tuple[int | None, ...]
+    scalars: str
+    outside: int
+    results: int
+
+
+INCOMPLETE = Fingerprint("", 0, 0)
+"""Stands in the first record of a trace whose oldest records were dropped: it cannot be compared."""
 
 
 class Difference(NamedTuple):
@@ -146,7 +240,8 @@ class Difference(NamedTuple):
 
 def fingerprint(op: OpInfo, args: Any, kwargs: Any, outside: list[Tensor], results: list[Tensor]) -> Fingerprint:
     returned = () if op.empty or op.view else tuple(map(digest, results))
-    return Fingerprint(numbers_in(op, args, kwargs), tuple(map(digest, outside)), returned)
+    scalars = ", ".join([f"{name} = {value}" for name, value in numbers_in(op, args, kwargs)])
+    return Fingerprint(scalars, hash(tuple(map(digest, outside))), hash(returned))
 
 
 def digest(t: Tensor) -> int | None:
@@ -167,16 +262,19 @@ def digest(t: Tensor) -> int | None:
 
 def first_difference(before: list[Raw], after: list[Raw]) -> Difference | None:
     """The first difference between two traces of a step; None if all operators in both agree."""
+    if any(raws and raws[0].fingerprint is INCOMPLETE for raws in (before, after)):
+        return None
     # Only one of them may include how the batch was made.
     steps = [[raw for raw in raws if raw.region == "step"] for raws in (before, after)]
     for one, other in zip(*steps, strict=False):
-        if one.func is not other.func or one.spot != other.spot:
+        if one.call.func is not other.call.func or one.spot != other.spot:
             return Difference("program", f"{_at(one)} ran the first time, {_at(other)} the second time")
         a, b = one.fingerprint, other.fingerprint
         if a is None or b is None:
             continue
-        if repr(a.scalars) != repr(b.scalars):  # repr, because NaN != NaN
-            return Difference("program", f"{_at(one)} was called with {_numbers(a)}, then with {_numbers(b)}")
+        if a.scalars != b.scalars:
+            given = f"{a.scalars or 'no numbers'}, then with {b.scalars or 'no numbers'}"
+            return Difference("program", f"{_at(one)} was called with {given}")
         if a.outside != b.outside:
             return Difference("program", f"{_at(one)} read different values, which were made before the step")
         if a.results != b.results:
@@ -186,27 +284,23 @@ def first_difference(before: list[Raw], after: list[Raw]) -> Difference | None:
 
 def _different_results(one: Raw, other: Raw, raws: list[Raw]) -> Difference:
     values = f"{_at(one)} gave {_range_of(one)}, then {_range_of(other)}"
-    if one.func.name == "tensor":
+    if one.call.func.name == "tensor":
         return Difference("program", f"{values}, from Python numbers of the program")
-    if one.func.name in RANDOM:
+    if one.call.func.name in RANDOM:
         return Difference("program", f"{values}: it draws from a random generator of the program's own")
-    if any(read.writer is not None and raws[read.writer].uninitialized for read in other.reads):
+    if any(writer is not None and raws[writer].uninitialized for writer in other.writers):
         return Difference("machine", f"{values}: it read memory that was never written")
     return Difference("machine", f"{values}, from the same numbers")
 
 
 def _at(raw: Raw) -> str:
     site = resolve(raw.spot) if raw.spot else None
-    prefix = "backward of " if raw.backward == "backward" else ""
-    return prefix + raw.func.name + (f" in line {site.line}" if site else "")
-
-
-def _numbers(given: Fingerprint) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in given.scalars) or "no numbers"
+    prefix = "backward of " if raw.phase == "backward" else ""
+    return prefix + raw.call.func.name + (f" in line {site.line}" if site else "")
 
 
 def _range_of(raw: Raw) -> str:
-    low, high = raw.outputs[0][2:] if raw.outputs else (None, None)
+    low, high = raw.range(0)
     if low is None or high is None:
         return "one result"
     return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +20,38 @@ from firstnan.observe.higher_order import accept, call_chosen_branch
 from firstnan.observe.module_stack import ModuleStack
 from firstnan.observe.patches import Patches
 from firstnan.observe.sites import Ownership
-from firstnan.records import Role, Trace
+from firstnan.records import Role, TensorStat, Trace
 from firstnan.tensors.finite import extremes, readable, surely_finite
 from firstnan.tensors.models import Parts, is_safe
-from firstnan.tracing.examine import examine, in_float64, numbers_in
+from firstnan.tracing.examine import Detail, examine, in_float64, numbers_in
 from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo, arguments_keep_finite, info, tensors_of
-from firstnan.tracing.recording import Raw, Read, fingerprint, to_trace
+from firstnan.tracing.recording import INCOMPLETE, Call, Events, Finding, Raw, fingerprint
 
 _MAX_RAISED = 16
 _SMALL = 1 << 14  # Elements; up to this size an argument is copied before an in-place operator overwrites it.
 _LARGE = 1 << 18
 _MAX_EVENTS = 1 << 14
+_MAX_RECORDS = 1 << 20  # Records of one step; about 300 bytes each.
+_MAX_DETAILED = 1 << 15  # Findings of one step that hold all statistics; about 2,000 bytes each.
+_MAX_NODES = 1 << 12  # Autograd nodes of one step; see `_node`.
+_graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like have no usable sequence number.
+
+
+class _Executed(NamedTuple):
+    """An operator that ran: what it was given and what it returned."""
+
+    func: Any
+    op: OpInfo
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[tuple[str, Tensor]]
+    results: list[Tensor]
+    before: dict[int, Tensor]
+    """Copies of arguments that it overwrote, by id."""
+    raised: str | None
 
 
 class Tracer:
@@ -59,6 +77,11 @@ class Tracer:
         """Sequence number of an autograd node -> the event that made it."""
         self._last_node = -1
         """Autograd nodes up to this number have their event, or have none."""
+        self._nodes = self._detailed = 0
+        """How many autograd nodes were asked for in this step, and how many findings were made in it."""
+        self._last_asked = -1
+        self._calls: dict[Any, Call] = {}
+        self._stats: dict[TensorStat, TensorStat] = {}
         self._mode: _Mode | None = None
         self._patches = Patches()
         self._pauses = 0
@@ -189,36 +212,40 @@ class Tracer:
     def forget_healthy(self) -> None:
         """Drops events that no later failure can depend on, so that tracing many steps uses bounded memory."""
         raised = [i for i, r in enumerate(self.raws) if r.raised]
-        roots = self.memory.roots() | set(raised[-_MAX_RAISED:])
         self._sequence.clear()
-        if not roots:
-            self.raws = []
-            self.memory.renumber({}, set())
-            return
-        kept = self._ancestors(roots)
-        new = {old: i for i, old in enumerate(sorted(kept))}
-        self.raws = [self.raws[i] for i in new]
-        for r in self.raws:
-            for read in r.reads:
-                read.writer = None if read.writer is None else new.get(read.writer)
-                read.bad_writers = tuple(new[w] for w in read.bad_writers)
-            r.forward = None if r.forward is None else new[r.forward]
-        self.memory.renumber(new, {k for r in self.raws for k in (*r.writes, *(read.key for read in r.reads))})
+        self._nodes = self._detailed = 0
+        self._keep(self._ancestors(self.memory.roots() | set(raised[-_MAX_RAISED:])))
 
     def _clean_up(self) -> None:
-        """Drops events while nothing is trained, since no step ends then; keeps what backward may refer to."""
+        """Drops events while no step ends: if nothing is trained those that are healthy, in a long step the oldest."""
         if not self._sequence:
             self.forget_healthy()
+        elif len(self.raws) >= _MAX_RECORDS:
+            newest = range(len(self.raws) - _MAX_RECORDS // 2, len(self.raws))
+            self._keep(self._ancestors(self.memory.roots()).union(newest))
+            self.raws[0].fingerprint = INCOMPLETE
+            self.trouble = self.trouble or (
+                f"step {self.step} has more than {_MAX_RECORDS:,} operators; of the oldest only those with non-finite "
+                "results were kept, to limit memory"
+            )
         self._cleanup_at = len(self.raws) + _MAX_EVENTS
+
+    def _keep(self, kept: set[int]) -> None:
+        """Drops all other events and numbers these anew."""
+        new = {old: i for i, old in enumerate(sorted(kept))}
+        self.raws = [self.raws[i] for i in new]
+        self._sequence = {n: new[i] for n, i in self._sequence.items() if i in new}
+        self._calls.clear()
+        self._stats.clear()
+        for raw in self.raws:
+            raw.renumber(new)
+        self.memory.renumber(new, {k for raw in self.raws for k in raw.storages})
 
     def _ancestors(self, roots: set[int]) -> set[int]:
         """These events and all those that their non-finite values came from."""
         found, stack = set(roots), list(roots)
         while stack:
-            raw = self.raws[stack.pop()]
-            before = {w for read in raw.reads for w in read.bad_writers}
-            if raw.forward is not None:
-                before.add(raw.forward)
+            before = self.raws[stack.pop()].depends_on()
             stack += before - found
             found |= before
         return found
@@ -239,7 +266,9 @@ class Tracer:
             before = {}
             if op.mutated:
                 # A large argument is copied only if it may hold non-finite values.
-                kept = [t for n, t in tensors if n in op.mutated and (id(t) in dirty or t.numel() <= _SMALL)]
+                kept = [
+                    t for i, (n, t) in enumerate(tensors) if n in op.mutated and (i in dirty or t.numel() <= _SMALL)
+                ]
                 before = {id(t): t.detach().clone() for t in kept}
         except Exception as error:
             self._note_error(op, error)
@@ -260,9 +289,7 @@ class Tracer:
             try:
                 if op.mutated:
                     results += [t for n, t in given if n in op.mutated and all(t is not r for r in results)]
-                raw = self._append(op, args, kwargs, tensors, results, before, reads, dirty, raised)
-                if raw.detail is not None and raw.detail.born and not raw.detail.on_purpose:
-                    raw.detail = replace(raw.detail, in_float64=in_float64(func, op, args, kwargs, before))
+                self._append(_Executed(func, op, args, kwargs, tensors, results, before, raised), reads, dirty)
             except Exception as error:
                 self._note_error(op, error)
 
@@ -270,62 +297,88 @@ class Tracer:
         """Remembers an error of our own, which must never reach the program."""
         self.trouble = self.trouble or f"{op.aten}: {type(error).__name__}: {error}"
 
-    def _read(self, tensors: list[tuple[str, Tensor]]) -> tuple[list[Read], set[int]]:
-        """What is read and who wrote it, and the ids of the tensors that may hold non-finite values."""
-        reads: list[Read] = []
-        dirty: set[int] = set()
+    def _read(self, tensors: list[tuple[str, Tensor]]) -> tuple[list[int | None], dict[int, tuple[int, ...]]]:
+        """Who wrote each tensor and its storage; by position, who left bad values in those that may hold some."""
+        reads: list[int | None] = []
+        dirty: dict[int, tuple[int, ...]] = {}
         memory = self.memory
-        for name, t in tensors:
+        for position, (_, t) in enumerate(tensors):
             key = memory.key(t)
-            read = Read(name, None if key is None else memory.writer.get(key), key)
+            reads += (None if key is None else memory.writer.get(key), key)
             if memory.may_be_bad(key, t):
-                dirty.add(id(t))
-                read.bad_writers = memory.bad_writers(key, t)
-            reads.append(read)
+                dirty[position] = memory.bad_writers(key, t)
         return reads, dirty
 
-    def _append(
-        self,
-        op: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[tuple[str, Tensor]],
-        results: list[Tensor],
-        before: dict[int, Tensor],
-        reads: list[Read],
-        dirty: set[int],
-        raised: str | None,
-    ) -> Raw:
+    def _append(self, done: _Executed, reads: list[int | None], dirty: dict[int, tuple[int, ...]]) -> None:
+        op, results = done.op, done.results
+        enabled = torch.is_grad_enabled()
+        grad = enabled and any(t.requires_grad for _, t in done.tensors)
         raw = Raw()
-        raw.func, raw.raised, raw.detail, raw.scalars, raw.fingerprint = op, raised, None, (), None
-        raw.step, raw.region, raw.reads = self.step, self.region, reads
-        raw.outputs, raw.writes, raw.uninitialized = [], [], op.empty
-        self._locate(raw, sys._getframe(3))
+        raw.region, raw.fingerprint, raw.finding, raw.numbers, raw.ranges = self.region, None, None, tuple(reads), ()
+        names = tuple([name for name, _ in done.tensors])
+        forms = tuple([(t.shape, t.dtype) for t in results]) if op.name != "set" else ()
+        frame = sys._getframe(3)
+        asked = self._nodes < _MAX_NODES
+        self._locate(raw, op, names, forms, grad, frame, asked)
         index = len(self.raws)
         self.raws.append(raw)
-        enabled = torch.is_grad_enabled()
-        raw.grad = enabled and any(t.requires_grad for _, t in tensors)
-        if raw.grad or not enabled:
+        if grad or not enabled:
             self._assign_node(index)
-        bad = False
         # A number may be infinite itself (`masked_fill(mask, -inf)`).
-        known = op.keeps_finite and not dirty and arguments_keep_finite(args)
+        known = op.keeps_finite and not dirty and arguments_keep_finite(done.args)
+        quick = _LARGE if grad else _SMALL
+        if raw.call.phase != "forward":
+            quick = -1
+        ranges: list[float | None] = []
+        bad = False
         for t in results:
             if op.name == "set":
                 self.memory.arrived(t)
-            elif op.empty:
-                self._allocated(raw, t, index)
-            elif op.view:
-                raw.outputs.append((t.shape, t.dtype, None, None))
-            elif self._wrote(raw, t, index, known):
-                bad = True
+                continue
+            low, high = (None, None) if op.empty or op.view or known else _ends(t, quick)
+            ranges += (low, high)
+            wrong = low is not None and high is not None and not (math.isfinite(low) and math.isfinite(high))
+            bad = bad or wrong
+            if op.view:
+                continue
+            key = self.memory.key(t)
+            if key is not None:
+                reads.append(key)
+                if op.empty:
+                    self.memory.allocated(key, index)
+                else:
+                    self.memory.wrote(key, t, index, wrong)
+        raw.numbers = tuple(reads)
+        if ranges.count(None) < len(ranges):
+            raw.ranges = tuple(ranges)
         if self.marks:
-            outside = [t for read, (_, t) in zip(reads, tensors, strict=True) if not self._in_step(read.writer)]
-            raw.fingerprint = fingerprint(op, args, kwargs, outside, results)
-        if bad or raised:
-            raw.scalars = numbers_in(op, args, kwargs)
-            raw.detail = examine(op, tensors, results, raw.scalars, before)
-        return raw
+            outside = [t for w, (_, t) in zip(raw.writers, done.tensors, strict=True) if not self._in_step(w)]
+            raw.fingerprint = fingerprint(op, done.args, done.kwargs, outside, results)
+        if bad or done.raised:
+            scalars = numbers_in(op, done.args, done.kwargs)
+            detail = self._examine(done, scalars)
+            bad_writers = tuple([dirty.get(i, ()) for i in range(len(names))])
+            raw.finding = Finding(detail, scalars, bad_writers, done.raised)
+            if not asked and (detail.born or detail.nan_from_inf) and self._nodes < 2 * _MAX_NODES:
+                self._locate(raw, op, names, forms, grad, frame, ask=True)
+
+    def _examine(self, done: _Executed, scalars: tuple[tuple[str, Any], ...]) -> Detail:
+        """The evidence of one call, in as little memory as possible."""
+        detail = examine(done.op, done.tensors, done.results, scalars, done.before)
+        created = detail.born or detail.nan_from_inf
+        self._detailed += 1
+        inputs = detail.inputs
+        if self._detailed > _MAX_DETAILED and not created and not done.raised:
+            inputs = (None,) * len(inputs)
+        shared = self._stats.setdefault
+        detail = replace(
+            detail,
+            inputs=tuple([shared(s, s) if s is not None else None for s in inputs]),
+            outputs=tuple([shared(s, s) for s in detail.outputs]),
+        )
+        if detail.born and not detail.on_purpose:
+            return replace(detail, in_float64=in_float64(done.func, done.op, done.args, done.kwargs, done.before))
+        return detail
 
     def _in_step(self, writer: int | None) -> bool:
         return writer is not None and self.raws[writer].region == "step"
@@ -340,54 +393,58 @@ class Tracer:
             self._last_node = number
             self._sequence[number] = index
 
-    def _wrote(self, raw: Raw, t: Tensor, index: int, known: bool) -> bool:
-        """Notes a result and returns whether it is non-finite; it is not read if it is `known` to be finite."""
-        low: float | None = None
-        high: float | None = None
-        # Ranges are evidence in forward. Elsewhere, and for large results, it only matters whether all is finite.
-        quick = raw.backward != "forward" or t.numel() > (_LARGE if raw.grad else _SMALL)
-        if not (known or (quick and surely_finite(t))) and (plain := readable(t)) is not None:
-            low, high = extremes(plain) or (None, None)
-        raw.outputs.append((t.shape, t.dtype, low, high))
-        bad = low is not None and high is not None and not (math.isfinite(low) and math.isfinite(high))
-        key = self.memory.key(t)
-        if key is not None:
-            raw.writes.append(key)
-            self.memory.wrote(key, t, index, bad)
-        return bad
-
-    def _allocated(self, raw: Raw, t: Tensor, index: int) -> None:
-        raw.outputs.append((t.shape, t.dtype, None, None))
-        key = self.memory.key(t)
-        if key is not None:
-            raw.writes.append(key)
-            self.memory.allocated(key, index)
-
-    def _locate(self, raw: Raw, frame: Any) -> None:
+    def _locate(
+        self, raw: Raw, op: OpInfo, names: tuple[str, ...], forms: tuple[Any, ...], grad: bool, frame: Any, ask: bool
+    ) -> None:
         """Notes the source line, the layer and the pass in which the operator runs."""
-        raw.spot, raw.inner, raw.engine = self.ownership.spots(frame)
+        spot, inner, engine = self.ownership.spots(frame)
+        raw.forward = None
+        phase, python_backward, name = "forward", False, None
+        node, running = self._node(ask) if _graph_task() >= 0 else (None, False)
+        module = None
+        if running:
+            recomputing = not engine and spot is not None and _in_checkpoint(frame)
+            python_backward = not engine and spot is not None and not recomputing
+            phase = "forward" if recomputing else "backward"
+            if node is not None:
+                name, sequence = node
+                raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
+                if raw.forward is not None and not recomputing:
+                    module = self.raws[raw.forward].call.module
+        elif self.in_optimizer and not (self.in_closure and torch.is_grad_enabled()):
+            phase = "optimizer"
+        module = module or self.modules.current()
+        at = (id(spot[0]), spot[1]) if spot is not None else None
+        inside = (id(inner[0]), inner[1]) if inner is not None else None
+        step = self.step
+        key = (id(op), at, inside, phase, name, *module[:2], id(module[2]), python_backward, step, grad, names, forms)
+        call = self._calls.get(key)
+        if call is None:
+            call = Call(op, spot, inner, phase, name, module, python_backward, step, grad, names, forms)
+            self._calls[key] = call
+        raw.call = call
+
+    def _node(self, ask: bool) -> tuple[tuple[str, int] | None, bool]:
+        """Name and number of the autograd node that runs, and whether one does.
+
+        Python sees a node through an object that lives as long as the node. A chain of tens of thousands of such
+        nodes overflows the stack when torch frees it, so not every node of a long step is asked for.
+        """
+        if not ask:
+            return None, True
         node = torch._C._current_autograd_node()
-        raw.node = raw.forward = None
-        raw.python_backward = False
         if node is None:
-            updating = self.in_optimizer and not (self.in_closure and torch.is_grad_enabled())
-            raw.backward = "optimizer" if updating else "forward"
-            raw.module = self.modules.current()
-            return
-        recomputing = not raw.engine and raw.spot is not None and _in_checkpoint(frame)
-        raw.python_backward = not raw.engine and raw.spot is not None and not recomputing
-        raw.backward = "forward" if recomputing else "backward"
-        raw.node = node.name()
-        sequence = node._sequence_nr()
-        if raw.node.endswith("CopySlices"):
-            # An in-place write to a view: this node was made right after the one of the operator that wrote.
-            sequence -= 1
-        raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
-        raw.module = self.modules.current() if recomputing or raw.forward is None else self.raws[raw.forward].module
+            return None, False
+        name, sequence = node.name(), node._sequence_nr()
+        if sequence != self._last_asked:
+            self._last_asked = sequence
+            self._nodes += 1
+        # An in-place write to a view: this node was made right after the one of the operator that wrote.
+        return (name, sequence - 1 if name.endswith("CopySlices") else sequence), True
 
     def trace(self, parts: Parts | None = None) -> Trace:
         """Everything recorded so far as plain values; module paths start at the models in `parts`."""
-        return to_trace(self.raws, self.memory, parts or {})
+        return Trace(Events(self.raws, self.memory, parts or {}))
 
 
 def _in_checkpoint(frame: Any) -> bool:
@@ -399,6 +456,17 @@ def _in_checkpoint(frame: Any) -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+def _ends(t: Tensor, quick: int) -> tuple[float | None, float | None]:
+    """Minimum and maximum; None if they are certain to be finite and `t` has more elements than `quick`.
+
+    Ranges are evidence in forward. Elsewhere, and for large results, it only matters whether all is finite.
+    """
+    if t.numel() > quick and surely_finite(t):
+        return None, None
+    plain = readable(t)
+    return (extremes(plain) or (None, None)) if plain is not None else (None, None)
 
 
 class _Mode(TorchDispatchMode):
