@@ -234,8 +234,8 @@ def test_a_training_outside_the_main_thread(stage: MakeStage, how: str) -> None:
     bare = on.bare(how)
     outcome = on.run(how)
     read, done = lines("steps.log"), lines("done.txt")
-    if how in ("fork", "spawn") and outcome.code == 0:  # another process need not be watched; then it is left in peace
-        wrong = expect(read(on.project) == read(bare), "the unwatched program was disturbed")
+    if how in ("fork", "spawn"):  # another process is watched, but never ended: it may owe a result
+        wrong = expect(read(on.project) == read(bare), "the other process was disturbed") + outcome.wrong_answer(8)
     else:
         wrong = differences(read(on.project), read(bare), 8) + outcome.wrong_answer(8)
     if how != "pool":  # what a pool's thread raises comes out again in the main program, which ends there
@@ -303,7 +303,7 @@ def test_a_detector_in_the_loop(stage: MakeStage, sink: str, policy: str) -> Non
 # --- signals ------------------------------------------------------------------------------------------------------
 
 FAILS_AT = 6
-TESTING = "testing"
+TESTING = "firstnan: trying"
 """The word on stderr with which the trials of fixes begin."""
 
 

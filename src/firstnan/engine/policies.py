@@ -93,6 +93,8 @@ class EndProgram(Policy):
         self.save, self._explained = save, explained
         self.ended = False
         """Whether the program was told to end; if it trains on, it has caught that."""
+        self.interrupted = False
+        """Whether Ctrl-C has ended the investigation; then no fix is tried either."""
         self.unresolved = False
         """Whether the program has to be run again for a complete answer."""
 
@@ -106,6 +108,10 @@ class EndProgram(Policy):
         self.ended = True
         end_program()
 
+    def interrupt(self) -> None:
+        """Ctrl-C has ended the investigation."""
+        self.interrupted = True
+
     def goes_on(self, session: Session) -> None:
         """The program has caught the stop and trains on: from here on it is left alone."""
         session.let_go()
@@ -113,14 +119,14 @@ class EndProgram(Policy):
     def explain(self, session: Session, report: Report) -> None:
         """Nothing more can be learned while the program is there."""
         self.known(session, report)
-        if not self.unresolved:
+        if not self.unresolved and not self.interrupted:
             self._explained(report, session)
 
     def known(self, session: Session, report: Report) -> None:
         """Saves it, and notes whether a second run would tell more."""
         session.report = report
         outside = report.origin is not None and came_from_outside(report.origin)
-        self.unresolved = not session.live.on and (
+        self.unresolved = not (session.live.on or self.interrupted) and (
             report.origin is None or (outside and report.reproduced != "transient")
         )
         self.save(report)

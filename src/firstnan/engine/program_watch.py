@@ -257,7 +257,7 @@ class ProgramValues:
                 session.trip_at_end(trip)
         if session.phase is WATCHING:
             if self._suspect is not None:
-                noticed, event, turns = self._suspect
+                (noticed, event, turns), self._suspect = self._suspect, None
                 self._stopped_by(noticed, [], [] if event is None else [event], turns)
             elif not session.gate.trained and self._output_event is not None:
                 self._concluded(Noticed("output"), [], [self._output_event])

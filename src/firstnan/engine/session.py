@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _NO_LOOP = "the training loop could not be replayed for this step"
 _IN_PROCESS = "the step was replayed in the program's own process, so what its loop writes was written again"
+_INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
 _WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
 log = logging.getLogger("firstnan")
@@ -162,6 +163,7 @@ class Session(Observer):
     def end(self) -> None:
         """Leaves torch, the models and the optimizers as they were."""
         self.forget_replay()
+        self.failure = None  # it holds the program's variables, which close their files when they are freed
         if self.phase is SETTLED and self.report is not None:
             with contextlib.suppress(NonFiniteError):  # already reported
                 self.resume()
@@ -574,7 +576,13 @@ class Session(Observer):
         if not self._may_replay or isolation.unavailable():
             return None
         self.failure = failure
-        return apart.ask(self, failure)
+        try:
+            return apart.ask(self, failure)
+        except KeyboardInterrupt:
+            if not isinstance(self.policy, EndProgram):
+                raise
+            self.policy.interrupt()
+            return Answer(replace(failure.report, notes=(*failure.report.notes, _INTERRUPTED)))
 
     def known(self, trip: Trip) -> Report:
         """What is known without a replay."""

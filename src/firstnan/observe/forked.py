@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import io
 import queue
@@ -15,9 +14,6 @@ import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
-
-_kept: list[Any] = []
-"""Objects that must not be freed in the child: freeing them would end the parent's worker processes."""
 
 
 def end_thread_pools() -> bool:
@@ -37,6 +33,7 @@ def end_thread_pools() -> bool:
 def alone_after_fork(*, threads: bool) -> None:
     """Lets the program run on alone: nothing waits for a thread or process of the parent, or for the clock."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # looking through the parent's objects would copy all of its memory
     torch = sys.modules.get("torch")
     if torch is not None and not threads:
         torch.set_num_threads(1)
@@ -48,17 +45,28 @@ def alone_after_fork(*, threads: bool) -> None:
 
 
 def _forget_workers() -> None:
-    """Worker processes belong to the parent: they are neither joined nor told to stop."""
+    """Worker processes belong to the parent: they are neither joined, nor told to stop, nor asked for batches."""
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process._children.clear()
     loading = sys.modules.get("torch.utils.data.dataloader")
-    if loading is not None:
-        kind = loading._MultiProcessingDataLoaderIter
-        for one in [one for one in gc.get_objects() if issubclass(type(one), kind)]:
-            _kept.append(one)
-            one._next_data = functools.partial(_next_in_process, one)
-            one._shutdown_workers = lambda: None
+    if loading is None:
+        return
+    kind = loading._MultiProcessingDataLoaderIter
+    begin, fetch, shut_down = kind.__init__, kind._next_data, kind._shutdown_workers
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._firstnan_is_new = True
+        begin(self, *args, **kwargs)
+
+    def _next_data(self: Any) -> Any:
+        return fetch(self) if "_firstnan_is_new" in vars(self) else _next_in_process(self)
+
+    def _shutdown_workers(self: Any) -> None:
+        if "_firstnan_is_new" in vars(self):
+            shut_down(self)
+
+    kind.__init__, kind._next_data, kind._shutdown_workers = made, _next_data, _shutdown_workers
 
 
 def _next_in_process(iterator: Any) -> Any:
@@ -75,7 +83,6 @@ def _next_in_process(iterator: Any) -> Any:
 
 def _forget_threads() -> None:
     """Queues that a thread of the parent empties are emptied by nobody; pools of threads start new ones."""
-
     original = queue.Queue.put
 
     def put(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -89,9 +96,15 @@ def _forget_threads() -> None:
     queue.Queue.join = lambda self: None  # type: ignore[method-assign]
     pools = sys.modules.get("concurrent.futures.thread")
     if pools is not None:
-        for pool in [one for one in gc.get_objects() if issubclass(type(one), pools.ThreadPoolExecutor)]:
-            pool._threads.clear()
-            pool._idle_semaphore = threading.Semaphore(0)
+        submit = pools.ThreadPoolExecutor.submit
+
+        def submit_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._threads and not any(thread.is_alive() for thread in self._threads):
+                self._threads.clear()
+                self._idle_semaphore = threading.Semaphore(0)
+            return submit(self, *args, **kwargs)
+
+        pools.ThreadPoolExecutor.submit = submit_anew
 
 
 class _NoSocket:

@@ -16,7 +16,9 @@ batches = ((part,) for part in x.split(8)) if sys.argv[1] == "slices" else DataL
 begun, log, saves = (open(name, "a") for name in ("begun.txt", "steps.csv", "saves.txt"))
 for step, (batch,) in enumerate(batches):
     print(step, file=begun, flush=True)
-    time.sleep(0.15)
+    begins = time.monotonic()
+    while time.monotonic() < begins + 0.15:  # works, where sleeping could be skipped
+        torch.rand(8, 8) @ torch.rand(8, 8)
     loss = (net(batch) - batch.sum(1, keepdim=True).log()).pow(2).mean()  # <-
     opt.zero_grad()
     loss.backward()
