@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 HOW = "the loop's body was run again"
 _MOST_TURNS = 2
-_PATIENCE = 60.0
+_PATIENCE = 20.0
 """Seconds without a message after which a child is given up; more where the program's steps take long."""
 
 
@@ -40,13 +40,14 @@ class Answer:
 
     report: Report
     before_update: bool = True
-    finite: bool = False
+    whole: bool = True
+    """Whether all of the step was replayed, not only its last statements."""
 
     @property
     def worth(self) -> int:
         """3 if the origin is known and no other way would tell more; 2 if the same step was finite when replayed."""
         origin, replayed = self.report.origin, self.report.reproduced != "transient"
-        if origin is not None and replayed and not came_from_outside(origin):
+        if origin is not None and replayed and (self.whole or not came_from_outside(origin)):
             return 3
         return 2 if not replayed else 1 if origin is not None else 0
 
@@ -61,7 +62,7 @@ class Answering(Policy):
     def known(self, session: Session, report: Report) -> None:
         self._channel.send(Answer(report))
 
-    def heartbeat(self) -> None:
+    def working(self, session: Session) -> None:
         self._channel.send(None)
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
@@ -107,7 +108,7 @@ def heard(child: isolation.Fork, session: Session) -> Any:
     """The last answer of a child; None if there was none."""
     last: Any = None
     steps = max(session.gate.steps.updates, 1)
-    seconds = max(_PATIENCE, 100 * (time.monotonic() - session.began) / steps)
+    seconds = max(_PATIENCE, 200 * (time.monotonic() - session.began) / steps)
     try:
         for message in child.receive(seconds):
             last = message if message is not None else last
@@ -149,7 +150,8 @@ class TurnReplay:
         rehearsals: int = 0,
         traced: bool = True,
     ) -> None:
-        self.failure, self._traced, self._failed = failure, traced, False
+        self.failure, self._traced, self._failed, self._asked = failure, traced, False, 0
+        self.whole = not start
         self._session, self._turn, self._start, self._rehearsals = session, turn, start, rehearsals
         self._code: CodeType | None = None
         self._rehearsing = False
@@ -209,8 +211,12 @@ class TurnReplay:
     # Called while the turn runs, as a LoopReplay's are.
 
     def next_batch(self, source: Any) -> tuple[Any] | None:
-        latest = self._session.handouts.latest
-        return (latest.batch if latest is not None else None,)
+        """The batch of the step, once; a loop that asks for more goes beyond the step."""
+        latest, asked = self._session.handouts.latest, self._asked
+        self._asked += 1
+        if latest is None or asked >= max(self._session.handouts.batches_of_step, 1) * (self._rehearsals + 1):
+            raise LeftLoop
+        return (latest.batch,)
 
     def drops(self, optimizer: Any) -> bool:
         return self._rehearsing

@@ -230,6 +230,10 @@ class Handouts:
         steps = [[h for h in s.recent if latest is not None and h.updates == latest.updates] for s in sources]
         return [step for step in steps if step]
 
+    @property
+    def batches_of_step(self) -> int:
+        return sum(map(len, self.of_this_step()))
+
     def forget(self) -> None:
         """Drops every batch."""
         self.sources.clear()

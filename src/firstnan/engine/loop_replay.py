@@ -103,6 +103,7 @@ class LoopReplay:
         session.enter(phase)
         session.backwards, self._finite = 0, False
         self._output.begin()
+        session.policy.working(session)
         if phase is not SEARCHING:
             self._microscope.start(in_step=True)
 

@@ -57,6 +57,9 @@ class Policy:
     def known(self, session: Session, report: Report) -> None:
         """Called with the first report of a failure, before any replay."""
 
+    def working(self, session: Session) -> None:
+        """Called when a replay begins."""
+
     def before_backward(self, session: Session, roots: list[Tensor]) -> None: ...
 
     def before_update(self, session: Session, optimizer: Any, closure: bool) -> Decision:

@@ -658,7 +658,8 @@ class Session(Observer):
     def settle(self, report: Report, before_update: bool, *, finite: bool = False) -> None:
         """The investigation is over and the policy decides. `finite`: the step was good in the end."""
         if isinstance(self.policy, Answering):
-            self.policy.answer(Answer(report, before_update, finite))
+            whole = not isinstance(self._replay, TurnReplay) or self._replay.whole
+            self.policy.answer(Answer(report, before_update, whole))
         if isinstance(self._replay, LoopReplay) and (why := isolation.unavailable()) and not isolation.is_off():
             report = replace(report, notes=(*report.notes, f"{_IN_PROCESS} ({why})"))
         self.microscope.stop()

@@ -96,7 +96,7 @@ class Turn:
                 yield {name: value}
 
 
-class LeftLoop(Exception):  # noqa: N818 - no error: the body is done
+class LeftLoop(BaseException):  # the program must not catch it
     """The body returned from its function."""
 
 
