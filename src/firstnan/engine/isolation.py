@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import pickle
 import random
@@ -53,8 +52,10 @@ def unavailable() -> str:
     if is_off():
         return "FIRSTNAN_ISOLATION=off"
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "a process that uses CUDA cannot be forked"
+    for name in ("cuda", "xpu"):
+        device = getattr(torch, name, None)
+        if device is not None and device.is_initialized():
+            return f"a process that uses {name.upper()} cannot be forked"
     return _because[0] if _because else ""
 
 
@@ -99,7 +100,7 @@ def _enter_view(shared: Sequence[str] = ()) -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     _mount("", "/", "", _RECURSIVE | _PRIVATE)
-    _View("userxattr,xino=off" if as_user else "xino=off").build()
+    _View("userxattr,xino=off" if as_user else "redirect_dir=on,xino=off").build()
     for folder in shared:
         _mount(folder, f"{_SCRATCH}/root{folder}", "", _BIND)
     os.chroot(f"{_SCRATCH}/root")
@@ -110,6 +111,8 @@ def _enter_view(shared: Sequence[str] = ()) -> None:
 
 def _loopback_up() -> None:
     """Lets the child bind its own local ports."""
+    import fcntl
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 
@@ -233,6 +236,8 @@ def _separate_descriptors(keep: int) -> None:
 
 
 def _separate(number: int) -> None:
+    import fcntl
+
     info, flags = os.fstat(number), fcntl.fcntl(number, fcntl.F_GETFL)
     closes = not os.get_inheritable(number)
     if stat.S_ISREG(info.st_mode):
@@ -250,6 +255,8 @@ def _separate(number: int) -> None:
 
 
 def _private_copy(number: int, size: int, flags: int) -> int:
+    import fcntl
+
     path, access = f"/proc/self/fd/{number}", flags & os.O_ACCMODE
     if access == os.O_RDONLY or (access == os.O_RDWR and size > _COPIED):
         return os.open(path, os.O_RDONLY)  # its own position in the file
@@ -318,24 +325,25 @@ class Fork:
     """A forked child as its parent sees it."""
 
     def __init__(self, process: int, number: int) -> None:
-        self._process, self._number = process, number
+        self._process, self._number, self._data = process, number, b""
         self.stuck = False
         """Whether it took too long, or waited for something that never came."""
 
     def receive(self, seconds: float) -> Iterator[Any]:
         """What the child sends, until it ends; each message gives it the whole time again."""
-        until, busy, used, data = time.monotonic() + seconds, time.monotonic(), -1.0, b""
+        until, busy, used = time.monotonic() + seconds, time.monotonic(), -1.0
         while True:
+            while len(self._data) >= 8 and len(self._data) >= 8 + (size := int.from_bytes(self._data[:8], "big")):
+                message, self._data = pickle.loads(self._data[8 : 8 + size]), self._data[8 + size :]
+                yield message
             ready, _, _ = select.select([self._number], [], [], 0.5)
             now = time.monotonic()
             if ready:
                 more = os.read(self._number, 1 << 20)
                 if not more:
                     return
-                data, busy, until = data + more, now, now + seconds
-                while len(data) >= 8 and len(data) >= 8 + (size := int.from_bytes(data[:8], "big")):
-                    message, data = pickle.loads(data[8 : 8 + size]), data[8 + size :]
-                    yield message
+                self._data += more
+                busy, until = now, now + seconds
                 continue
             if (time_used := _processor_time(self._process)) != used:
                 used, busy = time_used, now
@@ -416,6 +424,8 @@ def _die_with_parent() -> None:
     _libc("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, the child goes first
 
 
 def _move_on(keep: int) -> None:

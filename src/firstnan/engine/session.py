@@ -573,7 +573,7 @@ class Session(Observer):
 
     def asked(self, failure: Failure) -> Answer | None:
         """What children find out about a failure; None if there can be none, or in a child."""
-        if not self._may_replay or isolation.unavailable():
+        if not self._may_replay or not world().is_alone or isolation.unavailable():
             return None
         self.failure = failure
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import tempfile
@@ -18,9 +17,7 @@ class WorkerReports:
     """Reports of other processes, which append them to one open file that has no name."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the program runs
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_APPEND)
+        self._file = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - as long as the program runs
         self._process = os.getpid()
 
     def add(self, report: Report) -> None:

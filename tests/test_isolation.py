@@ -1,0 +1,320 @@
+"""A forked or started child can change nothing outside itself, and goes with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import random
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from firstnan.engine import isolation
+from firstnan.engine.isolation import Channel, IsolationError, Started
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no isolation elsewhere")
+
+
+@pytest.fixture(params=["root", "user"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in; as root, and as a user without rights, who needs a namespace of his own."""
+    monkeypatch.setenv("FIRSTNAN_ISOLATION", request.param)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def in_child(act: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """What `act` returns in a forked child; an error there is raised here."""
+    child = isolation.fork()
+    assert child is not None, isolation.unavailable()
+    if isinstance(child, Channel):
+        try:
+            child.send(("returned", act()))
+        except BaseException as error:
+            child.send(("raised", f"{type(error).__name__}: {error}"))
+        child.leave()
+    try:
+        messages = list(child.receive(seconds))
+    finally:
+        child.end()
+    assert messages, "the child said nothing"
+    kind, value = messages[-1]
+    assert kind == "returned", value
+    return value
+
+
+def test_files_that_a_child_writes_are_gone_with_it(place: Path) -> None:
+    (place / "kept").mkdir()
+    (place / "kept" / "old.txt").write_text("old")
+
+    def change() -> list[str]:
+        Path("new.txt").write_text("new")
+        Path("kept/old.txt").write_text("changed")
+        torch.save({"a": 1}, "kept/state.pt")  # written by C++
+        os.rename("kept/old.txt", "moved.txt")
+        shutil.rmtree("kept")
+        os.makedirs("kept/again")
+        return sorted(os.listdir()) + os.listdir("kept")
+
+    assert in_child(change) == ["kept", "moved.txt", "new.txt", "again"]
+    assert os.listdir(place) == ["kept"]
+    assert (place / "kept" / "old.txt").read_text() == "old"
+    assert os.listdir(place / "kept") == ["old.txt"]
+
+
+def test_an_open_file_is_written_once_by_each(place: Path) -> None:
+    with open("log.csv", "w") as log:
+        log.write("before\n")
+        log.flush()
+        log.write("pending\n")
+
+        def write() -> int:
+            log.write("child\n")
+            log.flush()
+            return log.tell()
+
+        assert in_child(write) == len("before\npending\nchild\n")
+        log.write("parent\n")
+    assert Path("log.csv").read_text() == "before\npending\nparent\n"
+
+
+def test_reading_moves_nobody_elses_position(place: Path) -> None:
+    Path("data.txt").write_text("0123456789")
+    number = os.open("data.txt", os.O_RDONLY)
+    os.read(number, 3)
+    assert in_child(lambda: os.read(number, 3)) == b"345"
+    assert os.read(number, 3) == b"345"
+    os.close(number)
+
+
+@pytest.mark.parametrize("mode", ["delete", "wal"])
+def test_an_open_database(place: Path, mode: str) -> None:
+    with contextlib.closing(sqlite3.connect("runs.db")) as database:
+        database.execute(f"pragma journal_mode={mode}")
+        database.execute("create table steps (n)")
+        database.execute("insert into steps values (1)")
+        database.commit()
+
+        def insert() -> list[Any]:
+            database.execute("insert into steps values (2)")
+            database.commit()
+            return database.execute("select n from steps").fetchall()
+
+        assert in_child(insert) == [(1,), (2,)]
+        assert database.execute("select n from steps").fetchall() == [(1,)]
+
+
+def test_shared_memory_is_the_childs_own(place: Path) -> None:
+    mapped = numpy.memmap("numbers.dat", dtype="float32", mode="w+", shape=(10,))
+    mapped[:] = 1
+    shared = torch.zeros(10).share_memory_()
+
+    def fill() -> float:
+        mapped[:] = 5
+        mapped.flush()
+        shared.fill_(3)
+        return float(mapped.sum()) + float(shared.sum())
+
+    assert in_child(fill) == 80.0
+    assert (float(mapped.sum()), float(shared.sum())) == (10.0, 0.0)
+    assert numpy.fromfile("numbers.dat", dtype="float32").sum() == 10.0
+
+
+def test_pipes_and_sockets_lead_nowhere(place: Path) -> None:
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+
+    def talk() -> tuple[bytes, bytes]:
+        with contextlib.suppress(OSError):
+            ours.send(b"child")
+        with contextlib.suppress(OSError):
+            os.write(writing, b"child")
+        return ours.recv(5), os.read(reading, 5)
+
+    theirs.send(b"hello")
+    os.write(writing, b"hello")
+    assert in_child(talk) == (b"", b"")
+    assert (ours.recv(5), os.read(reading, 5)) == (b"hello", b"hello")
+
+
+def test_nothing_outside_is_reached_and_ports_are_free(place: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def serve() -> tuple[bytes, bool]:
+            with socket.create_server(("127.0.0.1", port)):
+                pass
+            with pytest.raises(ConnectionError):
+                socket.create_connection(("127.0.0.1", port), timeout=2)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/log", data=b"1") as answer:
+                return answer.read(), True
+
+        assert in_child(serve) == (b"{}", True)
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_random_numbers_and_threads_are_those_of_the_parent(place: Path) -> None:
+    random.seed(3)
+    x = torch.randn(600, 600)
+    expected = (x @ x).sum()  # starts the threads that compute
+
+    def draw() -> tuple[float, float, bool, int]:
+        return random.random(), float(torch.rand(1)), bool((x @ x).sum() == expected), torch.get_num_threads()
+
+    first, second = in_child(draw), in_child(draw)
+    assert first == second
+    assert first[2:] == (True, torch.get_num_threads())
+    assert first[:2] == (random.random(), float(torch.rand(1)))
+
+
+def test_nobody_waits_for_threads_that_are_gone(place: Path) -> None:
+    waiting: queue.Queue[int] = queue.Queue(maxsize=2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def work() -> tuple[int, int]:
+            for i in range(5):
+                waiting.put(i)
+            waiting.join()
+            time.sleep(60)
+            return waiting.qsize(), pool.submit(lambda: 7).result(timeout=5)
+
+        began = time.monotonic()
+        assert in_child(work) == (2, 7)
+        assert time.monotonic() - began < 10
+
+
+def test_worker_processes_stay_with_the_parent(place: Path) -> None:
+    data = TensorDataset(torch.arange(40.0))
+    batches = iter(DataLoader(data, batch_size=4, num_workers=2))
+    first = next(batches)[0].tolist()
+
+    def rest() -> tuple[int, int]:
+        count = sum(1 for _ in batches)
+        return count, sum(1 for _ in DataLoader(data, batch_size=4, num_workers=2))
+
+    count, all_of_them = in_child(rest)
+    assert count < 9  # without those that the workers have fetched ahead
+    assert all_of_them == 10
+    assert first + [x for (batch,) in batches for x in batch.tolist()] == list(range(40))
+
+
+def test_processes_of_the_child_end_with_it(place: Path) -> None:
+    def start() -> int:
+        subprocess.Popen(["sleep", "1000"])
+        return os.getpid()
+
+    before = set(processes("sleep"))
+    in_child(start)
+    time.sleep(0.2)
+    assert set(processes("sleep")) == before
+
+
+def test_a_child_that_waits_for_nothing_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_IDLE", 1.0)
+    child = isolation.fork()
+    if isinstance(child, Channel):
+        signal.pause()
+    assert child is not None
+    began = time.monotonic()
+    assert list(child.receive(60.0)) == []
+    assert child.stuck
+    child.end()
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_dies_with_its_parent(tmp_path: Path, sent: signal.Signals) -> None:
+    code = (
+        "import sys, time\nfrom firstnan.engine import isolation\nchild = isolation.fork()\n"
+        "if isinstance(child, isolation.Channel):\n    while True: sum(range(10000))\n"
+        "print('forked', flush=True)\nlist(child.receive(1000))\n"
+    )
+    mark = f"firstnan-test-{os.getpid()}-{sent}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MARK": mark}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"forked\n"
+        assert len(list(marked(mark))) == 3  # the parent, the child, and the process that made its namespaces
+        parent.send_signal(sent)
+        parent.wait(timeout=10)
+        until = time.monotonic() + 10
+        while list(marked(mark)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not list(marked(mark))
+
+
+def test_a_started_program_is_apart_but_for_what_is_shared(place: Path) -> None:
+    (place / "shared").mkdir()
+    code = (
+        "import os, sys; open('mine.txt', 'w'); open('shared/out.txt', 'w').write('x'); "
+        "os.write(int(sys.argv[1]), os.getcwd().encode())"
+    )
+    with open("answer", "w+b") as answer:
+        words = [sys.executable, "-c", code, str(answer.fileno())]
+        child = Started(words, dict(os.environ), str(place), keep=answer.fileno(), shared=[str(place / "shared")])
+        assert child.wait(30.0)
+        child.end()
+        answer.seek(0)
+        assert answer.read().decode() == str(place)
+    assert sorted(os.listdir(place)) == ["answer", "shared"]
+    assert (place / "shared" / "out.txt").read_text() == "x"
+
+
+def test_a_program_that_cannot_be_started_says_why(place: Path) -> None:
+    with open("answer", "w+b") as answer, pytest.raises(IsolationError, match="No such file"):
+        Started([str(place / "missing")], {}, str(place), keep=answer.fileno())
+
+
+def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIRSTNAN_ISOLATION", "off")
+    assert isolation.unavailable() == "FIRSTNAN_ISOLATION=off"
+    assert isolation.fork() is None
+    monkeypatch.delenv("FIRSTNAN_ISOLATION")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert isolation.unavailable() == "there is no isolation on darwin"
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert isolation.unavailable() == "a process that uses CUDA cannot be forked"
+
+
+def test_a_system_that_refuses_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_because", [])
+
+    def refuse(*args: Any) -> None:
+        raise IsolationError(1, "unshare: Operation not permitted")
+
+    monkeypatch.setattr(isolation, "_enter_view", refuse)
+    assert isolation.fork() is None
+    assert "unshare: Operation not permitted" in isolation.unavailable()
+
+
+def processes(name: str) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "comm").read_text().strip() == name:
+                yield int(entry.name)
+
+
+def marked(mark: str) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                yield int(entry.name)
