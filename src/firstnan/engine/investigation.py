@@ -218,7 +218,7 @@ class Investigation:
             return
         second = run.report if run is not None else None
         if run is not None and second is not None and second.origin is not None:
-            same = output or told or _is_same_failure(first, second)
+            same = output or _is_same_failure(first, second)
             notes = (*second.notes, *((_OWN_STATE,) if first.reproduced == "transient" else ()))
             if not same:
                 notes = (*notes, _other_failure(first, second))
@@ -235,7 +235,7 @@ class Investigation:
             )
         elif output:
             self.report = Report("clean")
-        elif not told:
+        else:
             self.report = self._not_repeated(first, run)
 
     def _not_repeated(self, first: Report, run: SecondRun | None) -> Report:
@@ -249,6 +249,8 @@ class Investigation:
             how = fate.error or fate.exit or "its end"
             text = f"the second run did not reach step {step}; it ended after {fate.passed} steps with {how}"
             return replace(first, notes=(*first.notes, text))
+        if first.origin is not None:
+            return replace(first, notes=(*first.notes, _FINITE))
         cause = first.cause or transient("The program was run again from its start, and was finite")
         return replace(first, notes=(*first.notes, _FINITE), reproduced="transient", cause=cause)
 

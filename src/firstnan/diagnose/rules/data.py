@@ -134,10 +134,9 @@ def uninitialized_memory(failure: Failure) -> Finding | None:
 @rule("nan_parameter", phases=PARAMETER)
 def nan_parameter(failure: Failure) -> Finding | None:
     name = failure.origin.label or "of the model"
-    why = (
-        f"The parameter {name} contains {_content(failure)}, before step {failure.origin.step} computes anything. It "
-        "came with the weights, for example from a checkpoint."
-    )
+    step = failure.origin.step
+    source = "It was written after an earlier step" if step else "It came with the weights, as from a checkpoint"
+    why = f"The parameter {name} contains {_content(failure)}, before step {step} computes anything. {source}."
     return _found(failure, name, why, 0.6, 0.35)
 
 

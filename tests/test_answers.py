@@ -1,0 +1,227 @@
+"""What an answer costs and says: steps instead of runs, whatever the loop is like; and an honest second run."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firstnan.engine.step_trial import Seen
+from firstnan.records import Remedy, Report
+from firstnan.repair.verdict import TrialOutcome, judged
+from zygote import Result, Zygote
+
+pytest_plugins = ["zygote"]
+
+BEGIN = """
+    import math, sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    torch.manual_seed(0)
+    data = torch.rand(400, 4) + 0.1
+    data[205] = 0
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def loss_of(x):
+        return (model(x) - torch.log(x.sum(1, keepdim=True))).square().mean()  # here
+
+    def update(loss):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+LOOPS = {
+    "drawn": """
+        while True:
+            update(loss_of(data[torch.randint(0, 400, (8,))]))
+    """,
+    "drawn ahead": """
+        torch.manual_seed(7)
+        x = data[torch.randint(0, 400, (8,))]
+        for step in range(1000):
+            loss = loss_of(x)
+            x = data[torch.randint(0, 400, (8,))]
+            update(loss)
+    """,
+    "slices": """
+        for i in range(0, 400, 8):
+            update(loss_of(data[i : i + 8]))
+    """,
+    "used up": """
+        def fetch(position=[0]):
+            position[0] += 8
+            return data[position[0] - 8 : position[0]]
+        for step in range(50):
+            batch = fetch()
+            loss = loss_of(batch)
+            update(loss)
+    """,
+    "generator": """
+        def batches():
+            for part in data.split(8):
+                yield part
+        for batch in batches():
+            update(loss_of(batch))
+    """,
+    "closure": """
+        for part in data.split(8):
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(part)
+                loss.backward()
+                return loss
+            optimizer.step(closure)
+    """,
+    "exit": """
+        for part in data.split(8):
+            loss = loss_of(part)
+            if not math.isfinite(loss.item()):
+                sys.exit("Loss is not finite, stopping training")
+            update(loss)
+    """,
+    "break": """
+        def train():
+            for part in data.split(8):
+                loss = loss_of(part)
+                if torch.isnan(loss) or torch.isinf(loss):
+                    break
+                update(loss)
+        train()
+    """,
+    "assert": """
+        for part in data.split(8):
+            loss = loss_of(part)
+            assert torch.isfinite(loss), "bad loss"
+            update(loss)
+    """,
+    "loader": """
+        for (part,) in DataLoader(TensorDataset(data), 8):
+            update(loss_of(part))
+    """,
+    "last batch": """
+        for (part,) in DataLoader(TensorDataset(data[:206]), 8):
+            update(loss_of(part))
+    """,
+}
+
+
+def run(firstnan: Zygote, folder: Path, text: str, *words: str) -> Result:
+    (folder / "train.py").write_text(textwrap.dedent(BEGIN) + textwrap.dedent(text))
+    return firstnan(["run", *words, "train.py"], cwd=folder)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_program_is_not_run_again(firstnan: Zygote, tmp_path: Path, loop: str) -> None:
+    result = run(firstnan, tmp_path, LOOPS[loop], "--verify", "5")
+    assert result.origin["op"] == "log"
+    assert "# here" in (tmp_path / "train.py").read_text().splitlines()[result.origin["line"] - 1]
+    assert "running the program again" not in result.stderr
+    assert result.found["reproduced"] == "deterministic"
+    best = result.found["remedies"][0]
+    assert (best["tried"], best["failing_step_finite"], best["steps_finite_after"]) == (True, True, 5)
+
+
+def test_the_report_is_there_before_the_trials(firstnan: Zygote, tmp_path: Path) -> None:
+    stderr = run(firstnan, tmp_path, LOOPS["slices"], "--verify", "5").stderr
+    assert stderr.index("[log_of_zero]") < stderr.index("trying up to") < stderr.index("fix 1")
+
+
+def test_a_batch_that_was_fetched_ahead_is_not_the_steps(firstnan: Zygote, tmp_path: Path) -> None:
+    text = """
+        def one_ahead(loader):
+            batches = iter(loader)
+            current = next(batches)
+            for following in batches:
+                yield current
+                current = following
+        for (part,) in one_ahead(DataLoader(TensorDataset(data), 8)):
+            update(loss_of(part))
+    """
+    batch = run(firstnan, tmp_path, text).found["batch"]
+    assert (batch["index"], batch["bad_samples"]) == (25, [5])
+
+
+def test_a_change_before_the_loop_is_tried_from_the_start(firstnan: Zygote, tmp_path: Path) -> None:
+    text = """
+        targets = data.sum(1).log()
+        for i in range(0, 400, 8):
+            update((model(data[i : i + 8]).flatten() - targets[i : i + 8]).square().mean())
+    """
+    result = run(firstnan, tmp_path, text, "--verify", "3")
+    assert (result.origin["op"], result.origin["line"]) == ("log", 20)
+    assert result.found["remedies"][0]["steps_finite_after"] == 3
+
+
+# --- what counts as proven -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        (Seen(losses=[1.0, 2.0], norms=[0.0, 0.0]), "all gradients are 0 with it"),
+        (Seen(losses=[0.25] * 6, norms=[1.0] * 6), "the loss is 0.25 in every step with it"),
+        (Seen(losses=[0.25] * 5, norms=[1.0] * 5), ""),
+        (Seen(losses=[0.25, 0.5] * 3, norms=[0.0, 1.0] * 3), ""),
+        (Seen(losses=[1.0], norms=[None]), ""),
+    ],
+)
+def test_training_that_learns_nothing(seen: Seen, says: str) -> None:
+    assert seen.frozen() == says
+
+
+def test_a_change_that_stops_learning_is_not_proven() -> None:
+    report = Report("nonfinite", step=5)
+    outcome = TrialOutcome(passed=26, trained=True, at_step=True, change=0.0)
+    assert judged(Remedy("a"), outcome, report).proven
+    result = judged(Remedy("a"), replace(outcome, frozen="all gradients are 0 with it"), report)
+    assert (result.proven, result.failing_step_finite) == (False, True)
+    assert result.note == "finite, but training stops learning: all gradients are 0 with it"
+
+
+# --- the second run ------------------------------------------------------------------------------------------------
+
+UPDATES_BADLY = """
+    class Odd(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            if self.state.setdefault("count", 0) == {bad}:
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.div_(torch.zeros(()))
+            self.state["count"] += 1
+    optimizer = Odd(model.parameters(), 0.01)
+    data[205] = 1
+    for part in data.split(8):
+        update(loss_of(part))
+"""
+
+
+def second(firstnan: Zygote, folder: Path, begin: str, bad: Any = 6) -> Result:
+    return run(firstnan, folder, textwrap.dedent(begin) + textwrap.dedent(UPDATES_BADLY.format(bad=bad)))
+
+
+def test_a_second_run_that_fails_alike(firstnan: Zygote, tmp_path: Path) -> None:
+    result = second(firstnan, tmp_path, "")
+    assert (result.origin["op"], result.found["reproduced"]) == ("div", "deterministic")
+
+
+def test_a_second_run_that_could_not_start_is_not_called_finite(firstnan: Zygote, tmp_path: Path) -> None:
+    result = second(firstnan, tmp_path, "import os\nos.mkdir('run1')\n")
+    (note,) = [note for note in result.found["notes"] if "second run" in note]
+    assert note.startswith("the second run did not reach step 7; it ended after 0 steps with FileExistsError")
+    assert result.found["reproduced"] != "transient"
+
+
+def test_a_second_run_that_fails_in_another_step_is_not_the_same(firstnan: Zygote, tmp_path: Path) -> None:
+    begin = "import os\nfirst = not os.path.exists('seen')\nopen('seen', 'w')\n"
+    result = second(firstnan, tmp_path, begin, "(6 if first else 8)")
+    (note,) = [note for note in result.found["notes"] if "not the same failure" in note]
+    assert "the first run failed in step 7, the second" in note
+    assert result.found["reproduced"] == "transient"

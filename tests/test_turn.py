@@ -1,0 +1,194 @@
+"""The turn of a loop, taken from its source: which loop, which variables, where it may begin, what comes next."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from firstnan.engine.turn import LeftLoop, Turn, turns_around, turns_in_traceback
+
+
+def program(folder: Path, text: str) -> tuple[dict[str, Any], Callable[[CodeType], bool]]:
+    """Runs a program, which calls `here()` where its turns are wanted; returns its names, and what is its own."""
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(text))
+    linecache.checkcache(str(path))
+
+    def owns(code: CodeType) -> bool:
+        return code.co_filename == str(path)
+
+    names: dict[str, Any] = {"__name__": "__main__", "turns": []}
+    names["here"] = lambda: names["turns"].append(turns_around(sys._getframe(1), owns))
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    return names, owns
+
+
+def first_turns(folder: Path, text: str) -> list[Turn]:
+    turns: list[list[Turn]] = program(folder, text)[0]["turns"]
+    return turns[0]
+
+
+def rerun(turn: Turn, start: int = 0) -> dict[str, Any]:
+    code = turn.compiled(start=start)
+    assert code is not None
+    turn.run(code)
+    return turn.names
+
+
+def test_the_body_runs_again_with_the_variables_of_its_turn(tmp_path: Path) -> None:
+    text = """
+        seen = []
+        for i in range(5):
+            x = i * 10
+            seen.append(x)
+            if i == 3 and not turns:
+                here()
+        """
+    (turn,) = first_turns(tmp_path, text)
+    assert (turn.line, turn.at) == (3, 7)
+    turn.names["i"] = 3
+    assert rerun(turn)["seen"] == [0, 10, 20, 30, 40, 30]
+
+
+def test_all_loops_of_the_functions_that_run_innermost_first(tmp_path: Path) -> None:
+    text = """
+        def step(x):
+            here()
+
+        def epoch(n):
+            for batch in range(n):
+                step(batch)
+
+        for e in range(1):
+            for part in "a":
+                epoch(1)
+        """
+    assert [turn.line for turn in first_turns(tmp_path, text)] == [6, 10, 9]
+
+
+def test_a_loop_of_another_function_in_the_same_lines_is_not_meant(tmp_path: Path) -> None:
+    text = """
+        for i in range(1):
+            def closure():
+                here()
+            closure()
+        """
+    assert [turn.line for turn in first_turns(tmp_path, text)] == [2]
+
+
+def test_a_library_between_counts_but_not_who_runs_the_program(tmp_path: Path) -> None:
+    for _ in range(1):  # this file is not the program's
+        turns = first_turns(tmp_path, "for i in range(1):\n    here()\n")
+    assert [turn.file for turn in turns] == [str(tmp_path / "program.py")]
+
+
+def test_it_may_begin_at_later_statements_also_inside_a_block(tmp_path: Path) -> None:
+    text = """
+        calls = []
+        for i in range(1):
+            calls.append("fetch")
+            with open(__import__("os").devnull):
+                calls.append("model")
+                calls.append("loss")
+                here()
+            calls.append("log")
+        """
+    (turn,) = first_turns(tmp_path, text)
+    assert turn.starts == [0, 1, 2, 3, 4][: len(turn.starts)]
+    rests = []
+    for start in turn.starts:
+        turn.names["calls"].clear()
+        rests.append(list(rerun(turn, start)["calls"]))
+    everything = ["fetch", "model", "loss", "log"]
+    assert rests == [everything[i:] for i in (0, 1, 2, 3)]
+
+
+def test_what_the_statements_left_out_have_assigned(tmp_path: Path) -> None:
+    text = """
+        for i in range(1):
+            x = i
+            y, z = x, x
+            here()
+        """
+    (turn,) = first_turns(tmp_path, text)
+    assert [turn.assigned_before(start) for start in turn.starts] == [set(), {"x"}, {"x", "y", "z"}]
+
+
+@pytest.mark.parametrize("leaves", ["return 5", "break", "continue"])
+def test_leaving_the_body(tmp_path: Path, leaves: str) -> None:
+    text = f"""
+        def run():
+            total = 0
+            while True:
+                total += 1
+                if not turns:
+                    here()
+                if total > 1:
+                    {leaves if leaves != "continue" else "break"}
+                {leaves}
+        run()
+        """
+    (turn,) = first_turns(tmp_path, text)
+    if leaves == "return 5":
+        with pytest.raises(LeftLoop):
+            rerun(turn)
+    else:
+        rerun(turn)
+    assert turn.names["total"] == 2
+
+
+def test_private_names_get_their_class(tmp_path: Path) -> None:
+    text = """
+        class Trainer:
+            def __init__(self):
+                self.__count = 0
+
+            def fit(self):
+                for i in range(1):
+                    self.__count += 1
+                    here()
+
+        trainer = Trainer()
+        trainer.fit()
+        """
+    (turn,) = first_turns(tmp_path, text)
+    rerun(turn)
+    assert turn.names["self"]._Trainer__count == 2
+
+
+def test_generators_are_left_out(tmp_path: Path) -> None:
+    text = """
+        def numbers():
+            for i in range(2):
+                here()
+                yield i
+        list(numbers())
+        """
+    assert first_turns(tmp_path, text) == []
+
+
+def test_the_frames_that_an_exception_has_left(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("def train():\n    for i in range(9):\n        1 / (3 - i)\ntrain()\n")
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), {})
+    except ZeroDivisionError as error:
+        (turn,) = turns_in_traceback(error, lambda code: code.co_filename == str(path))
+    assert (turn.line, turn.at, turn.names["i"]) == (2, 3, 3)
+
+
+def test_numbers_of_a_range_go_on_and_a_while_loop_needs_none(tmp_path: Path) -> None:
+    (counted,) = first_turns(tmp_path, "for i in range(0, 10, 2):\n    if i == 4: here()\n")
+    counted.names["i"] = 4
+    assert [names["i"] for names in counted.following()] == [6, 8, 0, 2, 4, 6, 8]
+    (endless,) = first_turns(tmp_path, "while not turns:\n    here()\n")
+    assert next(endless.following()) == {}
+    (other,) = first_turns(tmp_path, "for word in ['a']:\n    here()\n")
+    assert list(other.following()) == []
