@@ -243,7 +243,9 @@ def test_a_step_that_was_finite_in_its_replays_is_made(policy: Any, in_process: 
     assert detector.report.reproduced == "transient"
 
 
-def test_a_failure_that_does_not_recur_is_reported_under_warn_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_does_not_recur_is_reported_under_warn_too(
+    caplog: pytest.LogCaptureFixture, in_process: None
+) -> None:
     model, calls = nn.Linear(2, 1), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with NaNDetector(model, optimizer, on_nonfinite="warn") as detector:

@@ -79,6 +79,7 @@ def test_hooks_leave_torch_as_it_was(tmp_path: Path) -> None:
     watch = program_watch.watch(
         Ownership((str(tmp_path),)),
         never,
+        lambda report, session: None,
         tracing=False,
         trace_from=None,
         outputs_decide=False,

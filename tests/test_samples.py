@@ -457,7 +457,7 @@ def train(step: Callable[[Any], None], data: list[Any], model: nn.Module, optimi
 
 @pytest.mark.parametrize("by_step", [False, True])
 def test_the_detector_confirms_the_sample_and_leaves_the_weights(
-    by_step: bool, capfd: pytest.CaptureFixture[str]
+    by_step: bool, capfd: pytest.CaptureFixture[str], in_process: None
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters())
@@ -523,7 +523,7 @@ def test_a_loop_that_is_left_while_samples_are_replaced() -> None:
     assert "ended early: with samples replaced, the program left its loop" in batch.note
 
 
-def test_where_training_goes_on_nothing_is_searched() -> None:
+def test_where_training_goes_on_nothing_is_searched(in_process: None) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     calls = 0

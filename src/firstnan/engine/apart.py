@@ -65,6 +65,10 @@ class Answering(Policy):
     def working(self, session: Session) -> None:
         self._channel.send(None)
 
+    def before_backward(self, session: Session, roots: list[Tensor]) -> None:
+        if session.microscope.tracer is not None:
+            session.microscope.tracer.at(region="step")
+
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         self.answer(Answer(report, before_update))
 
@@ -189,9 +193,11 @@ class TurnReplay:
             with contextlib.suppress(BaseException):
                 turn.run(self._code)
             return
-        microscope.start(in_step=True)
+        tracer = microscope.start(in_step=True)
         if session.handouts.latest is not None:
             microscope.mark_batch(session.handouts.latest.batch, None)
+        else:
+            tracer.at(region="between")  # nobody knows where the batch ends and the step begins
         for name, value in list(turn.names.items()):
             if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):
                 microscope.mark_value(value, name)

@@ -93,6 +93,9 @@ class Investigation:
             self.workers.watch_spawned(program_directories(self.options.program))
         when_imported("torch", self._torch_imported)
 
+    def replays_here(self) -> bool:
+        return self.watch is not None and self.watch.session.in_child
+
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
         self._fate = ended_by(error)

@@ -536,7 +536,10 @@ class Session(Observer):
             self._tripped(trip, place)
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
-        self.handouts.settle_on_used(values_around(sys._getframe()))
+        try:
+            self.handouts.settle_on_used(values_around(sys._getframe()))
+        except Exception as error:  # a variable of the program that does not like to be looked at
+            self.internal_error(error)
         report, late = self.known(trip), self.gate.reads.late
         if self.live.on:
             self._traced_as_it_ran(Failure(trip, place, report))

@@ -38,6 +38,9 @@ class Watcher(Protocol):
     def begin(self) -> None:
         """Runs right before the program's first line, with `sys.argv`, `sys.path` and `__main__` already set for it."""
 
+    def replays_here(self) -> bool:
+        """Whether this process is a child in which a failure of the program is replayed."""
+
     def failed(self, error: BaseException) -> None:
         """Runs when the program has ended with `error` (or SystemExit, KeyboardInterrupt), before that is printed."""
 
@@ -65,7 +68,7 @@ def run(program: Program, watcher: Watcher) -> int:
         _raise_if_never_started(program, error)
     # A child of a bare os.fork() gets here too: it ends without a report, which is the parent's job.
     watched = os.getpid() == process
-    if error is not None and watched:
+    if error is not None and (watched or watcher.replays_here()):
         _guarded(watcher.failed, error)
     code = 0 if error is None else _report_error(error)
     del error  # python has released it too by the time threads and exit handlers run

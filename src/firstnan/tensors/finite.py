@@ -244,7 +244,9 @@ def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str
     """Every tensor inside tuples, lists, dicts, dataclasses and similar objects, with its path as text."""
     if isinstance(value, Tensor):
         yield path, value
-    elif depth <= 0 or value is None or isinstance(value, str | bytes | int | float) or _package(value) in _TABLES:
+    elif (
+        depth <= 0 or value is None or isinstance(value, str | bytes | int | float | type) or _package(value) in _TABLES
+    ):
         return
     elif isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys")):
         for key, item in list(value.items()):
