@@ -12,7 +12,7 @@ import linecache
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FunctionType
@@ -233,7 +233,10 @@ class _Tried(_Work):
                     seen.called = self._change.is_called_in(lambda: self.turn.run(first))
                     self.session.handouts.stop_again()
                 else:
-                    self.turn.names.update(next(more, {}))
+                    names = next(more, None)
+                    if names is None:  # there is nothing left to train on
+                        break
+                    self.turn.names.update(names)
                     self.turn.run(code)
             except LeftLoop:
                 pass
@@ -265,10 +268,27 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
             batch = next(iterator, None)
             found = _unpacked(loop.target, batch, latest.batch, turn.names) if batch is not None else None
             if found is None:
-                return
+                break
             counters = {name: number + 1 for name, number in counters.items()}
             yield {**found, **counters}
     yield from turn.following()
+    while isinstance(loop, ast.For) and (yield from _another_epoch(turn, loop)):
+        pass
+
+
+def _another_epoch(turn: Turn, loop: ast.For) -> Generator[dict[str, Any], None, bool]:
+    """Begins the loop anew, as the loop around it would; returns whether there was anything."""
+    value = ast.copy_location(ast.Name("__firstnan_next__", ast.Load()), loop.target)
+    assign = ast.copy_location(ast.Assign([loop.target], value), loop.target)
+    take = compile(ast.Module([assign], []), turn.file, "exec")
+    source = compile(ast.Expression(loop.iter), turn.file, "eval")
+    some = False
+    for one in eval(source, turn.names):
+        turn.names["__firstnan_next__"] = one
+        exec(take, turn.names)
+        some = True
+        yield {}
+    return some
 
 
 def _names(target: ast.expr) -> list[str]:
