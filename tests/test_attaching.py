@@ -112,7 +112,7 @@ ENDS = [ends_well, ends_plain, raises, raises_plain, is_interrupted, is_interrup
 
 
 @pytest.mark.parametrize("run", ENDS, ids=lambda f: f.__name__)
-def test_nothing_is_left_behind(run: Callable[[Any, Any], None]) -> None:
+def test_nothing_is_left_behind(run: Callable[[Any, Any], None], in_process: None) -> None:
     model, optimizer = setup()
     before = everything(model, optimizer)
     run(model, optimizer)
@@ -274,7 +274,7 @@ def test_detectors_may_leave_in_any_order(order: tuple[int, ...]) -> None:
     assert sorted(d.summary()["steps"] for d in detectors) == [1, 2, 3]
 
 
-def test_someone_else_patches_backward_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_someone_else_patches_backward_in_between(monkeypatch: pytest.MonkeyPatch, in_process: None) -> None:
     model, optimizer = setup()
     original, calls = torch.autograd.backward, []
     detector = NaNDetector(model, optimizer).attach()
@@ -407,7 +407,7 @@ def test_inference_with_a_nan_in_another_thread_is_no_trip(grad: bool) -> None:
     assert detector.summary()["steps"] == 80
 
 
-def test_inference_in_another_thread_is_not_blamed_for_a_trip() -> None:
+def test_inference_in_another_thread_is_not_blamed_for_a_trip(in_process: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -368,7 +368,7 @@ def test_a_closure() -> None:
 
 
 @pytest.mark.parametrize("through", [True, False])
-def test_updates_by_hand(through: bool) -> None:
+def test_updates_by_hand(through: bool, in_process: None) -> None:
     torch.manual_seed(0)
     model = Rooted()
     given = [torch.ones(4, 4), torch.ones(4, 4), torch.zeros(4, 4)]
@@ -492,7 +492,7 @@ def test_an_exception_of_the_program_is_given_a_note() -> None:
     assert "log" in caught.value.__notes__[0]
 
 
-def test_a_loop_that_goes_through_the_detector_is_not_told_to() -> None:
+def test_a_loop_that_goes_through_the_detector_is_not_told_to(in_process: None) -> None:
     model = seeded()
     with pytest.raises(RuntimeError, match="nan"), NaNDetector(model, sgd(model)) as detector:
         for x, y in detector.batches(with_bad_target(batches(2), 1)):

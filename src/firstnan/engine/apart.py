@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from firstnan.engine import isolation
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 HOW = "the loop's body was run again"
 _MOST_TURNS = 2
+_COMPARED = 1 << 22
+"""Elements up to which a variable is compared."""
 _PATIENCE = 20.0
 """Seconds without a message after which a child is given up; more where the program's steps take long."""
 
@@ -156,6 +159,8 @@ class TurnReplay:
     ) -> None:
         self.failure, self._traced, self._failed, self._asked = failure, traced, False, 0
         self.whole = not start
+        self._read: dict[str, Tensor] = {}
+        """The data in the variables of the body, as the failing step had them."""
         self._session, self._turn, self._start, self._rehearsals = session, turn, start, rehearsals
         self._code: CodeType | None = None
         self._rehearsing = False
@@ -184,6 +189,13 @@ class TurnReplay:
         session.gate.reads.forget()
         for optimizer in list(session.gate.steps.done):
             drop_gradients(optimizer)
+        self._read = {
+            name: value.clone()
+            for name in turn.assigned
+            if isinstance(value := turn.names.get(name), Tensor)
+            and not value.requires_grad
+            and value.numel() <= _COMPARED
+        }
         self._rehearsing = True
         for _ in range(self._rehearsals):
             with contextlib.suppress(LeftLoop):
@@ -249,12 +261,25 @@ class TurnReplay:
         return self._failed
 
     def _settle(self, trip: Trip, events: list[int]) -> None:
+        if not self._reads_the_same():
+            return
         self._failed = True
         if not self._traced:
             raise SystemExit
         report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, HOW)
         if report is not None:
             self._session.settle(report, trip.before_update)
+
+    def _reads_the_same(self) -> bool:
+        """Whether the body computed with the same data as the step did; another batch may fail as well."""
+        with self._session.microscope.unseen():
+            for name, before in self._read.items():
+                now = self._turn.names.get(name)
+                if not isinstance(now, Tensor) or now.shape != before.shape or now.dtype != before.dtype:
+                    return False
+                if not torch.equal(now.nan_to_num(), before.nan_to_num()):
+                    return False
+        return True
 
     def left(self) -> Report:
         return self.failure.report

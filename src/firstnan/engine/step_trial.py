@@ -12,12 +12,13 @@ import linecache
 import math
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from firstnan.engine import isolation
@@ -31,7 +32,7 @@ from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
 from firstnan.repair.verdict import TrialOutcome, described
-from firstnan.tensors.models import drop_gradients
+from firstnan.tensors.models import drop_gradients, parameters_of
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
@@ -61,10 +62,11 @@ class StepTrials:
                 self._healthy = self._ask(_Compared(self.session, *self._turn, None)) or []
         if self._turn is None:
             return None
-        change = _Change.of(contents, remedy, self._turn[0])
+        change = _Change.of(contents, remedy, *self._turn)
         if change is None:
             return None
-        trial = _Tried(self.session, *self._turn, change, steps)
+        outer = self.failure.turns[1] if len(self.failure.turns) > 1 else None
+        trial = _Tried(self.session, *self._turn, change, steps, outer)
         seen: Any = self._ask(trial)
         if seen is None or (seen.noticed and not seen.called and change.functions):
             return None
@@ -158,7 +160,9 @@ class _Watching(Policy):
             self.losses.append(float(roots[0].detach()))
 
     def before_update(self, session: Session, optimizer: Any, closure: bool) -> Decision:
-        self.norms.append(session.gate.norm)
+        if not closure:
+            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+            self.norms.append(float(any(bool(g.any()) for g in gradients)))
         return Decision.RUN if self._updates or closure else Decision.DROP
 
 
@@ -215,9 +219,11 @@ class Seen:
 class _Tried(_Work):
     """The changed turn, and some more."""
 
-    def __init__(self, session: Session, turn: Turn, start: int, change: _Change, steps: int) -> None:
+    def __init__(
+        self, session: Session, turn: Turn, start: int, change: _Change, steps: int, outer: Turn | None
+    ) -> None:
         super().__init__(session, turn, start)
-        self._change, self._steps = change, steps
+        self._change, self._steps, self._outer = change, steps, outer
 
     def answer(self) -> Seen:
         seen, watching = Seen(), _Watching(updates=True)
@@ -226,7 +232,7 @@ class _Tried(_Work):
         if first is None or code is None:
             raise ValueError("the loop is not in the changed file")
         self.begin()
-        more = following(self.turn, self.session)
+        more, extra = following(self.turn, self.session), False
         for i in range(self._steps + 1):
             try:
                 if i == 0:
@@ -234,16 +240,24 @@ class _Tried(_Work):
                     self.session.handouts.stop_again()
                 else:
                     names = next(more, None)
+                    if names is None and not extra:
+                        more, extra = another_epoch(self.turn, self._outer), True
+                        names = next(more, None)
                     if names is None:  # there is nothing left to train on
                         break
                     self.turn.names.update(names)
                     self.turn.run(code)
             except LeftLoop:
-                pass
+                if not watching.norms:
+                    raise ValueError("the program has left its loop without an update") from None
+                seen.turns += 1
+                break
             except TurnFailed:
                 seen.noticed = watching.noticed
                 break
             except (Exception, SystemExit) as error:
+                if extra:  # perhaps the program would have ended before
+                    break
                 seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 break
             seen.turns += 1
@@ -271,24 +285,54 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
                 break
             counters = {name: number + 1 for name, number in counters.items()}
             yield {**found, **counters}
-    yield from turn.following()
-    while isinstance(loop, ast.For) and (yield from _another_epoch(turn, loop)):
-        pass
+    elif isinstance(loop, ast.For) and not turn.counts:
+        yield from _rest_of(turn, loop)
+    else:
+        yield from turn.following()
 
 
-def _another_epoch(turn: Turn, loop: ast.For) -> Generator[dict[str, Any], None, bool]:
-    """Begins the loop anew, as the loop around it would; returns whether there was anything."""
+def _rest_of(turn: Turn, loop: ast.For) -> Iterator[dict[str, Any]]:
+    """What the loop goes through after the value it has now: its source is asked again, up to there."""
+    names = _names(loop.target)
+    now = {name: turn.names.get(name) for name in names}
+    values = eval(compile(ast.Expression(loop.iter), turn.file, "eval"), turn.names)
+    passed = iter(values) is values  # it goes on by itself
+    for _ in _taken(turn, loop, values):
+        if passed:
+            yield {}
+        passed = passed or all(_equal(now[name], turn.names.get(name)) for name in names)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
+
+
+def _taken(turn: Turn, loop: ast.For, values: Any) -> Iterator[Any]:
+    """Assigns each value to the loop's variables, as the loop does."""
     value = ast.copy_location(ast.Name("__firstnan_next__", ast.Load()), loop.target)
     assign = ast.copy_location(ast.Assign([loop.target], value), loop.target)
     take = compile(ast.Module([assign], []), turn.file, "exec")
-    source = compile(ast.Expression(loop.iter), turn.file, "eval")
-    some = False
-    for one in eval(source, turn.names):
+    for one in values:
         turn.names["__firstnan_next__"] = one
         exec(take, turn.names)
-        some = True
-        yield {}
-    return some
+        yield one
+
+
+def another_epoch(turn: Turn, outer: Turn | None) -> Iterator[dict[str, Any]]:
+    """Begins the loop anew, as long as the loop around it would."""
+    loop = find_loop(parsed("".join(linecache.getlines(turn.file))), turn.line)
+    if outer is None or not isinstance(loop, ast.For):
+        return
+    source = compile(ast.Expression(loop.iter), turn.file, "eval")
+    for names in outer.following():
+        turn.names.update(names if outer.file == turn.file else {})
+        for _ in _taken(turn, loop, eval(source, turn.names)):
+            yield {}
 
 
 def _names(target: ast.expr) -> list[str]:
@@ -328,8 +372,8 @@ class _Change:
     replaced: list[CodeType] = field(default_factory=list)
 
     @staticmethod
-    def of(contents: dict[str, bytes], remedy: Remedy, turn: Turn) -> _Change | None:
-        functions = False
+    def of(contents: dict[str, bytes], remedy: Remedy, turn: Turn, start: int) -> _Change | None:
+        functions, begins = False, turn.first_line(start)
         for name, edits in edits_of(remedy).items():
             path = os.path.realpath(located(name))
             tree = parsed(_text(path))
@@ -339,6 +383,8 @@ class _Change:
             for edit in edits:
                 first, last = edit.line, max(edit.end_line - (edit.end_column == 0), edit.line)
                 if loop is not None and loop.body[0].lineno <= first and last <= (loop.body[-1].end_lineno or 0):
+                    if first < begins:
+                        return None  # in what the failing turn leaves out
                     continue
                 owner = _function_at(tree, first, last)
                 if owner is None or owner.name in _NOT_REPEATED:

@@ -33,6 +33,8 @@ PATIENCE = 300.0
 _ENOUGH = 3
 """After so many that help but change healthy losses, no others are tried."""
 _LEFT_UNTRIED = 2
+_QUICKLY = 30.0
+"""Where a trial from the start may take no longer than this, it has the last word on a change that did not help."""
 RUN_AGAIN = "the program was run again"
 """The start of `Report.replay` if a second run has confirmed the failure."""
 _HELPED = "an earlier change already helps"
@@ -123,7 +125,9 @@ class Trials:
         bad = last_bad_step(report)
         here = self._at_step.outcome(contents, remedy, step=bad, steps=self.steps) if self._at_step else None
         if here is not None:
-            return judged(remedy, here, report)
+            result = judged(remedy, here, report)
+            if result.proven or self._from_start or self.limits.one > _QUICKLY:
+                return result
         if self._from_start:
             return replace(remedy, note=self._from_start)
         try:

@@ -47,6 +47,17 @@ class Turn:
         loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
         return list(range(min(len(_cuts(loop.body, self.at)), _MOST_STARTS))) if loop is not None else []
 
+    def first_line(self, start: int) -> int:
+        """The line of the first statement that `start` does not leave out."""
+        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
+        if loop is None:
+            return 0
+        statement = _cuts(loop.body, self.at)[start][0]
+        inner = [n.lineno for n in ast.walk(statement) if isinstance(n, ast.stmt) and n is not statement]
+        return (
+            min(inner) if start and isinstance(statement, ast.With | ast.Try | ast.If) and inner else statement.lineno
+        )
+
     def assigned_before(self, start: int) -> set[str]:
         """The variables that the statements left out by `start` assign."""
         loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
@@ -55,6 +66,16 @@ class Turn:
         kept = {id(node) for statement in _cuts(loop.body, self.at)[start] for node in ast.walk(statement)}
         names = [n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.Name)]
         return {n.id for n in names if isinstance(n.ctx, ast.Store) and id(n) not in kept}
+
+    @property
+    def assigned(self) -> set[str]:
+        """The variables that the body assigns."""
+        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
+        return (
+            {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            if loop
+            else set()
+        )
 
     def compiled(self, source: str | None = None, line: int = 0, at: int = 0, start: int = 0) -> CodeType | None:
         """The code of one turn; `source` is that of a changed file, in which the loop is on `line`."""
@@ -70,16 +91,24 @@ class Turn:
         return code.replace(co_name=self.code.co_name, co_qualname=self.code.co_qualname)
 
     def run(self, code: CodeType) -> None:
-        """Runs one turn; raises what the body raises, and `LeftLoop` if it returns from its function."""
+        """Runs one turn; raises what the body raises, and `LeftLoop` if it leaves its loop."""
         self.names["__firstnan_left__"] = LeftLoop
         exec(code, self.names)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loop goes through a range."""
+        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
+        return isinstance(loop, ast.For) and _counter(loop) is not None
 
     def following(self) -> Iterator[dict[str, Any]]:
         """The loop's own variables in its next turns, as far as they can be known: numbers from a range go on."""
         loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
         if isinstance(loop, ast.While):
-            while True:
+            test = compile(ast.Expression(loop.test), self.file, "eval")
+            while eval(test, self.names):
                 yield {}
+            return
         if not isinstance(loop, ast.For):
             return
         counter = _counter(loop)
@@ -92,19 +121,37 @@ class Turn:
             return
         now = self.names.get(name)
         if isinstance(values, range) and isinstance(now, int) and now in values:
-            for value in list(values[values.index(now) + 1 :]) + list(values):
+            for value in values[values.index(now) + 1 :]:
                 yield {name: value}
 
 
 class LeftLoop(BaseException):  # the program must not catch it
-    """The body returned from its function."""
+    """The body has left its loop."""
 
 
 class _Adapted(ast.NodeTransformer):
-    """The body outside its function: a return leaves the turn, and private names get their class's prefix."""
+    """The body outside its loop: `break` and `return` leave it, and private names get their class's prefix."""
 
     def __init__(self, owner: str) -> None:
         self._prefix = f"_{owner.lstrip('_')}" if owner and owner != "<locals>" else ""
+        self._depth = 0
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        return self._inner_loop(node)
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        return self._inner_loop(node)
+
+    def _inner_loop(self, node: ast.For | ast.While) -> ast.AST:
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+        return node
+
+    def visit_Break(self, node: ast.Break) -> ast.AST:
+        if self._depth > 1:  # an inner loop's own; the first is the one around the turn
+            return node
+        return ast.copy_location(ast.Raise(ast.Name("__firstnan_left__", ast.Load()), None), node)
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         return ast.copy_location(ast.Raise(ast.Name("__firstnan_left__", ast.Load()), None), node)
