@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import random
@@ -168,6 +169,34 @@ def test_nothing_outside_is_reached_and_ports_are_free(place: Path) -> None:
         server.settimeout(0.1)
         with pytest.raises(TimeoutError):
             server.accept()
+
+
+def test_a_file_that_cannot_be_copied_is_not_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(isolation, "_private_copy", full)
+    with open("log.csv", "w") as log:
+        log.write("before\n")
+        log.flush()
+        in_child(lambda: os.write(log.fileno(), b"child\n"))
+    assert Path("log.csv").read_text() == "before\n"
+
+
+def test_a_socket_in_the_file_system_is_not_reached(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("server.sock")
+        server.listen()
+
+        def connect() -> str:
+            with socket.socket(socket.AF_UNIX) as client:
+                try:
+                    client.connect("server.sock")
+                except OSError as error:
+                    return type(error).__name__
+            return "connected"
+
+        assert in_child(connect) == "ConnectionRefusedError"
 
 
 def test_random_numbers_and_threads_are_those_of_the_parent(place: Path) -> None:

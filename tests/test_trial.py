@@ -96,7 +96,7 @@ def failing(step: int, *remedies: Remedy, losses: tuple[float, ...] = (), **more
 
 
 def tried(report: Report, program: Program, *, steps: int = 20, limits: Limits = AMPLE) -> Report:
-    return Trials(Start(), program, steps, limits, apart=False).run(report, lambda _: None)
+    return Trials(Start(), program, steps, limits, isolated=False).run(report, lambda _: None)
 
 
 def outcome_of(remedy: Remedy, step: int = 5, program: Program = TRAIN, **more: Any) -> Remedy:
@@ -464,7 +464,7 @@ def test_one_of_several_processes_is_not_started_alone(monkeypatch: pytest.Monke
 
 def healthy_losses(place: Path) -> tuple[float, ...]:
     """The losses of the first five steps, as a trial of the failing program sees them."""
-    data, _ = Start().try_out(TRAIN, {}, step=5, last=5, seconds=60, apart=False)
+    data, _ = Start().try_out(TRAIN, {}, step=5, last=5, seconds=60, isolated=False)
     outcome = TrialOutcome.of(data)
     assert (outcome.noticed, outcome.bad_step) == ("the loss", 5)
     return tuple(loss for step, loss in outcome.losses if step < 5)
@@ -480,7 +480,7 @@ def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path
         *(change(helper, "keepdim=True)", f"keepdim=True).clamp_min(1e-{i})") for i in (7, 8, 9)),
     )
     report = failing(5, *remedies, losses=healthy_losses(place))
-    result = Trials(Start(), TRAIN, 20, Limits(60, 120), apart=False).run(report, told.append)
+    result = Trials(Start(), TRAIN, 20, Limits(60, 120), isolated=False).run(report, told.append)
     titles = ["clamp", "log1p", "look", "clamp", "clamp", "abs"]
     assert [word in r.title for word, r in zip(titles, result.remedies, strict=True)] == [True] * 6
     best, other, advice, left, _, failed = result.remedies
@@ -607,7 +607,7 @@ def test_run_tries_tells_and_writes_the_patch(place: Path, command: Any) -> None
     done = command("--json", "report.json", "--fix", remedies=(bad, good))
     assert done.code == 3
     assert done.stdout.splitlines() == [f"step {i}" for i in range(5)]  # each is printed after its update
-    assert "trying up to 2 fixes, apart from your files (Ctrl-C skips this)" in done.stderr
+    assert "trying up to 2 fixes, without touching your files (Ctrl-C skips this)" in done.stderr
     assert "tried: step 5 is finite, and so are the 4 steps after it; healthy losses unchanged" in done.stderr
     report = load(place / "report.json")
     assert [r.proven for r in report.remedies] == [True, False]

@@ -217,7 +217,7 @@ class Investigation:
         except KeyboardInterrupt:
             run = None
         except IsolationError as error:
-            self.report = Report("clean") if output else replace(first, notes=(*first.notes, _not_apart(error)))
+            self.report = Report("clean") if output else replace(first, notes=(*first.notes, _not_isolated(error)))
             return
         second = run.report if run is not None else None
         if run is not None and second is not None and second.origin is not None:
@@ -270,9 +270,9 @@ class Investigation:
 
     def _once_more(self, step: int | None, what: str, capsule: tuple[str, int] | None) -> SecondRun:
         seconds = trials.Limits.after(self.seconds).one
-        apart = self.options.isolation
+        isolated = self.options.isolation
         return self.start.run_again(
-            self.options.program, step=step, what=what, seconds=seconds, capsule=capsule, apart=apart
+            self.options.program, step=step, what=what, seconds=seconds, capsule=capsule, isolated=isolated
         )
 
     def _still_wanted(self) -> tuple[str, int] | None:
@@ -311,7 +311,13 @@ class Investigation:
         steps = trials.STEPS if options.verify is None else options.verify
         limits = trials.Limits.after(self.seconds)
         attempts = trials.Trials(
-            self.start, options.program, steps, limits, apart=options.isolation, at_step=at_step, from_start=from_start
+            self.start,
+            options.program,
+            steps,
+            limits,
+            isolated=options.isolation,
+            at_step=at_step,
+            from_start=from_start,
         )
         try:
             attempts.run(report, lambda tried: self._keep(tried, progress))
@@ -412,7 +418,7 @@ def _other_failure(first: Report, second: Report) -> str:
     )
 
 
-def _not_apart(error: OSError) -> str:
+def _not_isolated(error: OSError) -> str:
     return (
         f"the program was not run again, since it could not be kept away from your files here ({error}); "
         "--isolation off runs it again all the same"

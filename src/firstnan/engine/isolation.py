@@ -46,7 +46,7 @@ _because: list[str] = []
 
 
 def unavailable() -> str:
-    """Why nothing can be run apart from the program here; empty if it can, as far as is known."""
+    """Why there is no isolation here; empty if there is, as far as is known."""
     if not sys.platform.startswith("linux"):
         return f"there is no isolation on {sys.platform}"
     if is_off():
@@ -143,8 +143,10 @@ class _View:
     def _cover(self, path: str, target: str) -> None:
         if path in ("/dev", _SCRATCH) or self._kinds.get(path) in _OF_THE_KERNEL:
             _mount(f"/proc/self/fd/{self._sys}" if path == _SCRATCH else path, target, "", _BIND | _RECURSIVE)
-            if path == "/dev":  # shared memory is below
+            if path not in ("/proc", _SCRATCH):  # below are shared memory, or folders that are mounted when used
                 self._cover_below(path, target)
+            if path == "/dev" and "/dev/shm" not in self._kinds and os.path.isdir("/dev/shm"):
+                _mount("tmpfs", f"{target}/shm", "tmpfs", options="mode=1777")
         elif not os.path.isdir(path):
             self._read_only(path, target)
         elif self._overlay(path, target):
@@ -230,8 +232,11 @@ def _separate_descriptors(keep: int) -> None:
         number = int(name)
         if number <= 2 or number in (keep, null):
             continue
-        with contextlib.suppress(OSError):
+        try:
             _separate(number)
+        except OSError as error:
+            if error.errno != errno.EBADF:  # better that nothing can be written than that it arrives
+                os.dup2(null, number)
     os.close(null)
 
 
@@ -404,7 +409,7 @@ def fork() -> Fork | Channel | None:
         alone_after_fork(threads=pools_ended)
         _because.append("this is such a child already")
     except BaseException as error:
-        channel.send(f"nothing can be run apart from the program here ({error})")
+        channel.send(f"no isolated process can be started here: {error}")
         os._exit(1)
     channel.send(None)
     return channel
@@ -421,6 +426,8 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     with contextlib.suppress(OSError):
         os.setsid()
+    if not sys.platform.startswith("linux"):
+        return
     _libc("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -443,7 +450,7 @@ def _move_on(keep: int) -> None:
 
 
 class Started:
-    """A program started in a process of its own; `apart`: in its own view of the system, except for `shared` folders.
+    """A program started in a process of its own; `isolated`: in its own view, except for `shared` folders.
 
     Only the open file `keep` leads outside. It dies with this process, and with it whatever it has started.
     """
@@ -455,7 +462,7 @@ class Started:
         folder: str | None,
         *,
         keep: int,
-        apart: bool = True,
+        isolated: bool = True,
         shared: Sequence[str] = (),
     ) -> None:
         for one in shared:
@@ -465,7 +472,7 @@ class Started:
         if not self._process:
             try:
                 os.close(reading)
-                self._exec(words, environment, folder, keep, writing, apart, shared)
+                self._exec(words, environment, folder, keep, writing, isolated, shared)
             except BaseException as error:
                 os.write(writing, str(error).encode())
             os._exit(1)
@@ -483,13 +490,13 @@ class Started:
         folder: str | None,
         keep: int,
         writing: int,
-        apart: bool,
+        isolated: bool,
         shared: Sequence[str],
     ) -> NoReturn:
         _die_with_parent()
         if folder is not None:
             os.chdir(folder)
-        if apart:
+        if isolated:
             _enter_view(shared)
             _move_on(writing)
         null = os.open(os.devnull, os.O_RDWR)

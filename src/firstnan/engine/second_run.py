@@ -118,11 +118,11 @@ class Start:
         what: str,
         seconds: float,
         capsule: tuple[str, int] | None = None,
-        apart: bool = True,
+        isolated: bool = True,
     ) -> SecondRun:
-        """Runs the program again up to its failure; its output is discarded. `apart`: nothing of the user's changes."""
+        """Runs the program again up to its failure; its output is discarded. `isolated`: it changes nothing."""
         order = replace(self._order(step, what), capsule=capsule)
-        return SecondRun.of(*self._run(program, order, seconds, apart))
+        return SecondRun.of(*self._run(program, order, seconds, isolated))
 
     def try_out(
         self,
@@ -133,18 +133,18 @@ class Start:
         last: int,
         seconds: float,
         made: tuple[str, int] | None = None,
-        apart: bool = True,
+        isolated: bool = True,
     ) -> tuple[Any, bool]:
         """The child's result for the program with changed files, and whether it finished in time."""
         # Every byte is a Latin-1 character, so any file fits into JSON.
         texts = {path: content.decode("latin-1") for path, content in contents.items()}
         order = replace(self._order(step, "trial"), contents=texts, last=last, made=made)
-        return self._run(program, order, seconds, apart)
+        return self._run(program, order, seconds, isolated)
 
     def _order(self, step: int | None, what: str) -> Order:
         return Order(step, what, [*self.random], self.numpy, self.torch_seed)
 
-    def _run(self, program: Program, order: Order, seconds: float, apart: bool) -> tuple[Any, bool]:
+    def _run(self, program: Program, order: Order, seconds: float, isolated: bool) -> tuple[Any, bool]:
         """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
         words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "firstnan", "run"]  # type: ignore[attr-defined]
         words += ["-m"] if program.module else []
@@ -162,7 +162,7 @@ class Start:
                 environment,
                 self.directory,
                 keep=file.fileno(),
-                apart=apart,
+                isolated=isolated,
                 shared=shared,
             )
             try:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from firstnan.engine import apart, isolation
-from firstnan.engine.apart import Answer, Answering, TurnReplay
+from firstnan.engine import children, isolation
+from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay
@@ -580,7 +580,7 @@ class Session(Observer):
             return None
         self.failure = failure
         try:
-            return apart.ask(self, failure)
+            return children.ask(self, failure)
         except KeyboardInterrupt:
             if not isinstance(self.policy, EndProgram):
                 raise
@@ -793,7 +793,7 @@ class Session(Observer):
         """The report of a failure that the loop was left with; None if there is none, or it was already reported."""
         replay = self._replay
         if self.in_child:
-            apart.answer_left(self, replay)
+            children.answer_left(self, replay)
         if replay is not None:
             return self._left_in_replay(replay, error)
         if isinstance(error, Exception) and not isinstance(error, NonFiniteError):
@@ -835,7 +835,7 @@ class Session(Observer):
         """The program has ended, so no replay will follow."""
         replay = self._replay
         if self.in_child:
-            apart.answer_left(self, replay)
+            children.answer_left(self, replay)
         if replay is not None:
             self.forget_replay()
             if replay.search is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -18,20 +17,19 @@ from itertools import islice
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from firstnan.engine import isolation
-from firstnan.engine.apart import Answering, TurnReplay, heard
+from firstnan.engine.children import Answering, TurnReplay, heard
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
-from firstnan.engine.turn import LeftLoop, Turn, find_loop, parsed
+from firstnan.engine.turn import LeftLoop, Turn, parsed, same_values
 from firstnan.gate.gate import Trip
 from firstnan.observe.forked import calls_one_of
 from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
-from firstnan.repair.verdict import TrialOutcome, described
+from firstnan.repair.verdict import TrialOutcome, change_of, described
 from firstnan.tensors.models import drop_gradients, parameters_of
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ class StepTrials:
             trained=True,
             exploded=seen.exploded,
             frozen=seen.frozen(),
-            change=_largest_change(self._healthy, losses or []),
+            change=change_of(self._healthy, losses or []),
             at_step=True,
         )
 
@@ -147,7 +145,7 @@ class _Watching(Policy):
 
     def __init__(self, *, updates: bool) -> None:
         self.losses: list[float] = []
-        self.norms: list[float | None] = []
+        self.has_gradients: list[bool] = []
         self.noticed = ""
         self._updates = updates
 
@@ -162,7 +160,7 @@ class _Watching(Policy):
     def before_update(self, session: Session, optimizer: Any, closure: bool) -> Decision:
         if not closure:
             gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-            self.norms.append(float(any(bool(g.any()) for g in gradients)))
+            self.has_gradients.append(any(bool(g.any()) for g in gradients))
         return Decision.RUN if self._updates or closure else Decision.DROP
 
 
@@ -204,12 +202,12 @@ class Seen:
     """Whether a changed function was called in the failing turn."""
     exploded: str = ""
     losses: list[float] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
+    has_gradients: list[bool] = field(default_factory=list)
+    """For each update, whether a gradient was other than 0."""
 
     def frozen(self) -> str:
         """Why training does not learn any more, if it does not."""
-        norms = [norm for norm in self.norms if norm is not None]
-        if norms and not any(norms):
+        if self.has_gradients and not any(self.has_gradients):
             return "all gradients are 0 with it"
         if len(self.losses) > 5 and len(set(self.losses)) == 1:
             return f"the loss is {self.losses[0]:.6g} in every step with it"
@@ -248,7 +246,7 @@ class _Tried(_Work):
                     self.turn.names.update(names)
                     self.turn.run(code)
             except LeftLoop:
-                if not watching.norms:
+                if not watching.has_gradients:
                     raise ValueError("the program has left its loop without an update") from None
                 seen.turns += 1
                 break
@@ -266,7 +264,7 @@ class _Tried(_Work):
             seen.noticed = described(trip.noticed)
         alarm = self.session.gate.explosion
         seen.exploded = alarm.text if alarm is not None else ""
-        seen.losses, seen.norms = watching.losses, watching.norms
+        seen.losses, seen.has_gradients = watching.losses, watching.has_gradients
         return seen
 
 
@@ -275,7 +273,7 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
     handouts = session.handouts
     latest = handouts.latest
     iterator = handouts.iterator_of(latest) if latest is not None else None
-    loop = find_loop(parsed("".join(linecache.getlines(turn.file))), turn.line)
+    loop = turn.loop
     if isinstance(loop, ast.For) and latest is not None and iterator is not None:
         counters = {name: turn.names[name] for name in _names(loop.target) if type(turn.names.get(name)) is int}
         while True:
@@ -300,16 +298,7 @@ def _rest_of(turn: Turn, loop: ast.For) -> Iterator[dict[str, Any]]:
     for _ in _taken(turn, loop, values):
         if passed:
             yield {}
-        passed = passed or all(_equal(now[name], turn.names.get(name)) for name in names)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
-    try:
-        return bool(one == other)
-    except Exception:
-        return False
+        passed = passed or all(same_values(now[name], turn.names.get(name)) for name in names)
 
 
 def _taken(turn: Turn, loop: ast.For, values: Any) -> Iterator[Any]:
@@ -325,7 +314,7 @@ def _taken(turn: Turn, loop: ast.For, values: Any) -> Iterator[Any]:
 
 def another_epoch(turn: Turn, outer: Turn | None) -> Iterator[dict[str, Any]]:
     """Begins the loop anew, as long as the loop around it would."""
-    loop = find_loop(parsed("".join(linecache.getlines(turn.file))), turn.line)
+    loop = turn.loop
     if outer is None or not isinstance(loop, ast.For):
         return
     source = compile(ast.Expression(loop.iter), turn.file, "eval")
@@ -379,7 +368,7 @@ class _Change:
             tree = parsed(_text(path))
             if tree is None:
                 return None
-            loop = find_loop(tree, turn.line) if path == os.path.realpath(turn.file) else None
+            loop = turn.loop if path == os.path.realpath(turn.file) else None
             for edit in edits:
                 first, last = edit.line, max(edit.end_line - (edit.end_column == 0), edit.line)
                 if loop is not None and loop.body[0].lineno <= first and last <= (loop.body[-1].end_lineno or 0):
@@ -456,11 +445,3 @@ def _codes(code: CodeType) -> dict[tuple[str, int], CodeType]:
 
 def _same(one: CodeType, other: CodeType) -> bool:
     return (one.co_code, one.co_consts, one.co_names) == (other.co_code, other.co_consts, other.co_names)
-
-
-def _largest_change(before: list[float], after: list[float]) -> float | None:
-    pairs = [(a, b) for a, b in zip(before, after, strict=False) if math.isfinite(a) and math.isfinite(b)]
-    if not pairs:
-        return None
-    least = 1e-6 * max(abs(a) for a, _ in pairs)
-    return max(abs(a - b) / (max(abs(a), abs(b), least) or 1.0) for a, b in pairs)

@@ -64,7 +64,7 @@ class Trials:
         steps: int,
         limits: Limits,
         *,
-        apart: bool = True,
+        isolated: bool = True,
         at_step: StepTrials | None = None,
         from_start: str = "",
     ) -> None:
@@ -72,7 +72,7 @@ class Trials:
 
         `from_start` is a reason not to do that.
         """
-        self.start, self.program, self.steps, self.limits, self._apart = start, program, steps, limits, apart
+        self.start, self.program, self.steps, self.limits, self._isolated = start, program, steps, limits, isolated
         self._at_step, self._from_start = at_step, from_start
         self.until = time.monotonic() + limits.all
         self._fails_again: bool | None = None
@@ -150,7 +150,7 @@ class Trials:
         began = time.monotonic()
         seconds = min(self.limits.one, max(self.until - began, 1.0))
         data, in_time = self.start.try_out(
-            self.program, contents, step=bad, last=bad + steps, seconds=seconds, made=made, apart=self._apart
+            self.program, contents, step=bad, last=bad + steps, seconds=seconds, made=made, isolated=self._isolated
         )
         self._longest = max(self._longest, time.monotonic() - began)
         return TrialOutcome.of(data) if data is not None else None, "" if in_time else f"stopped after {seconds:.0f} s"

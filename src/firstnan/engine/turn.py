@@ -6,10 +6,11 @@ Only for a forked child, since it runs the program's code on the program's own o
 from __future__ import annotations
 
 import ast
+import copy
 import linecache
 import os
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -32,8 +33,7 @@ class Turn:
     """The loop around the failing call: where it is, and the names that its body uses."""
 
     file: str
-    line: int
-    """The line of the loop itself."""
+    loop: _Loop
     at: int
     """The line in its body that was running."""
     code: CodeType
@@ -42,46 +42,38 @@ class Turn:
     """The variables; in a module its own, in a function a copy together with the module's."""
 
     @property
+    def line(self) -> int:
+        """The line of the loop itself."""
+        return self.loop.lineno
+
+    @property
     def starts(self) -> list[int]:
         """The places in the body where a replay may begin: at its first statement, or at a later one."""
-        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
-        return list(range(min(len(_cuts(loop.body, self.at)), _MOST_STARTS))) if loop is not None else []
+        return list(range(min(len(_cuts(self.loop.body, self.at)), _MOST_STARTS)))
 
     def first_line(self, start: int) -> int:
         """The line of the first statement that `start` does not leave out."""
-        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
-        if loop is None:
-            return 0
-        statement = _cuts(loop.body, self.at)[start][0]
-        inner = [n.lineno for n in ast.walk(statement) if isinstance(n, ast.stmt) and n is not statement]
-        return (
-            min(inner) if start and isinstance(statement, ast.With | ast.Try | ast.If) and inner else statement.lineno
-        )
+        statement = _cuts(self.loop.body, self.at)[start][0]
+        if not start or not isinstance(statement, ast.With | ast.Try | ast.If):
+            return statement.lineno
+        return min(n.lineno for n in ast.walk(statement) if isinstance(n, ast.stmt) and n is not statement)
 
     def assigned_before(self, start: int) -> set[str]:
         """The variables that the statements left out by `start` assign."""
-        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
-        if loop is None or not start:
-            return set()
-        kept = {id(node) for statement in _cuts(loop.body, self.at)[start] for node in ast.walk(statement)}
-        names = [n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.Name)]
-        return {n.id for n in names if isinstance(n.ctx, ast.Store) and id(n) not in kept}
+        kept = {id(node) for statement in _cuts(self.loop.body, self.at)[start] for node in ast.walk(statement)}
+        return {n.id for n in _stored(self.loop.body) if id(n) not in kept}
 
     @property
     def assigned(self) -> set[str]:
         """The variables that the body assigns."""
-        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
-        return (
-            {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-            if loop
-            else set()
-        )
+        return {n.id for n in _stored([self.loop])}
 
     def compiled(self, source: str | None = None, line: int = 0, at: int = 0, start: int = 0) -> CodeType | None:
         """The code of one turn; `source` is that of a changed file, in which the loop is on `line`."""
-        loop = find_loop(parsed(source or "".join(linecache.getlines(self.file))), line or self.line)
+        loop = self.loop if source is None else find_loop(parsed(source), line)
         if loop is None:
             return None
+        loop = copy.deepcopy(loop)  # it is adapted below
         body = _cuts(loop.body, at or self.at)[start] if start else loop.body
         owner = self.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
         once = ast.For(ast.Name("_", ast.Store()), ast.Tuple([ast.Constant(None)], ast.Load()), list(body), [])
@@ -98,20 +90,16 @@ class Turn:
     @property
     def counts(self) -> bool:
         """Whether the loop goes through a range."""
-        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
-        return isinstance(loop, ast.For) and _counter(loop) is not None
+        return isinstance(self.loop, ast.For) and _counter(self.loop) is not None
 
     def following(self) -> Iterator[dict[str, Any]]:
         """The loop's own variables in its next turns, as far as they can be known: numbers from a range go on."""
-        loop = find_loop(parsed("".join(linecache.getlines(self.file))), self.line)
-        if isinstance(loop, ast.While):
-            test = compile(ast.Expression(loop.test), self.file, "eval")
+        if isinstance(self.loop, ast.While):
+            test = compile(ast.Expression(self.loop.test), self.file, "eval")
             while eval(test, self.names):
                 yield {}
             return
-        if not isinstance(loop, ast.For):
-            return
-        counter = _counter(loop)
+        counter = _counter(self.loop)
         if counter is None:
             return
         name, expression = counter
@@ -206,6 +194,14 @@ def _loops_around(tree: ast.Module, code: CodeType, line: int) -> list[_Loop]:
     return found
 
 
+def _stored(nodes: Sequence[ast.AST]) -> Iterator[ast.Name]:
+    """The names that these statements assign, where they do."""
+    for node in nodes:
+        for name in ast.walk(node):
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                yield name
+
+
 def _cuts(body: list[ast.stmt], line: int) -> list[list[ast.stmt]]:
     """The body from each of its statements on, up to the one on this line; also inside a `with`, `try` or `if`."""
     found: list[list[ast.stmt]] = []
@@ -286,7 +282,7 @@ def _turns_of(frame: FrameType, line: int) -> list[Turn]:
     is_module = frame.f_locals is frame.f_globals
     names = frame.f_globals if is_module else {**frame.f_globals, **frame.f_locals}
     return [
-        Turn(code.co_filename, loop.lineno, line, code, names)
+        Turn(code.co_filename, loop, line, code, names)
         for loop in loops
         if not any(isinstance(n, ast.Yield | ast.YieldFrom | ast.Await) for n in _own_nodes(loop))
     ]
@@ -305,10 +301,21 @@ def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from _own_nodes(child)
 
 
-def line_in(turn: Turn, frame: FrameType | None, code: CodeType) -> int | None:
+def line_in(code: CodeType, frame: FrameType | None) -> int | None:
     """The line that is running in a turn that is run again."""
     while frame is not None:
         if frame.f_code is code:
             return frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values of a variable are equal; a NaN equals a NaN."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        return alike and torch.equal(one.nan_to_num(), other.nan_to_num())
+    try:
+        return bool(one == other)
+    except Exception:  # an object of the program that cannot be compared
+        return False

@@ -115,6 +115,12 @@ def _healthy_losses(outcome: TrialOutcome, report: Report) -> list[tuple[float, 
     return [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
 
 
+def change_of(before: list[float], after: list[float]) -> float | None:
+    """The largest relative change between losses of the same steps; None if there are none to compare."""
+    pairs = [(a, b) for a, b in zip(before, after, strict=False) if math.isfinite(a) and math.isfinite(b)]
+    return _largest_change(pairs) if pairs else None
+
+
 def _largest_change(pairs: list[tuple[float, float]]) -> float:
     # Near 0 a relative change means nothing.
     least = 1e-6 * max(abs(a) for a, _ in pairs)

@@ -27,7 +27,7 @@ class Progress:
             self._bar.start()
             self._bar.refresh()
         else:
-            self._say(f"trying {fixes}, apart from your files (Ctrl-C skips this)")
+            self._say(f"trying {fixes}, without touching your files (Ctrl-C skips this)")
 
     def tried(self, count: int) -> None:
         """So many were tried until now."""

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from firstnan.engine import isolation
 from firstnan.engine.conclude import bad_values, came_from_outside
 from firstnan.engine.loop_replay import Failure, LoopReplay
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
-from firstnan.engine.turn import LeftLoop, Turn, line_in
+from firstnan.engine.turn import LeftLoop, Turn, line_in, same_values
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
 from firstnan.records import Noticed, Report
@@ -248,7 +247,7 @@ class TurnReplay:
         """Explains the failure if the same statement of the loop has failed in the same way."""
         if self._rehearsing or self._code is None or place[0] != self.failure.place[0]:
             return
-        if line_in(self._turn, sys._getframe(), self._code) == self._turn.at:
+        if line_in(self._code, sys._getframe()) == self._turn.at:
             self._settle(trip, [])
 
     def value_read(self, tensor: Tensor) -> None:
@@ -273,13 +272,7 @@ class TurnReplay:
     def _reads_the_same(self) -> bool:
         """Whether the body computed with the same data as the step did; another batch may fail as well."""
         with self._session.microscope.unseen():
-            for name, before in self._read.items():
-                now = self._turn.names.get(name)
-                if not isinstance(now, Tensor) or now.shape != before.shape or now.dtype != before.dtype:
-                    return False
-                if not torch.equal(now.nan_to_num(), before.nan_to_num()):
-                    return False
-        return True
+            return all(same_values(before, self._turn.names.get(name)) for name, before in self._read.items())
 
     def left(self) -> Report:
         return self.failure.report
