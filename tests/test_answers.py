@@ -149,6 +149,25 @@ def test_a_batch_that_was_fetched_ahead_is_not_the_steps(firstnan: Zygote, tmp_p
     assert (batch["index"], batch["bad_samples"]) == (25, [5])
 
 
+def test_another_batch_that_fails_too_is_not_the_steps(firstnan: Zygote, tmp_path: Path) -> None:
+    """The program's own generator goes on, so the whole body would draw another bad row."""
+    text = """
+        import numpy
+        rows = numpy.random.default_rng(3)
+        for step in range(9):
+            batch = torch.rand(64, 4) + 0.1
+            row = int(rows.integers(64))
+            if step == 3:
+                open("row.txt", "w").write(str(row))
+            if step >= 3:
+                batch[row] = 0
+            loss = loss_of(batch)
+            update(loss)
+    """
+    found = run(firstnan, tmp_path, text).found
+    assert found["batch"]["bad_samples"] == [int((tmp_path / "row.txt").read_text())]
+
+
 def test_a_change_before_the_loop_is_tried_from_the_start(firstnan: Zygote, tmp_path: Path) -> None:
     text = """
         targets = data.sum(1).log()

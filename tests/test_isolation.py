@@ -199,7 +199,17 @@ def test_a_socket_in_the_file_system_is_not_reached(place: Path) -> None:
         assert in_child(connect) == "ConnectionRefusedError"
 
 
-def test_random_numbers_and_threads_are_those_of_the_parent(place: Path) -> None:
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """More than the tests usually have: with one there is no pool of threads that a fork could lose."""
+    monkeypatch.setattr(isolation, "_IDLE", 3.0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_random_numbers_and_threads_are_those_of_the_parent(place: Path, two_threads: None) -> None:
     random.seed(3)
     x = torch.randn(600, 600)
     expected = (x @ x).sum()  # starts the threads that compute
