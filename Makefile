@@ -1,6 +1,7 @@
 # make demo      a failing training, found and explained
 # make test      lint, types and all tests
 # make quick     lint, types and the fast tests, in less than a minute
+# make test-frameworks  the tests with Lightning, transformers and others, in an environment of their own
 # make versions  all tests under the oldest, the pinned and the newest torch; downloads several gigabytes
 PYTHON ?= python3
 VENV := .venv
@@ -8,8 +9,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO ?= siamese
 VERSIONS_DIR ?= .versions
+FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo test quick lint types unit versions install clean
+.PHONY: demo test quick lint types unit versions test-frameworks install clean
 
 demo: install
 	@$(BIN)/firstnan demo $(DEMO); code=$$?; \
@@ -35,6 +37,14 @@ unit: install
 versions:
 	$(PYTHON) tools/versions.py --folder $(VERSIONS_DIR) $(ARGS)
 
+test-frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest --timeout=300 tests/frameworks $(ARGS)
+
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requirements.txt
+	$(FRAMEWORKS)/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -r tests/frameworks/requirements.txt
+	@touch $@
+
 install: $(STAMP)
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -44,4 +54,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -142,7 +142,7 @@ def test_attach_and_detach_by_hand_and_more_than_once() -> None:
     with detector, pytest.raises(NonFiniteError):
         train(detector, model, optimizer, with_bad_target(batches(2), 1))
     assert not left_behind(before, everything(model, optimizer))
-    assert (detector.summary()["steps"], detector.report.step) == (3, 1)
+    assert (detector.summary()["steps"], detector.report.step) == (3, 3)
 
 
 def test_used_again_a_detector_goes_on_counting(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import firstnan
 from firstnan import find_bad_batch
-from firstnan.engine.batch_search.checkpoints import Fetched, Row, onset
+from firstnan.engine.batch_search.checkpoints import Row, onset
+from firstnan.engine.batch_search.order import Fetched
+from firstnan.engine.batch_search.scan import joined
 from firstnan.tensors.models import Models
 from firstnan.tensors.state import RandomState, Snapshot
 
@@ -142,6 +144,63 @@ def test_no_bad_batch_is_an_answer(net: Net) -> None:
     assert not found
     assert found.index is None
     assert str(found) == "No bad batch found.\n  tried 10 of 10 batches, without updates"
+
+
+@pytest.mark.parametrize("bad", [0, 7, 8, 4321, 9999])
+def test_one_bad_batch_of_ten_thousand_takes_about_twice_the_logarithm(bad: int) -> None:
+    x, y = torch.randn(20_000, 5, generator=torch.Generator().manual_seed(0)).split((4, 1), 1)
+    y = y.contiguous()
+    y[2 * bad] = math.nan
+    model = nn.Linear(4, 1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=2)
+    found = find_bad_batch(lambda b: functional.mse_loss(model(b[0]), b[1]), loader, model=model)
+    assert found.index == bad
+    assert found.replays <= 8 + 2 * math.log2(10_000)
+    assert f"one by one, {bad + 1} call" in str(found) or bad < 8
+    assert ("were tested in groups" in str(found)) == (bad > 15)
+
+
+def test_several_bad_batches_are_found_in_groups() -> None:
+    x = torch.randn(4000, 3)
+    x[[100, 101, 1234, 3999], 1] = math.nan
+    model = nn.Linear(3, 1)
+    found = find_bad_batch(lambda b: model(b).square().mean(), list(x.split(2)), model=model, all=True)
+    assert [b.index for b in found.batches] == [50, 617, 1999]
+    assert found.replays < 100
+
+
+def test_a_batch_that_fails_only_alone_is_found_too() -> None:
+    """A batch without a single valid label: in a group there is always one."""
+    labels = torch.zeros(400, dtype=torch.long)
+    labels[120:124] = -100
+    x, model = torch.randn(400, 3), nn.Linear(3, 2)
+    batches = list(zip(x.split(4), labels.split(4), strict=True))
+    found = find_bad_batch(lambda b: functional.cross_entropy(model(b[0]), b[1]), batches, model=model)
+    assert found.index == 30
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("step", ["fixed size", "sum that overflows"])
+def test_steps_that_do_not_take_groups(step: str) -> None:
+    model = nn.Linear(3, 1)
+    batches = [torch.full((4, 3), 1e37 if step != "fixed size" else 1.0) for _ in range(40)]
+    batches[33] = batches[33] * math.nan
+
+    def called(x: Tensor) -> Tensor:
+        return model(x.view(4, 3)).sum() if step == "fixed size" else model(x / 1e37).sum() + x.sum()
+
+    assert find_bad_batch(called, batches, model=model).index == 33
+
+
+def test_batches_are_joined_only_where_samples_are_the_first_dimension() -> None:
+    pair = [torch.ones(4, 3), torch.zeros(4)]
+    whole = joined([pair, [t[:2] for t in pair]])
+    assert [tuple(t.shape) for t in whole] == [(6, 3), (6,)]
+    both = joined([{"x": torch.ones(2, 3), "names": ["a", "b"], "scale": 2.0}] * 2)
+    assert (tuple(both["x"].shape), both["names"], both["scale"]) == ((4, 3), ["a", "b", "a", "b"], 2.0)
+    assert joined([torch.ones(4, 3), torch.ones(4, 2)]) is None
+    assert joined([(torch.ones(5, 4), torch.ones(4))] * 2) is None
+    assert joined([{"x": torch.ones(2), "scale": 1.0}, {"x": torch.ones(2), "scale": 2.0}]) is None
 
 
 def test_overflow_in_the_loss_of_one_batch_only(net: Net) -> None:

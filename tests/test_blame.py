@@ -89,6 +89,8 @@ def test_what_came_from_outside_was_there_first() -> None:
         (None, INFINITE, True),
         ("parameter", INFINITE, False),
         ("buffer", BAD, False),
+        ("buffer", TensorStat("x", (3,), "float32", min=-1.0, max=3.0, posinf=1), False),
+        ("buffer", TensorStat("x", (3,), "float32", min=-1.0, max=3.0, neginf=1), True),
         ("input", TensorStat("x", (3,), "float32", min=-1.0, max=3.0, posinf=1), False),
         ("input", TensorStat("x", (3,), "float32", min=0.0, max=1.0, neginf=1, binary=True), True),
         (None, TensorStat("x", (3,), "float32", posinf=1, neginf=1), False),

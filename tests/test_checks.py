@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -105,7 +107,7 @@ def test_check_lets_everything_else_pass(value: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: check("x"), "x must be a tensor or a container of tensors, got 'x'"),
+        (lambda: check("x"), "x must be a tensor, a number, an array or a container of them, got 'x'"),
         (lambda: check(torch.ones(1), torch.ones(1)), "name must be a string, got Tensor"),
         (lambda: check_gradients(None), "model must be a torch.nn.Module, got None"),
         (lambda: check_weights(3), "model must be a torch.nn.Module, got 3"),
@@ -336,7 +338,10 @@ def test_dead_relu_leaves_zero_gradients() -> None:
     findings = check_gradients(backed(model, X))
     # The last weight reads only zeros.
     assert problems(findings) == {"0.weight": "all_zero", "2.weight": "all_zero"}
-    assert findings[0].text == "0.weight: the gradient is exactly zero, but others are not: all 0, [16, 6] float32"
+    text = "0.weight: the gradient is exactly zero, but others are not: all 0, [16, 6] float32; the parameter: -0.4"
+    assert findings[0].text.startswith(text)
+    assert findings[0].parameter is not None
+    assert findings[0].parameter.max == model[0].weight.max().item()
 
 
 def test_zero_layers_in_a_row_can_never_train() -> None:
@@ -382,7 +387,9 @@ def test_extreme_means_that_squares_overflow_or_vanish(dtype: torch.dtype, size:
     model = nn.Linear(3, 2, dtype=dtype)
     with torch.no_grad():
         model.weight.mul_(0)[0, 1] = size
-    assert problems(check_weights(model)) == ({"weight": "extreme"} if extreme else {})
+    # A weight that large is extreme for three inputs, whatever its type can hold.
+    assert problems(check_weights(model)) == ({"weight": "extreme"} if extreme or size > 1e3 else {})
+    assert problems(check_weights(model, max_gain=inf)) == ({"weight": "extreme"} if extreme else {})
     model = nn.Linear(3, 2, dtype=dtype)
     model.weight.grad = torch.zeros(2, 3, dtype=dtype)
     model.weight.grad[1, 1] = size
@@ -442,3 +449,123 @@ def test_tied_weights_are_reported_once_and_wrappers_keep_names_readable() -> No
     wrapped = torch.compile(model, backend="eager")
     assert isinstance(wrapped, nn.Module)
     assert problems(check_weights(wrapped)) == {"0.weight": "nonfinite"}
+
+
+# --- numbers, lists, arrays ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (nan, "v at .*: NaN, .* float"),
+        ([1.0, inf, 2.0], r"v at .*: Inf 1 of 3, first at \[1\], the rest 1 … 2"),
+        ({"loss": 0.5, "parts": {"kl": nan}}, r"v\['parts'\]\['kl'\] at .*: NaN"),
+        (np.array([[1.0, 2.0], [nan, 4.0]], dtype=np.float32), r"v at .*: NaN 1 of 4, first at \[1, 0\].* float32"),
+        (np.float64(inf), "v at .*: Inf"),
+        ((1, 2.0, [np.ones(2), np.array(-inf)]), r"v\[2\]\[1\] at .*: -Inf"),
+        (Output(torch.ones(1), nan), "v.loss at .*: NaN"),  # type: ignore[arg-type]
+        (complex(0, nan), "v at .*: NaN"),
+        (np.array([1, nan], dtype=np.longdouble), r"v at .*: NaN 1 of 2"),
+    ],
+    ids=repr,
+)
+def test_check_reads_numbers_lists_and_arrays(value: Any, words: str) -> None:
+    with pytest.raises(NonFiniteError, match=words):
+        check(value, "v")
+
+
+@pytest.mark.parametrize("value", [0.5, [1.0, 2.0], {"a": 3}, np.ones(3), np.arange(3), [], {"x": ["name"]}, range(3)])
+def test_check_lets_finite_numbers_pass(value: Any) -> None:
+    assert check(value) is value
+
+
+# --- what is extreme for one tensor -------------------------------------------------------------------------------
+
+
+def blocks(count: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(count)))
+
+
+def test_a_weight_is_compared_with_its_fan_in() -> None:
+    model = nn.Sequential(nn.Linear(256, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight.normal_(std=20.0)
+    (finding,) = check_weights(model)
+    assert (finding.name, finding.problem) == ("0.weight", "extreme")
+    assert re.search(
+        r"makes its input about 3\d\d times larger \(fan-in 256; initialisers give about 1\)", finding.text
+    )
+    assert check_weights(model, max_gain=1000) == []
+
+
+def test_a_weight_is_compared_with_its_neighbours() -> None:
+    model = blocks()
+    with torch.no_grad():
+        model[3][0].bias.mul_(500)
+    (finding,) = check_weights(model)
+    assert finding.name == "3.0.bias"
+    assert re.search(r"is \d+ times as large as the others of its kind", finding.text)
+    assert check_weights(model, max_ratio=1e4) == []
+
+
+def test_one_element_far_from_the_others() -> None:
+    model = blocks(1)
+    with torch.no_grad():
+        model[0][0].weight[3, 7] = 400.0
+    (finding,) = check_weights(model)
+    assert re.search(r"0.0.weight: one element is .* times as large as the others", finding.text)
+
+
+def test_a_weight_is_compared_with_its_own_past() -> None:
+    model = blocks()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert check_weights(model, since=before) == []
+    with torch.no_grad():
+        for block in model:
+            block[0].weight.mul_(20)
+    findings = check_weights(model, since=before)
+    assert [f.problem for f in findings] == ["extreme"] * 6
+    assert "0.0.weight: is 20 times as large as it was: " in findings[0].text
+    assert check_weights(model, since=before, max_growth=30) == []
+
+
+def test_an_absolute_bound_for_weights_and_gradients() -> None:
+    model = backed(nn.Linear(6, 2), X)
+    assert problems(check_weights(model, max_abs=0.01)) == {"weight": "extreme", "bias": "extreme"}
+    assert problems(check_gradients(model, max_abs=1e-3)) == {"weight": "extreme", "bias": "extreme"}
+    assert check_gradients(model, max_abs=1e3) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("running_var", inf), ("running_mean", -inf), ("running_var", -1.0)])
+def test_statistics_of_a_norm_layer_are_checked(key: str, value: float) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    model.register_buffer("mask", torch.tensor([0.0, -inf]))
+    getattr(model[1], key)[1] = value
+    (finding,) = check_weights(model)
+    assert finding.name == f"1.{key}"
+
+
+def test_dead_units_are_counted_but_not_outputs_that_are_not_trained() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 32))
+    with torch.no_grad():
+        model[0].bias[:62] = -100.0
+    model(X)[:, :1].sum().backward()  # one of 32 outputs
+    for findings in (check_gradients(model), check_weights(model)):
+        assert problems(findings) == {"0.weight": "dead_units"}
+        assert "62 of 64 units are dead" in findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: check_weights(m, max_gain="x"), "max_gain must be a positive number, got 'x'"),
+        (lambda m: check_weights(m, max_ratio=0), "max_ratio must be a positive number, got 0"),
+        (lambda m: check_weights(m, since=3), "since must be a state dict, got 3"),
+        (lambda m: check_gradients(m, max_abs=-1), "max_abs must be a positive number, got -1"),
+    ],
+)
+def test_bounds_must_make_sense(call: Callable[[nn.Module], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        call(nn.Linear(1, 1))

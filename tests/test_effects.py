@@ -98,6 +98,21 @@ def test_files_show_each_step_once(stage: MakeStage, case: Case) -> None:
     check(wrong, on.new_files(), outcome.wrong_answer(case.step), outcome.leftovers())
 
 
+WITHOUT_NAMESPACES = {"csv_buffered.py", "clears_folder.py", "queue_process.py"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [one for one in IN_FILES if one.program in WITHOUT_NAMESPACES],
+    ids=lambda case: case.program.removesuffix(".py"),
+)
+def test_files_show_each_step_once_without_namespaces(
+    stage: MakeStage, firstnan: Zygote, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    monkeypatch.setitem(firstnan.environment, "FIRSTNAN_ISOLATION", "filter")
+    test_files_show_each_step_once(stage, case)
+
+
 def test_nothing_runs_again_where_that_is_forbidden(stage: MakeStage) -> None:
     """The other tests can pass: where nothing runs again, they would find nothing but the missing line."""
     on = stage("sqlite_wal.py")

@@ -176,12 +176,21 @@ def test_empty(shape: tuple[int, ...]) -> None:
     assert (s.shape, s.min, s.max, s.bad, s.first_index) == (shape, None, None, 0, None)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    parts = [torch.ones(2, 3), torch.full((4, 3), NAN)]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    assert not is_finite(nested)
+    assert stat("t", nested).nan == 12
+    assert is_finite(torch.nested.nested_tensor(parts[:1], layout=layout))
+
+
 def test_what_cannot_be_read_counts_as_finite() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         fake = torch.ones(2)
-    for t in (torch.ones(2, device="meta"), fake, "text", None, 3.0, torch.nested.nested_tensor([torch.ones(2)])):
+    for t in (torch.ones(2, device="meta"), fake, "text", None, 3.0):
         assert readable(t) is None
         assert is_finite(t)
 

@@ -73,7 +73,9 @@ def run(*words: str) -> int:
 def test_the_proven_change_is_shown_and_nothing_is_changed(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     out = capsys.readouterr().out
-    assert out.startswith("> 1  add an eps (tried: step 5 is finite, and so are the 20 steps after it)\n")
+    assert out.startswith(
+        "> 1  add an eps (tried: step 5 is finite, and so are the 20 steps after it; not tried beyond step 25)\n"
+    )
     assert "  4  use log2 (tried: step 5 is still not finite)\n" in out
     assert out.endswith("--- a/train.py\n+++ b/train.py\n" + render("", OLD, NEW).split("\n", 2)[2])
     assert train.read_text() == OLD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import queue
 import random
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from firstnan.engine import isolation
 from firstnan.engine.isolation import Channel, IsolationError, Started
+from firstnan.observe import manifest
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no isolation elsewhere")
 
@@ -340,9 +342,101 @@ def test_a_system_that_refuses_is_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*args: Any) -> None:
         raise IsolationError(1, "unshare: Operation not permitted")
 
-    monkeypatch.setattr(isolation, "_enter_view", refuse)
+    monkeypatch.setattr(isolation, "change_nothing", refuse)
+    monkeypatch.setenv("FIRSTNAN_ISOLATION", "filter")
     assert isolation.fork() is None
     assert "unshare: Operation not permitted" in isolation.unavailable()
+
+
+@pytest.mark.parametrize("kind", ["user", "filter"])
+def test_a_child_replaces_what_the_manifest_names(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIRSTNAN_ISOLATION", kind)
+    names = {(module, name) for module, name in (*manifest.FORKED, *manifest.FILTERED)}
+    modules = [importlib.import_module(one) for one in sorted({module for module, _ in names})]
+
+    def all_of_them() -> dict[tuple[str, str], Any]:
+        found = {}
+        for module in modules:
+            for name, value in vars(module).items():
+                found[module.__name__, name] = value
+                if isinstance(value, type) and value.__module__ == module.__name__:
+                    found |= {(module.__name__, f"{name}.{inner}"): one for inner, one in vars(value).items()}
+        return found
+
+    before = all_of_them()
+    changed = in_child(lambda: [name for name, value in all_of_them().items() if before.get(name) is not value])
+    assert set(changed) == (names if kind == "filter" else set(manifest.FORKED))
+
+
+# --- without namespaces ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filtered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on a system that allows no namespaces."""
+    monkeypatch.setenv("FIRSTNAN_ISOLATION", "filter")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_filtered_child_changes_no_file_and_goes_on(filtered: Path) -> None:
+    (filtered / "kept").mkdir()
+    (filtered / "kept" / "old.txt").write_text("old")
+
+    def change() -> tuple[str, list[str]]:
+        Path("new.txt").write_text("new")
+        torch.save({"a": 1}, "kept/state.pt")
+        os.makedirs("runs/7", exist_ok=True)
+        os.rename("kept/old.txt", "moved.txt")
+        shutil.rmtree("kept", ignore_errors=True)
+        with open("kept/old.txt", "r+") as file:
+            return file.read(), sorted(os.listdir())
+
+    assert in_child(change) == ("old", ["kept"])
+    assert os.listdir(filtered) == ["kept"]
+    assert (filtered / "kept" / "old.txt").read_text() == "old"
+    assert os.listdir(filtered / "kept") == ["old.txt"]
+
+
+def test_a_filtered_child_reaches_nobody(filtered: Path) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as other:
+
+        def reach() -> list[str]:
+            attempts: list[Callable[[], object]] = [
+                lambda: socket.socket(),
+                lambda: os.kill(other.pid, signal.SIGKILL),
+                lambda: subprocess.run(["true"]),
+                lambda: os.fork(),
+                lambda: sqlite3.connect("new.db").execute("create table a (b)"),
+            ]
+            failed = []
+            for attempt in attempts:
+                try:
+                    attempt()
+                except (OSError, sqlite3.Error) as error:
+                    failed.append(type(error).__name__)
+            return failed
+
+        found = in_child(reach)
+        alive = other.poll() is None
+        other.kill()
+    assert found == ["PermissionError", "PermissionError", "BlockingIOError", "BlockingIOError", "OperationalError"]
+    assert alive
+    assert os.listdir(filtered) == []
+
+
+def test_a_filtered_child_computes_and_loads_as_the_parent_does(filtered: Path, two_threads: None) -> None:
+    x = torch.randn(600, 600)
+    expected = (x @ x).sum()
+    data = TensorDataset(torch.arange(40.0))
+
+    def work() -> tuple[bool, int, int]:
+        count = sum(1 for _ in DataLoader(data, batch_size=4, num_workers=2))
+        return bool((x @ x).sum() == expected), torch.get_num_threads(), count
+
+    assert in_child(work) == (True, 2, 10)
+    with pytest.raises(IsolationError), open("answer", "w+b") as answer:
+        Started([sys.executable, "-c", ""], {}, str(filtered), keep=answer.fileno())
 
 
 def processes(name: str) -> Iterator[int]:

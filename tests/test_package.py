@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -62,11 +63,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 class Installed:
     folder: Path
 
-    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        """Runs a program of the environment, outside of any checkout."""
+    def run(self, *command: str | Path, **settings: str) -> subprocess.CompletedProcess[str]:
+        """Runs a program of the environment, outside of any checkout, with these environment variables."""
         words = [str(self.folder / "bin" / command[0]), *map(str, command[1:])]
         return subprocess.run(
-            words, cwd=self.folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+            words,
+            cwd=self.folder,
+            env=ENVIRONMENT | settings,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
 
 
@@ -87,7 +94,16 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Install
 def test_the_sdist_holds_what_a_contributor_needs(built: Built) -> None:
     for name in (
         *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
-        *("Makefile", "constraints.txt", ".ci/run", "tools/versions.py", "docs/design.md", "docs/versions.md"),
+        *(
+            "Makefile",
+            "setup.py",
+            "firstnan.pth",
+            "constraints.txt",
+            ".ci/run",
+            "tools/versions.py",
+            "docs/design.md",
+            "docs/versions.md",
+        ),
         *("tests/conftest.py", "tests/test_package.py", "tests/snippets/forward.txt", "tests/goldens/forward.txt"),
     ):
         assert (built.sources / name).is_file(), name
@@ -106,8 +122,15 @@ def test_the_wheel_holds_the_package_alone(built: Built) -> None:
         for p in (package / "firstnan").rglob("*")
         if p.suffix in (".py", ".toml", ".typed")
     }
-    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert {name for name in names if ".dist-info/" not in name} == expected | {"firstnan.pth"}
     assert "firstnan/py.typed" in names
+
+
+def test_an_editable_install_has_the_startup_file(built: Built, tmp_path: Path) -> None:
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
+    with zipfile.ZipFile(tmp_path / python(build, tmp_path, cwd=built.sources)) as archive:
+        assert archive.read("firstnan.pth") == (ROOT / "firstnan.pth").read_bytes()
+        assert b"\nfirstnan.pth," in b"\n" + archive.read(f"{NAME}.dist-info/RECORD")
 
 
 def test_the_metadata(built: Built) -> None:
@@ -139,3 +162,53 @@ def test_the_causes_are_listed(installed: Installed) -> None:
     done = installed.run("firstnan", "causes")
     assert done.returncode == 0, done.stderr
     assert "log_of_zero" in done.stdout
+
+
+FAILS = """\
+import sys
+import torch
+
+w = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([w], lr=0.1)
+for x in torch.tensor([1.0, 2.0, 0.0, 3.0]):
+    loss = (w * x).log().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("went on", sys.argv[1:])
+"""
+
+
+def test_a_variable_is_enough_to_watch_a_program(installed: Installed) -> None:
+    (installed.folder / "train.py").write_text(FAILS)
+    plain = installed.run("python", "train.py", "--lr", "1")
+    assert (plain.returncode, plain.stdout, plain.stderr) == (0, "went on ['--lr', '1']\n", "")
+    off = installed.run("python", "train.py", "--lr", "1", FIRSTNAN="0")
+    assert (off.returncode, off.stdout, off.stderr) == (0, plain.stdout, "")
+    on = installed.run("python", "-u", "train.py", "--lr", "1", FIRSTNAN="1")
+    assert (on.returncode, on.stdout) == (3, ""), on.stderr
+    assert "created in forward, step 2, at train.py:7" in on.stderr
+    wrong = installed.run("python", "train.py", FIRSTNAN="yes")
+    assert (wrong.returncode, wrong.stdout) == (0, "went on []\n")
+    assert "FIRSTNAN must be 1 or" in wrong.stderr
+
+
+def test_a_job_of_several_processes_leaves_the_report_of_the_one_that_failed(installed: Installed) -> None:
+    """The launcher ends last, imports torch too, and is clean."""
+    (installed.folder / "train.py").write_text(FAILS)
+    launcher = "import subprocess, sys, torch\nsys.exit(subprocess.call([sys.executable, '-m', 'train']))\n"
+    (installed.folder / "launch.py").write_text(launcher)
+    done = installed.run("python", "launch.py", FIRSTNAN="report.json")
+    assert done.returncode == 3, done.stderr
+    report = json.loads((installed.folder / "report.json").read_text())
+    assert (report["verdict"], report["origin"]["line"], report["step"]) == ("nonfinite", 7, 2)
+    (installed.folder / "report.json").unlink()
+    assert installed.run("python", "-c", "import torch", FIRSTNAN="report.json").returncode == 0
+    (installed.folder / "healthy.py").write_text("import torch\ntorch.ones(2).log()\n")
+    assert installed.run("python", "healthy.py", FIRSTNAN="report.json").returncode == 0
+    assert not (installed.folder / "report.json").exists()
+
+
+def test_the_startup_file_loads_nothing_if_the_variable_is_not_set(installed: Installed) -> None:
+    code = "import sys; print(sorted(n for n in sys.modules if 'firstnan' in n))"
+    assert installed.run("python", "-c", code).stdout == "[]\n"

@@ -56,7 +56,7 @@ def some_record(cls: type[Any], rng: random.Random) -> Any:
     values = {f.name: some(hints[f.name], rng) for f in dataclasses.fields(cls)}
     if cls is LayerTrack:
         values["norm"] = values["max_abs"] = tuple(map(float, values["steps"]))
-    if cls is records.History:
+    if cls in (records.History, records.OptimizerHistory):
         values["settings"] = tuple({name: (name, value) for name, value in values["settings"]}.values())
     return cls(**values)
 

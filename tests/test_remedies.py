@@ -145,7 +145,7 @@ NEAR_MISSES = {
         loss = torch.log(p).sum() + z.sum()
         loss.backward()
         """,
-        "log_softmax",
+        "log_softmax(z, dim=1).sum()",  # written where z has changed
     ),
     "the softmax of a layer that would run twice": (
         """

@@ -72,6 +72,8 @@ SPELLINGS = {
     "a table": 'config = {"rate": 0.5}\nopt = SGD(p, lr=config["rate"])',
     "a table with a default": 'config = dict(rate=0.5)\nopt = SGD(p, lr=float(config.get("rate", 0.1)))',
     "several at once": "epochs, rate = 3, 0.5\ndef make(p):\n    return SGD(p, lr=rate)",
+    "a list of pairs": "opts = [SGD(p, lr=r) for p, r in ((actor, 0.1), (critic, 0.5))]",
+    "two lists": "for p, r in zip(models, (0.1, 0.5)):\n    opts.append(SGD(p, lr=r))",
 }
 
 

@@ -407,14 +407,19 @@ EXPLODES = """
 """
 
 
-def test_a_loss_that_explodes_and_stays_finite_is_warned_of_at_the_end(firstnan: Zygote, tmp_path: Path) -> None:
+def test_a_loss_that_explodes_and_stays_finite_is_a_finding(firstnan: Zygote, tmp_path: Path) -> None:
     path = script(tmp_path, EXPLODES.format(lr=1.0))
-    result = firstnan(["run", path], cwd=tmp_path)
+    result = firstnan(["run", "--verify", "20", path], cwd=tmp_path)
     assert 1e20 < float(result.stdout) < float("inf")
-    assert result.code == 0
-    assert "warning: no NaN or Inf was found; but training diverged: Step" in result.stderr
-    assert (result.report or {})["verdict"] == "clean"
-    assert [event["kind"] for event in (result.report or {})["events"]] == ["explosion"]
+    assert result.code == 3
+    report = result.report or {}
+    assert (report["verdict"], report["step"], result.cause) == ("diverged", 3, "divergence_lr")
+    assert [event["kind"] for event in report["events"]] == ["explosion"]
+    best = report["remedies"][0]
+    assert (best["title"], best["tried"]) == ("Lower the learning rate from 1.0 to 0.1", True)
+    assert best["note"].startswith("the loss stays in its range, ")
+    assert "training diverged from step 3 on; no NaN or Inf" in result.stderr
+    assert "its updates made the loss explode" in result.stderr
 
 
 def test_the_same_training_with_a_good_learning_rate_is_left_in_peace(firstnan: Zygote, tmp_path: Path) -> None:

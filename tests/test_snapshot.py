@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lrs
 
 from firstnan.tensors.models import Slot
-from firstnan.tensors.state import Schedules, Snapshot, StateCopy
+from firstnan.tensors.state import ScheduleSearch, Snapshot, StateCopy
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, 0.1),
@@ -335,7 +335,7 @@ def test_a_scheduler_step_can_be_undone(name: str, done: int, tensor_lr: bool) -
 
         for i in range(6):
             if i == undo_at:
-                schedules = Schedules.of([optimizer])
+                schedules = ScheduleSearch().copy([optimizer], "loss")
                 assert scheduler in schedules.schedulers
                 groups = optimizer.state_dict()["param_groups"]
                 states = copy.deepcopy((groups, [vars(s) for s in schedules.schedulers]))
@@ -376,7 +376,7 @@ def test_schedulers_of_other_optimizers_are_left_alone() -> None:
     watched, free = lrs.StepLR(mine, 1), lrs.StepLR(other, 1)
     mine.step()
     other.step()
-    schedules = Schedules.of([mine])
+    schedules = ScheduleSearch().copy([mine], "loss")
     assert schedules.schedulers == [watched]
     watched.step()
     free.step()
@@ -391,7 +391,7 @@ def test_nothing_is_kept_alive_or_left_behind() -> None:
     optimizer = optim.SGD(model.parameters(), 0.1)
     scheduler = lrs.StepLR(optimizer, 1)
     names = (set(vars(scheduler)), set(vars(optimizer)), set(vars(model)))
-    Schedules.of([optimizer]).restore()
+    ScheduleSearch().copy([optimizer], "loss").restore()
     snapshot = Snapshot.take(model.parameters(), slots(model), [optimizer])
     assert snapshot is not None
     snapshot.restore()
@@ -399,14 +399,14 @@ def test_nothing_is_kept_alive_or_left_behind() -> None:
     assert len(model._forward_hooks) == 0
     del scheduler
     gc.collect()
-    assert Schedules.of([optimizer]).schedulers == []
+    assert ScheduleSearch().copy([optimizer], "loss").schedulers == []
 
 
 def test_a_disabled_gradient_scaler_has_no_scale() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
     scalers = [torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=8.0)]
     scalers[1].scale(torch.ones(()))
-    kept = Schedules.of([optimizer])
+    kept = ScheduleSearch().copy([optimizer], "loss")
     scalers[1].update(2.0)
     kept.restore()
     assert [scaler.get_scale() for scaler in scalers] == [1.0, 8.0]

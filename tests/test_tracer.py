@@ -250,6 +250,23 @@ def test_only_the_bad_part_of_a_memory_is_bad() -> None:
     assert tracer.last_bad(t[1]) is not None
 
 
+@pytest.mark.parametrize("of_copy", [False, True])
+def test_a_deep_copy_leaves_the_history_of_a_buffer_alone_and_has_it_too(of_copy: bool) -> None:
+    """torch copies the bytes of a buffer, which say nothing about its numbers."""
+
+    def step() -> Tensor:
+        module = nn.Module()
+        module.register_buffer("table", 1 / torch.tensor([0.0, 1.0, 2.0]))
+        copied = copy.deepcopy(module)
+        return (copied if of_copy else module).table.gather(0, torch.tensor([0, 2])) * 2
+
+    _, trace, _ = trace_of(step)
+    product, gathered = trace.events[-1], next(e for e in trace.events if e.op == "gather")
+    assert (product.inputs[0].producer, product.inputs[0].guilty) == (gathered.index, True)
+    assert gathered.inputs[0].guilty
+    assert trace.events[gathered.inputs[0].producer or 0].outputs[0].posinf == 1
+
+
 def test_memory_that_is_used_again_has_a_new_history() -> None:
     """Tensors that come and go get the same addresses: no bad writer may live on in a new one."""
 

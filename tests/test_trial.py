@@ -28,7 +28,7 @@ from firstnan.observe.runner import Program
 from firstnan.records import Edit, History, Noticed, Origin, Remedy, Report, Site, StepRecord, TensorStat
 from firstnan.records.files import load
 from firstnan.repair.patch import render
-from firstnan.repair.verdict import TrialOutcome, judged, keeps_numbers, last_bad_step, loss_change, ranked
+from firstnan.repair.verdict import Reach, TrialOutcome, judged, keeps_numbers, last_bad_step, loss_change, ranked
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -426,8 +426,20 @@ def test_only_so_many_are_tried(place: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_limits_follow_the_time_that_the_program_took() -> None:
-    assert Limits.after(2) == Limits(20, 120)
-    assert Limits.after(100) == Limits(300, 400)
+    assert Limits.after(2) == Limits(20, 120, further=15, end=5)
+    assert Limits.after(100) == Limits(300, 400, further=100, end=5)
+    assert Limits.after(1000).further == 300
+    assert Limits.after(100, steps=20) == Limits(300, 400)
+
+
+def test_a_trial_goes_on_to_the_end_as_far_as_time_allows() -> None:
+    reach = Reach(last=25, far=60, further=100, end=5)
+    assert not reach.is_enough(25, 1000)  # these steps are needed in any case
+    assert not reach.is_enough(26, 99)
+    assert reach.is_enough(26, 100)
+    assert not reach.is_enough(60, 4)  # ten times as far: only the end of the program is missing
+    assert reach.is_enough(60, 5)
+    assert Reach(last=25).is_enough(26, 0)
 
 
 def options(verify: int | None, replay: Any = "auto") -> Options:
@@ -464,7 +476,7 @@ def test_one_of_several_processes_is_not_started_alone(monkeypatch: pytest.Monke
 
 def healthy_losses(place: Path) -> tuple[float, ...]:
     """The losses of the first five steps, as a trial of the failing program sees them."""
-    data, _ = Start().try_out(TRAIN, {}, step=5, last=5, seconds=60, isolated=False)
+    data, _ = Start().try_out(TRAIN, {}, step=5, reach=Reach(5), seconds=60, isolated=False)
     outcome = TrialOutcome.of(data)
     assert (outcome.noticed, outcome.bad_step) == ("the loss", 5)
     return tuple(loss for step, loss in outcome.losses if step < 5)
@@ -608,7 +620,8 @@ def test_run_tries_tells_and_writes_the_patch(place: Path, command: Any) -> None
     assert done.code == 3
     assert done.stdout.splitlines() == [f"step {i}" for i in range(5)]  # each is printed after its update
     assert "trying up to 2 fixes, without touching your files (Ctrl-C skips this)" in done.stderr
-    assert "tried: step 5 is finite, and so are the 4 steps after it; healthy losses unchanged" in done.stderr
+    told = "tried: step 5 is finite, and so are the 4 steps after it, to the end of the loop; healthy losses unchanged"
+    assert told in " ".join(done.stderr.split())
     report = load(place / "report.json")
     assert [r.proven for r in report.remedies] == [True, False]
     assert f"firstnan: wrote the best proven fix to {place}/report.patch\n" in done.stderr
@@ -633,6 +646,89 @@ def test_verify_zero_tries_nothing(place: Path, command: Any) -> None:
 def test_verify_says_how_many_steps(place: Path, command: Any) -> None:
     good = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-6)")
     done = command("--verify", "2", "--fix", remedies=(good,))
-    assert "tried: step 5 is finite, and so are the 2 steps after it" in done.stderr
+    told = "tried: step 5 is finite, and so are the 2 steps after it; not tried beyond step 7"
+    assert told in " ".join(done.stderr.split())
     # Without a report file the patch lies where the program was started.
     assert (place / "firstnan.patch").read_text().startswith("--- a/train.py\n")
+
+
+EPOCHS = """
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def epoch(model, loader, optimizer, number):
+        for (x,) in loader:
+            if number == {later}:
+                x = x * 0
+            loss = (model(x) - torch.log(x.sum(1, keepdim=True))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler_seen.append(optimizer.param_groups[0]["lr"])
+        return float(loss)
+
+    scheduler_seen = []
+    torch.manual_seed(0)
+    data = torch.rand(40, 4) + 0.5
+    data[9] = 0
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    loader = DataLoader(TensorDataset(data), batch_size=4)
+    for number in range(5):
+        mean = epoch(model, loader, optimizer, number)
+        schedule.step()
+        assert abs(optimizer.param_groups[0]["lr"] - 0.01 * 0.9 ** (number + 1)) < 1e-9
+"""
+
+
+def test_a_trial_at_the_failing_step_goes_through_all_epochs(place: Path, command: Any) -> None:
+    """What stands after the inner loop (a schedule) is run as well: otherwise the program's assertion would fail."""
+    write(place / "train.py", EPOCHS.format(later=9))
+    good = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-6)")
+    done = command("--json", "report.json", remedies=(good,))
+    told = "tried: step 2 is finite, and so are the 47 steps after it, to the end of the loop; healthy losses unchanged"
+    assert told in " ".join(done.stderr.split())
+    (result,) = load(place / "report.json").remedies
+    assert (result.steps_finite_after, result.up_to) == (47, "loop")
+
+
+@pytest.mark.parametrize(("most", "is_proven"), [(8, True), (4, False)])
+def test_an_error_long_after_the_failing_step_is_no_verdict(
+    place: Path, command: Any, most: int, is_proven: bool
+) -> None:
+    """A trial may go further than the program would have gone; a schedule may refuse that."""
+    write(
+        place / "train.py",
+        EPOCHS.format(later=9).replace("x = x * 0", f"x\n            assert len(scheduler_seen) < {most}"),
+    )
+    good = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-6)")
+    command("--json", "report.json", "--verify", "3", remedies=(good,))
+    (result,) = load(place / "report.json").remedies
+    assert result.proven is is_proven, result.note
+
+
+def test_a_change_that_fails_in_a_later_epoch_is_not_proven(place: Path, command: Any) -> None:
+    write(place / "train.py", EPOCHS.format(later=3))
+    partly = change(place / "train.py", "x.sum(1, keepdim=True)", "(x.sum(1, keepdim=True) + 1e-6 * (number < 3))")
+    done = command("--json", "report.json", remedies=(partly,))
+    (result,) = load(place / "report.json").remedies
+    assert (result.proven, result.failing_step_finite, result.fails_in) == (False, True, 30)
+    assert "tried: step 2 is finite, but the loss is not finite in step 30" in " ".join(done.stderr.split())
+
+
+def test_a_run_from_the_start_goes_to_the_end_too(place: Path) -> None:
+    far = Limits(60, 120, further=30, end=30)
+    write(place / "train.py", EPOCHS.format(later=3))
+    result = outcome_of(change(place / "train.py", "data[9] = 0", "data[9] = 1"), 2, limits=far)
+    assert (result.proven, result.fails_in, result.note) == (False, 30, "the loss is not finite in step 30")
+    write(place / "train.py", EPOCHS.format(later=9))
+    result = outcome_of(change(place / "train.py", "data[9] = 0", "data[9] = 1"), 2, limits=far)
+    assert (result.proven, result.steps_finite_after, result.up_to) == (True, 47, "program")
+
+
+def test_one_that_holds_for_long_comes_before_what_was_not_tried() -> None:
+    report = failing(5)
+    long = replace(Remedy("long", "x"), tried=True, failing_step_finite=True, fails_in=70)
+    short = replace(long, title="short", fails_in=20)
+    assert [r.title for r in ranked([short, Remedy("untried", "x"), long], report)] == ["long", "untried", "short"]

@@ -175,7 +175,7 @@ class Result:
         """The report of a run that found something."""
         assert self.code == 3, f"exit code {self.code}\n{self.stderr}"
         assert self.report is not None, "no report was written"
-        assert self.report["verdict"] == "nonfinite", self.report["verdict"]
+        assert self.report["verdict"] in ("nonfinite", "diverged"), self.report["verdict"]
         return self.report
 
     @property
@@ -197,15 +197,15 @@ EXECUTABLE = """\
 import json, os, sys
 sys.path.insert(0, {folder!r})
 words = sys.argv[1:]
-at = words.index("-m") if "-m" in words else -1
-if words[at + 1 : at + 2] != ["firstnan"]:
+at = words.index("-c") if "-c" in words else len(words)
+if "import firstnan;" not in "".join(words[at + 1 : at + 2]):
     os.execv({python!r}, [{python!r}, *words])
 from zygote_ask import ask
 out, err = (os.readlink(f"/proc/self/fd/{{n}}") for n in (1, 2))
 env = dict(os.environ)
 if env.get("FIRSTNAN_CHILD", "").isdigit():  # an open file, which the fork does not inherit
     env["FIRSTNAN_CHILD"] = f"/proc/{{os.getpid()}}/fd/{{env['FIRSTNAN_CHILD']}}"
-request = {{"argv": words[at + 2 :], "plain": False, "cwd": os.getcwd(), "env": env, "limit": {limit}}}
+request = {{"argv": words[at + 3 :], "plain": False, "cwd": os.getcwd(), "env": env, "limit": {limit}}}
 code = ask({address!r}, request | {{"stdout": out, "stderr": err, "executable": __file__}})
 sys.exit(code if code >= 0 else 128 - code)
 """

@@ -28,10 +28,12 @@ from firstnan.engine.session import Session
 from firstnan.gate.gate import Gate
 from firstnan.gate.growth_guard import Guard
 from firstnan.observe.layers import LayerWatch, Sink
-from firstnan.observe.sites import Ownership, directories
+from firstnan.observe.sites import Ownership, directories, ends_at_origin
 from firstnan.records import NaNEvent, Report
+from firstnan.records.arguments import require_path, short
+from firstnan.records.errors import NonFiniteError
 from firstnan.report import nonfinite_error
-from firstnan.tensors.models import TrainingObjects, parameters_of
+from firstnan.tensors.models import TrainingObjects, parameters_of, unwrapped
 from firstnan.tensors.state import NamelessSource
 
 OnNonfinite = Literal["raise", "warn", "skip", "rollback"]
@@ -79,11 +81,13 @@ class NaNDetector:
     ) -> None:
         self._roots, self._optimizers = models_given(model), optimizers_given(optimizer)
         if on_nonfinite not in get_args(OnNonfinite):
-            raise ValueError(f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {on_nonfinite!r}")
+            raise ValueError(
+                f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {short(on_nonfinite)}"
+            )
         if on_nonfinite in ("skip", "rollback") and not self._optimizers:
             raise ValueError(f"on_nonfinite={on_nonfinite!r} needs an optimizer: NaNDetector(model, optimizer)")
         if guard not in ("warn", "clip", "off"):
-            raise ValueError(f"guard must be 'warn', 'clip' or 'off', got {guard!r}")
+            raise ValueError(f"guard must be 'warn', 'clip' or 'off', got {short(guard)}")
         if max_grad_norm is not None:
             require_positive("max_grad_norm", max_grad_norm)
             if guard == "off":
@@ -93,10 +97,12 @@ class NaNDetector:
             require_integer(name, value, 0)
         require_integer("snapshot_every", snapshot_every, 1)
         if not isinstance(layers, bool):
-            raise TypeError(f"layers must be True or False, got {layers!r}")
+            raise TypeError(f"layers must be True or False, got {short(layers)}")
         for name, called in (("trackable", trackable), ("on_event", on_event)):
             if called is not None and not callable(called):
-                raise TypeError(f"{name} must be callable, got {called!r}")
+                raise TypeError(f"{name} must be callable, got {short(called)}")
+        if capsule_dir is not None:
+            require_path("capsule_dir", capsule_dir)
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._on_nonfinite, self._snapshot_every, self._capsules = on_nonfinite, snapshot_every, capsules
         self._guard, self._max_grad_norm = guard, max_grad_norm
@@ -106,6 +112,8 @@ class NaNDetector:
         """The NaNEvent records so far: the first ones and the last ones."""
         self.stats = Statistics(stats) if stats else None
         """Magnitudes per layer in the last steps: `dump()`, `select(pattern)`, `clear()`."""
+        self.reports: list[Report] = []
+        """The reports of the failures that were investigated, the first one first."""
         self._ownership = Ownership(tuple(directories(sys._getframe(1))))
         self._source = NamelessSource()
         """Stands for the loader of steps that are functions."""
@@ -113,7 +121,7 @@ class NaNDetector:
         self._session: Session | None = None
         self._last: Session | None = None
         self._counts, self._before = Counts(), Counts()
-        """Like the events, these continue if the detector is attached again."""
+        """Like the events and the steps, these continue if the detector is attached again."""
 
     def attach(self) -> NaNDetector:
         """Starts watching; does nothing if already attached."""
@@ -137,7 +145,12 @@ class NaNDetector:
         handouts, scope = Handouts(), Scope(roots, optimizers)
         models = scope.models()
         watches = self._layers or self._trackable is not None or self.stats is not None
-        journal = Journal(self.events, self.stats, gate.steps, handouts, models, self._counts, names_layers=watches)
+        if self._last is not None:
+            gate.continue_counting(self._last.gate)
+        journal = Journal(
+            self.events, self.stats, gate.steps, handouts, models, self._counts, self.reports,
+            names_layers=watches, epoch=self._last.journal.epoch if self._last is not None else None,
+        )  # fmt: skip
         recovery = Recovery(models, optimizers, self._snapshot_every if self._on_nonfinite == "rollback" else None)
         calls = ModelCalls(roots.values(), handouts)
         capsules = None
@@ -169,6 +182,9 @@ class NaNDetector:
             clip_at=self._max_grad_norm if self._guard == "clip" else None,
         )
         calls.on_error(session.internal_error)
+        if session.layers is not None:
+            layers = session.layers
+            journal.only_called(lambda: session.trains, lambda: layers.calls)
         return session
 
     def _warn_of_strangers(self, session: Session) -> None:
@@ -210,6 +226,7 @@ class NaNDetector:
         return self.attach()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        __tracebackhide__ = True
         session = self._session
         report, searching = None, session is not None and session.is_searching
         try:
@@ -219,11 +236,11 @@ class NaNDetector:
         if report is None:
             return
         if searching and isinstance(error, Exception):  # raised in a replay, not by the program itself
-            raise nonfinite_error(report) from None
+            raise ends_at_origin(nonfinite_error(report)) from None
         if error is not None:
             error.add_note(str(nonfinite_error(report)))
         elif self._on_nonfinite == "raise":
-            raise nonfinite_error(report)
+            raise ends_at_origin(nonfinite_error(report))
         else:
             log.warning("%s", nonfinite_error(report))
 
@@ -233,6 +250,7 @@ class NaNDetector:
 
     def step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the function, which makes one training step; if that fails, it is called again and explained."""
+        __tracebackhide__ = True
         session = self._attached()
         session.through_the_loop()
         session.body_ended()
@@ -248,12 +266,22 @@ class NaNDetector:
 
     @property
     def report(self) -> Report | None:
-        """The report of the last failure."""
-        return self._last.report if self._last is not None else None
+        """The report of the first failure, which usually explains the later ones."""
+        return self.reports[0] if self.reports else None
 
     def summary(self) -> dict[str, int]:
         """The number of steps, and how many were non-finite, skipped, rolled back, clipped or caused a warning."""
         return {**asdict(self._counts), "events": len(self.events), "events_dropped": self.events.dropped}
+
+    @property
+    def session(self) -> Session:
+        """For the callbacks in `integrations/`, which know what a framework does."""
+        return self._attached()
+
+    def __repr__(self) -> str:
+        models = ", ".join(type(root).__name__ for root in self._roots.values())
+        told = _counted(self.summary()) or "no steps"
+        return f"<NaNDetector of {models}: {told}{'' if self._session is None else ', attached'}>"
 
     def _attached(self) -> Session:
         if self._session is None:
@@ -267,20 +295,32 @@ class Batches:
     def __init__(self, session: Callable[[], Session], loader: Iterable[Any]) -> None:
         self._session, self._loader = session, loader
 
+    def __repr__(self) -> str:
+        return f"<Batches of {type(self._loader).__name__}>"
+
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # a loader without a length raises its own error
 
     def __iter__(self) -> Iterator[Any]:
+        __tracebackhide__ = True
         session = self._session()
         session.through_the_loop()
         session.journal.epoch_begins()
         iterator = iter(self._loader)
         source = iterator if hasattr(iterator, "__weakref__") else NamelessSource()
+
+        def following(_: Any) -> Any:
+            __tracebackhide__ = True
+            return next(iterator)
+
         while True:
+            session.hooks.guarded(session.batch_left, sys._getframe(1))
             try:
-                batch = session.next_batch(source, lambda _: next(iterator))
+                batch = session.next_batch(source, following)
             except StopIteration:
                 return
+            except NonFiniteError as error:
+                raise ends_at_origin(error) from None
             yield batch
 
 
@@ -333,6 +373,7 @@ def models_given(model: Any) -> dict[str, Module]:
 
 def optimizers_given(optimizer: Any) -> list[Any]:
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
+    given = [unwrapped(one) for one in given]
     for one in given:
         if not hasattr(one, "register_step_pre_hook") or not hasattr(one, "param_groups"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(one).__name__}")
@@ -346,16 +387,16 @@ def _counted(summary: dict[str, int]) -> str:
 
 def require_integer(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name} must be an integer, got {short(value)}")
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+        raise ValueError(f"{name} must be at least {least}, got {short(value)}")
 
 
 def require_positive(name: str, value: Any) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a positive number, got {value!r}")
+        raise TypeError(f"{name} must be a positive number, got {short(value)}")
     if not 0 < float(value) < math.inf:
-        raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
+        raise ValueError(f"{name} must be a positive, finite number, got {short(value)}")
 
 
 def types_and_names(name: str, value: Any) -> tuple[type | str, ...]:
@@ -363,9 +404,9 @@ def types_and_names(name: str, value: Any) -> tuple[type | str, ...]:
     if isinstance(value, type | str):
         return (value,)
     if not isinstance(value, Iterable):
-        raise TypeError(f"{name} must hold types, names or globs, got {value!r}")
+        raise TypeError(f"{name} must hold types, names or globs, got {short(value)}")
     found = tuple(value)
     for one in found:
         if not isinstance(one, type | str):
-            raise TypeError(f"{name} must hold types, names or globs, got {one!r}")
+            raise TypeError(f"{name} must hold types, names or globs, got {short(one)}")
     return found

@@ -19,6 +19,7 @@ from firstnan.engine.session import Session
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership, directories
 from firstnan.records import Report
+from firstnan.records.arguments import require_callable, require_path
 from firstnan.records.errors import NonFiniteError
 from firstnan.tensors.models import TrainingObjects
 from firstnan.tensors.state import NamelessSource
@@ -39,6 +40,8 @@ def replay(
     "clean" if everything was finite. Model and optimizer are left as the step leaves them.
     """
     caller = sys._getframe(1)
+    require_path("capsule", capsule)
+    require_callable("step", step)
     roots, optimizers = models_given(model), optimizers_given(optimizer)
     gate = Gate(thorough=True, guard=None)
     ownership = Ownership(tuple(directories(caller)))

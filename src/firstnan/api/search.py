@@ -13,8 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from torch.nn import Module
 
-from firstnan.engine.batch_search.checkpoints import LateSearch, Order, scan
+from firstnan.engine.batch_search.checkpoints import LateSearch
+from firstnan.engine.batch_search.order import Order
 from firstnan.engine.batch_search.result import BatchSearch
+from firstnan.engine.batch_search.scan import Scan
 from firstnan.engine.batch_search.training import Everything, SavedState, Training
 from firstnan.engine.data_origin import bad_rows
 from firstnan.engine.handouts import Handouts
@@ -26,6 +28,7 @@ from firstnan.engine.session import Session
 from firstnan.engine.step_check import StepCheck
 from firstnan.observe.sites import Ownership
 from firstnan.records import Batch
+from firstnan.records.arguments import require_batches, require_callable, require_flag, require_pairs
 from firstnan.tensors.models import Models
 from firstnan.tensors.state import RandomState, restore_buffers
 
@@ -47,7 +50,9 @@ def find_bad_batch(
 
     `step` is your own function: forward and loss, with or without backward and `optimizer.step()`. A batch is bad if it
     holds a NaN, or if the loss, a gradient or a buffer is non-finite after it. Every batch is tried from the model's
-    current state, without updates. `all` lists every bad batch.
+    current state, without updates. `all` lists every bad batch. Batches that can be joined are tested in groups that
+    grow and are halved where one fails, so the first bad one of n takes about 2 log2(n) calls; if no group fails, all
+    are tried alone.
 
     `checkpoints` are states of a run that failed late: pairs (number of updates made, state), where a state is a file
     written by `torch.save`, a dict with the state dicts "model" and "optimizer", or a model's state dict. A binary
@@ -57,8 +62,13 @@ def find_bad_batch(
     Model, optimizers, schedules, scalers, gradients and random generators are restored at the end, even after an
     exception. Anything else that `step` changes is not restored.
     """
+    require_callable("step", step)
+    require_batches("loader", loader)
+    pairs = require_pairs("checkpoints", checkpoints) if checkpoints is not None else None
+    require_flag("all", all)
+    require_flag("progress", progress)
     training = Training(model, optimizer)
-    states = [SavedState(number, state) for number, state in checkpoints] if checkpoints is not None else None
+    states = [SavedState(number, state) for number, state in pairs] if pairs is not None else None
     if states == []:
         raise ValueError("checkpoints must not be empty")
     if states is None and (bad := training.bad_state(optimizers=False)) is not None:
@@ -70,7 +80,7 @@ def find_bad_batch(
     length = order.length if states is None else None
     with Everything(training, loader) as everything, sampling.running(), _bar(progress, length) as bar:
         if states is None:
-            return scan(check, order, everything, all, bar)
+            return Scan(check, order, everything, all, bar).run()
         return LateSearch(check, order, everything, states, training, bar).search()
 
 
@@ -103,6 +113,7 @@ def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
     and gradients are as before in every call and at the end. `bad_samples` is None where no sample is responsible;
     `note` says why.
     """
+    require_callable("step", step)
     try:
         pieces = cut(batch)
     except CutError as error:

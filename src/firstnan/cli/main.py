@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from firstnan import __version__
+from firstnan.cli import startup
 from firstnan.observe import runner
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
     json, output = _writable(parsed.json), _writable(_known_format(parsed.output))
     from firstnan.engine.investigation import Investigation, Options
 
+    launches = startup.is_launcher(program.target, module=program.module)
+    if launches:
+        startup.follow(program.target, str(json or output or 1))
     fix = _writable(str((json or output or Path("firstnan")).with_suffix(".patch"))) if parsed.fix else None
     options = Options(
         json=json,
@@ -81,6 +85,7 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         capsule=_capsule_request(parsed),
         restart=parsed.replayed_capsule,
         isolation=parsed.isolation == "auto" and os.environ.get("FIRSTNAN_ISOLATION") != "off",
+        if_trained=parsed.if_trained or launches,
     )
     return runner.run(program, Investigation(options))
 
@@ -253,7 +258,8 @@ def _run_parser() -> _Parser:
         "--verify",
         type=_count,
         metavar="N",
-        help="test candidate fixes in copies of the program, up to N steps past the failing one (default: 20; 0: none)",
+        help="test candidate fixes in copies of the program, up to N steps past the failing one (default: to the end "
+        "of training, as far as time allows; 0: none)",
     )
     parser.add_argument(
         "--isolation",
@@ -288,6 +294,8 @@ def _add_program_options(parser: _Parser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON, even if nothing was found")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the report; the extension selects the format")
+    # Set by startup.py: of several processes of a job, only those that train write a report.
+    parser.add_argument("--if-trained", action="store_true", help=argparse.SUPPRESS)
 
 
 def _count(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Trace
+from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Site, Trace
 from firstnan.records.operator_families import CONSTRUCTORS, LABEL_PICKS, MASK_KEEPING
 
 
@@ -39,7 +39,7 @@ def blame(trace: Trace, noticed: Iterable[int], *, loss_is_finite: bool = False)
     if candidate is None:
         return Verdict(None, innocent=innocent)
     chain = walk.chain(candidate.event.index)
-    origin = _describe(trace, candidate, chain, loss_is_finite)
+    origin = replace(_describe(trace, candidate, chain, loss_is_finite), read_at=_read_at(candidate.event, chain))
     carriers = chain if candidate.operand is not None else chain[1:]
     return Verdict(origin, tuple(_path_step(e) for e in carriers), innocent)
 
@@ -119,14 +119,15 @@ class _Walk:
 
 
 def _intended(operand: Operand) -> bool:
-    """Whether an infinity from outside is there on purpose: a mask or a table, never a weight and never a NaN."""
+    """Whether an infinity from outside is there on purpose: a mask or a limit, never a weight and never a NaN."""
     stat = operand.stat
     if stat is None or stat.nan or operand.role == "parameter":
         return False
+    alike = stat.min is None or stat.min == stat.max or stat.binary
     if operand.role == "buffer":
-        return True
+        return alike or not stat.posinf  # a bias may hold -inf among other numbers; a table with inf went wrong
     one_sign = stat.posinf == 0 or stat.neginf == 0
-    return one_sign and (stat.min is None or stat.min == stat.max or stat.binary)
+    return one_sign and alike
 
 
 def _describe(trace: Trace, candidate: OriginCandidate, chain: list[OpEvent], loss_is_finite: bool) -> Origin:
@@ -141,6 +142,17 @@ def _describe(trace: Trace, candidate: OriginCandidate, chain: list[OpEvent], lo
     if event.phase == "backward":
         return _from_backward(event, _forward_of(trace, event))
     return replace(_origin(_phase(event, chain), event, event), role=event.role, label=event.label)
+
+
+def _read_at(event: OpEvent, chain: list[OpEvent]) -> Site | None:
+    """Where a step first reads what was created before it."""
+    if event.region not in ("setup", "data"):
+        return None
+    if event.grad or event.module_type:
+        return None  # a forward pass, although no step has begun
+    # Without a loader nobody knows where the first step begins, except that it computes with gradients.
+    reads = (e for e in chain if e.region == "step" or e.grad or e.module_type)
+    return next((e.site for e in reads if e.site is not None), None)
 
 
 def _origin(phase: Phase, event: OpEvent, shown: OpEvent) -> Origin:
@@ -187,14 +199,14 @@ def _from_outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Ori
     """The value was bad before the trace began; the site is where it enters."""
     # A tensor from a file that is copied into the weights is a bad weight.
     written = next((e for e in chain if e.role == "parameter" and not e.grad), None) if operand.role is None else None
-    weight = operand.role == "parameter" or written is not None
+    weight = operand.role in ("parameter", "state") or written is not None
     return replace(
         _origin("parameter" if weight else "input", event, event),
         op="" if operand.role else event.op,
         aten="" if operand.role else event.aten,
         inputs=(operand.stat,) if operand.stat else (),
         produced=operand.stat,
-        role="parameter" if weight else operand.role or "unknown",
+        role="parameter" if weight and operand.role != "state" else operand.role or "unknown",
         label=written.label if written is not None else operand.label,
     )
 

@@ -8,30 +8,38 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from firstnan.engine import isolation
-from firstnan.engine.conclude import bad_values, came_from_outside
+from firstnan.engine.conclude import bad_values, came_from_another_rank, came_from_outside, is_numeric
 from firstnan.engine.loop_replay import Failure, LoopReplay
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
-from firstnan.engine.turn import LeftLoop, Turn, line_in, same_values
+from firstnan.engine.ranks import RECEIVED, world
+from firstnan.engine.samples.cut import Maker
+from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, Finding
+from firstnan.engine.samples.variables import DRAWN, Variables
+from firstnan.engine.turn import LeftLoop, Turn, data_in, line_in, same_values, with_batch, with_batch_first
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
-from firstnan.records import Noticed, Report
+from firstnan.records import Batch, NaNEvent, Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
-from firstnan.tensors.models import drop_gradients
+from firstnan.tensors.models import drop_gradients, leaves_below
+from firstnan.tensors.state import restart_scalers
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
 
 HOW = "the loop's body was run again"
+_CALLED = "the function {name} was called again"
 _MOST_TURNS = 2
 _COMPARED = 1 << 22
 """Elements up to which a variable is compared."""
+_SEARCH_SECONDS = 30.0
 _PATIENCE = 20.0
 """Seconds without a message after which a child is given up; more where the program's steps take long."""
 
@@ -44,12 +52,15 @@ class Answer:
     before_update: bool = True
     whole: bool = True
     """Whether all of the step was replayed, not only its last statements."""
+    layers: tuple[NaNEvent, ...] = ()
+    """What the layer watch has seen in the replay."""
 
     @property
     def worth(self) -> int:
         """3 if the origin is known and no other way would tell more; 2 if the same step was finite when replayed."""
         origin, replayed = self.report.origin, self.report.reproduced != "transient"
-        if origin is not None and replayed and (self.whole or not came_from_outside(origin)):
+        received = self.report.cause is not None and self.report.cause.slug == RECEIVED
+        if received or (origin is not None and replayed and (self.whole or not came_from_outside(origin))):
             return 3
         return 2 if not replayed else 1 if origin is not None else 0
 
@@ -62,7 +73,7 @@ class Answering(Policy):
         self._parent = os.getpid()
 
     def known(self, session: Session, report: Report) -> None:
-        self._channel.send(Answer(report))
+        self._channel.send(Answer(report, layers=session.layers_seen()))
 
     def working(self, session: Session) -> None:
         self._channel.send(None)
@@ -71,18 +82,39 @@ class Answering(Policy):
         if session.microscope.tracer is not None:
             session.microscope.tracer.at(region="step")
 
-    def settle(self, session: Session, report: Report, before_update: bool) -> None:
-        self.answer(Answer(report, before_update))
+    def loss_scaled(self, given: Any, scaled: Any) -> Any:
+        return given  # with a scale another operator may overflow first, which is the scaler's to handle
 
-    def answer(self, answer: Answer) -> NoReturn:
-        self._channel.send(answer)
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        self.answer(Answer(report, before_update, layers=session.layers_seen()))
+
+    def answer(self, answer: Any) -> NoReturn:
+        self.tell(answer)
         self._channel.leave()
+
+    def tell(self, answer: Answer) -> None:
+        """Sends what is known so far, which counts if nothing better follows."""
+        self._channel.send(answer)
 
     def leave(self) -> NoReturn:
         """Ends the child; what it has sent so far is its answer."""
         if os.getpid() == self._parent:
             self._channel.leave()
         os._exit(0)  # a process that the program has forked meanwhile
+
+
+def is_bad_unscaled(session: Session, loss: Any) -> bool:
+    """Whether this loss has non-finite gradients without the scale of a gradient scaler; asks a child."""
+    if not isinstance(loss, Tensor) or not loss.requires_grad or isolation.unavailable() or not world().is_alone:
+        return False
+    child = isolation.fork()
+    if isinstance(child, isolation.Channel):
+        session.continue_as_child(Answering(session.policy, child))
+        leaves = [leaf for leaf in leaves_below([loss]) if leaf.is_floating_point()]
+        gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+        child.send(any(g is not None and not is_finite(g) for g in gradients))
+        child.leave()
+    return bool(child is not None and heard(child, session))
 
 
 Way = Callable[[], None]
@@ -93,47 +125,87 @@ def ask(session: Session, failure: Failure) -> Answer | None:
     """The best answer of the ways to have the step again; None if there is no isolation, or in the child."""
     best: Answer | None = None
     for way in _ways(session, failure):
-        child = isolation.fork()
-        if child is None:
+        heard_of, forked = _asked(session, way)
+        if not forked:
             return best
-        if isinstance(child, isolation.Channel):
-            policy = Answering(session.policy, child)
-            session.continue_as_child(policy)
-            atexit.register(session.left_by_program)
-            way()
+        if session.in_child:
             return None
-        answer = heard(child, session)
-        if answer is not None and (best is None or answer.worth > best.worth):
-            best = answer
+        if heard_of is not None and (best is None or heard_of.worth > best.worth):
+            best = heard_of
         if best is not None and best.worth == 3:
             break
     return best or Answer(failure.report, failure.trip.before_update)
 
 
+def with_drawn(session: Session, failure: Failure, answer: Answer) -> Answer | None:
+    """The answer; if no sample of the loader is responsible, with the rows of random numbers that the step has drawn.
+
+    None in the child.
+    """
+    if not failure.turns or not _drawn_may_be_the_reason(answer.report):
+        return answer
+    again, _ = _asked(session, TurnReplay(session, failure, failure.turns[0], explained=answer).run)
+    return None if session.in_child else again or answer
+
+
+def _asked(session: Session, way: Way) -> tuple[Answer | None, bool]:
+    """The answer of a child that goes this way, and whether there could be one; returns in the child too."""
+    child = isolation.fork()
+    if child is None:
+        return None, False
+    if isinstance(child, isolation.Channel):
+        policy = Answering(session.policy, child)
+        session.continue_as_child(policy)
+        atexit.register(session.left_by_program)
+        way()
+        return None, True
+    return heard(child, session), True
+
+
+def _drawn_may_be_the_reason(report: Report) -> bool:
+    """Whether the rows at the origin are few, but no sample that the loader gave is responsible."""
+    origin, batch = report.origin, report.batch
+    if origin is None or batch is None or batch.bad_samples or not batch.replays:
+        return False
+    return origin.phase in ("forward", "backward") and batch.note in (WHOEVER, NO_SINGLE, NOT_ALONE)
+
+
 def heard(child: isolation.Fork, session: Session) -> Any:
     """The last answer of a child; None if there was none."""
     last: Any = None
+    for message in messages(child, session):
+        last = message
+    return last
+
+
+def messages(child: isolation.Fork, session: Session) -> Iterator[Any]:
+    """What a child says until it ends; it is ended when nobody listens any more."""
     steps = max(session.gate.steps.updates, 1)
     seconds = max(_PATIENCE, 200 * (time.monotonic() - session.began) / steps)
     try:
         for message in child.receive(seconds):
-            last = message if message is not None else last
+            if message is not None:
+                yield message
     finally:
         child.end()
-    return last
 
 
 def _ways(session: Session, failure: Failure) -> Iterator[Way]:
     trip = failure.trip
     ended = trip.noticed.what in ("exception", "value")  # the loop was left
-    if trip.before_update and not ended and session.can_replay_loop():
+    if trip.before_update and not ended and session.can_replay_loop(apart=True):
         yield lambda: session.replay_by_loop(failure)
-    if trip.noticed.what not in ("parameter", "buffer"):  # the weights are those that the step began with
+    if trip.noticed.what not in ("parameter", "state", "buffer"):  # the weights are those that the step began with
+        calls = [TurnReplay(session, failure, c).run for c in with_batch_first(failure.calls, session.handouts.latest)]
+        if session.handouts.is_ahead:  # the loop's body would take the next batch
+            yield from calls
         for turn in failure.turns[:_MOST_TURNS]:
             for start in turn.starts:
                 yield TurnReplay(session, failure, turn, start=start).run
             yield TurnReplay(session, failure, turn, rehearsals=1).run
-    if session.has_sources:
+        if not session.handouts.is_ahead:
+            yield from calls
+    if session.has_source(trip):
         yield lambda: session.settle(session.replayed_at_once(failure.report, trip), trip.before_update)
 
 
@@ -155,14 +227,29 @@ class TurnReplay:
         start: int = 0,
         rehearsals: int = 0,
         traced: bool = True,
+        batch: Any = None,
+        explained: Answer | None = None,
     ) -> None:
+        """`batch`: the same batch with some samples replaced, to be used in place of it.
+
+        `explained`: what is known; only the samples are searched for.
+        """
         self.failure, self._traced, self._failed, self._asked = failure, traced, False, 0
-        self.whole = not start
+        self._explained = explained
+        self._searching = False
+        self._known: list[Tensor] = []
+        """Bad values that the variables hold from the failing step."""
+        self._closes = False
+        """Whether an update computes its loss through a closure, so it cannot be left out."""
+        self.whole = not start and not turn.is_function
         self._read: dict[str, Tensor] = {}
         """The data in the variables of the body, as the failing step had them."""
         self._session, self._turn, self._start, self._rehearsals = session, turn, start, rehearsals
         self._code: CodeType | None = None
         self._rehearsing = False
+        self._batch = batch
+        self.error: BaseException | None = None
+        """What has ended a turn that is not traced."""
 
     def run(self) -> NoReturn:
         session, policy = self._session, self._session.policy
@@ -177,6 +264,12 @@ class TurnReplay:
 
     def _run(self) -> None:
         session, microscope, turn = self._session, self._session.microscope, self._turn
+        if self._explained is not None:
+            session.turn_replayed_by(self)
+            for phase in (WATCHING, TRIPPED, REPLAYING):
+                session.enter(phase)
+            self._search_samples(self._explained)
+            return
         self._code = turn.compiled(start=self._start)
         left_out = [turn.names.get(name) for name in turn.assigned_before(self._start)]
         if self._code is None or any(not is_finite(t) for value in left_out for _, t in tensors_in(value, depth=2)):
@@ -184,10 +277,12 @@ class TurnReplay:
         session.turn_replayed_by(self)
         for phase in (WATCHING, TRIPPED, REPLAYING):
             session.enter(phase)
-        session.handouts.restore_turn(self._rehearsals, whole=not self._start)
-        session.gate.reads.forget()
-        for optimizer in list(session.gate.steps.done):
-            drop_gradients(optimizer)
+        self._restore()
+        if self._batch is not None and session.handouts.latest is not None:
+            for name in turn.assigned - turn.given:  # what the failing turn has left: it says nothing about this one
+                if any(not is_finite(t) for _, t in tensors_in(turn.names.get(name), depth=2)):
+                    del turn.names[name]
+            turn.names.update(with_batch(turn, session.handouts.latest.batch, self._batch))
         self._read = {
             name: value.clone()
             for name in turn.assigned
@@ -201,8 +296,10 @@ class TurnReplay:
                 turn.run(self._code)
         self._rehearsing = False
         if not self._traced:
-            with contextlib.suppress(BaseException):
+            try:
                 turn.run(self._code)
+            except BaseException as error:
+                self.error = error
             return
         tracer = microscope.start(in_step=True)
         if session.handouts.latest is not None:
@@ -217,7 +314,94 @@ class TurnReplay:
         except LeftLoop:
             pass
         except BaseException as error:
-            self._raised(error)
+            with contextlib.suppress(LeftLoop):
+                self._raised(error)
+        if self._explained is not None:
+            self._search_samples(self._explained)
+
+    def _search_samples(self, known: Answer) -> None:
+        """Runs the body with samples replaced, to see which of them are bad; then answers."""
+        session, policy, turn = self._session, self._session.policy, self._turn
+        assert isinstance(policy, Answering)
+        report, origin, batch = known.report, known.report.origin, known.report.batch
+        policy.tell(known)
+        if origin is None or batch is None or batch.size is None:  # its rows may be anything
+            policy.answer(known)
+        if session.handouts.latest is not None and not batch.replays:  # the batch of the loader is searched first
+            policy.answer(known)
+        searches = policy.searches and known.before_update and not self._rehearsals and not self._closes
+        if not searches or origin.phase not in ("forward", "backward", "input"):
+            policy.answer(known)
+        session.microscope.stop()
+        session.enter(SEARCHING)
+        self._searching = True
+        variables = Variables(turn, self._start, batch.size, session.microscope.is_unnamed)
+        code = turn.compiled(start=self._start, pauses=variables.paused)
+        if code is None or not self._fails(code) or variables.learned():
+            policy.answer(known)
+        asking = variables.searched(batch.bad_samples or ())
+        until, answer = time.monotonic() + _SEARCH_SECONDS, None
+        while time.monotonic() < until:
+            try:
+                variables.asks = next(asking) if answer is None else asking.send(answer)
+            except StopIteration as stop:
+                told = self._told(batch, variables, stop.value)
+                policy.answer(replace(known, report=replace(report, batch=told)))
+            policy.working(session)
+            answer = not self._fails(code)
+        policy.answer(known)
+
+    def _told(self, batch: Batch, variables: Variables, found: Finding) -> Batch:
+        """The batch with the bad samples that were found among the rows of the variables."""
+        handouts, pieces = self._session.handouts, variables.cut
+        if found.repeated is False or pieces is None or not found.bad:
+            return batch  # the rows at the origin are all that is known
+        told = replace(
+            batch,
+            size=pieces.size,
+            bad_samples=found.bad,
+            confirmed=found.confirmed,
+            features=variables.features(found.bad),
+            replays=batch.replays + found.replays,
+            note=found.note,
+        )
+        latest = handouts.latest
+        if latest is not None and not found.note.startswith(DRAWN):
+            told = Maker.of(handouts.iterator_of(latest)).located(told, latest.indices)
+        return told
+
+    def _fails(self, code: CodeType) -> bool:
+        """Runs the body from the state that the step began with; whether it fails."""
+        session = self._session
+        self._code, self._failed, self._asked = code, False, 0
+        self._restore()
+        session.begin_turn()
+        session.microscope.drop_gradients()
+        try:
+            self._turn.run(code)
+        except LeftLoop:
+            pass
+        except Exception as error:
+            if not self.failed_by(error):
+                raise
+            self._failed = True
+        return self._failed
+
+    def failed_by(self, error: BaseException | None) -> bool:
+        """Whether an exception means that the numbers of the turn were bad."""
+        return isinstance(error, Exception) and is_numeric(error, self._known)
+
+    def _restore(self) -> None:
+        """Restores what the step began with."""
+        session = self._session
+        values = list(self._turn.names.values())
+        self._known = [t for value in values for t in data_in(value, depth=2) if not is_finite(t)]
+        session.handouts.restore_turn(self._rehearsals, whole=not self._start)
+        if session.gate.scales:
+            restart_scalers()
+        session.gate.reads.forget()
+        for optimizer in list(session.gate.steps.done):
+            drop_gradients(optimizer)
 
     def _raised(self, error: BaseException) -> None:
         trip = self.failure.trip
@@ -233,18 +417,26 @@ class TurnReplay:
         self._asked += 1
         if latest is None or asked >= max(self._session.handouts.batches_of_step, 1) * (self._rehearsals + 1):
             raise LeftLoop
-        return (latest.batch,)
+        return (latest.batch if self._batch is None else self._batch,)
 
     def drops(self, optimizer: Any) -> bool:
         return self._rehearsing
 
     def decide(self, optimizer: Any, closure: bool) -> Decision:
+        if self.failure.place == ("gradient update", id(optimizer)) and world().size > 1 and self._reads_the_same():
+            self._session.settle(came_from_another_rank(self.failure.report), before_update=True)
+        if self._batch is not None and not closure:
+            raise SystemExit  # it was finite
+        self._closes = self._closes or closure
         return Decision.RUN if closure else Decision.DROP
 
     def update_ended(self) -> None: ...
 
     def tripped(self, trip: Trip, place: tuple[str, int]) -> None:
         """Explains the failure if the same statement of the loop has failed in the same way."""
+        if self._batch is not None or self._searching:
+            self._failed = True
+            raise LeftLoop if self._searching else SystemExit
         if self._rehearsing or self._code is None or place[0] != self.failure.place[0]:
             return
         if line_in(self._code, sys._getframe()) == self._turn.at:
@@ -265,9 +457,11 @@ class TurnReplay:
         self._failed = True
         if not self._traced:
             raise SystemExit
-        report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, HOW)
+        how = HOW if not self._turn.is_function else _CALLED.format(name=self._turn.code.co_name)
+        report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, how)
         if report is not None:
-            self._session.settle(report, trip.before_update)
+            self._explained = Answer(report, trip.before_update, self.whole)
+            raise LeftLoop
 
     def _reads_the_same(self) -> bool:
         """Whether the body computed with the same data as the step did; another batch may fail as well."""
@@ -287,5 +481,5 @@ def answer_left(session: Session, replay: Any) -> NoReturn:
     if isinstance(replay, LoopReplay) and session.phase in (SEARCHING, REPLAYING):
         report = replay.left()
         if report.origin is not None:
-            policy.answer(Answer(report))
+            policy.answer(Answer(report, layers=session.layers_seen()))
     policy.leave()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import isinf, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstnan.diagnose.blame import Verdict, blame
-from firstnan.diagnose.rules import explain, transient
-from firstnan.engine.data_origin import bad_rows, find_maker
+from firstnan.diagnose.rules import explain, received, transient
+from firstnan.engine.data_origin import bad_rows, find_maker, made_by
 from firstnan.engine.handouts import Handouts
+from firstnan.engine.ranks import world
+from firstnan.engine.rates import with_rate_sites
+from firstnan.engine.samples.cut import Maker
+from firstnan.engine.samples.units import unit_of
 from firstnan.gate.gate import Gate
-from firstnan.observe.sites import Ownership, Spot, resolve
-from firstnan.records import Batch, Noticed, OpEvent, Origin, Report, Trace
+from firstnan.observe.line_watch import LineWatch
+from firstnan.observe.sites import Ownership, Spot, names_read_on, resolve
+from firstnan.records import Batch, History, Noticed, OpEvent, Origin, Report, Role, Site, Trace
 from firstnan.repair import propose
 from firstnan.tensors.finite import is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
@@ -41,20 +47,31 @@ class Evidence:
     tensors: list[Tensor]
     entry: Spot | None = None
     """Where the program gets its batches."""
+    known: History | None = None
+    """The steps before, where the gate has seen others since."""
+    lines: LineWatch | None = None
+    """The lines of the program before its first step, where they were watched."""
+    data: Sequence[tuple[str, Tensor]] = ()
+    """The data of the step, by its names."""
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether the update of the step was made: the next step has begun."""
+        return self.noticed.what in ("parameter", "state")
 
     @property
     def step(self) -> int:
-        # After the update the next step has begun.
-        return max(self.gate.steps.current - (self.noticed.what == "parameter"), 0)
+        return self.gate.steps.latest if self.is_updated else self.gate.steps.current
 
-    def preliminary(self) -> Report:
-        """The report before anything was traced."""
+    def preliminary(self, *, brief: bool = False) -> Report:
+        """The report before anything was traced; `brief`: without the steps before."""
         return Report(
             "nonfinite",
             self.step,
             self.batch(None, Trace()),
             noticed=self._named(),
-            history=self.gate.past(self.ownership, updated=self.noticed.what == "parameter"),
+            notes=self._skips(),
+            history=History() if brief else self.known or self.gate.past(self.ownership, updated=self.is_updated),
             environment=environment(),
         )
 
@@ -70,8 +87,11 @@ class Evidence:
             verdict = replace(verdict, origin=self._untraced())
         seen, steps = verdict.origin, trace
         verdict, trace = self._look_into_dataset(verdict, trace)
+        verdict = self._look_at_lines(verdict)
         origin = self._at_the_loop(verdict.origin)
-        notes = [f"not every operator could be recorded ({tracer.trouble})"] if tracer.trouble else []
+        notes = [*self._skips()]
+        if tracer.trouble:
+            notes.append(f"not every operator could be recorded ({tracer.trouble})")
         batch = None
         try:
             batch = self.batch(origin, trace, tracer.modules.batch_size)
@@ -79,7 +99,7 @@ class Evidence:
             notes.append(f"the samples of the batch could not be examined ({type(error).__name__}: {error})")
         report = replace(
             self.preliminary(),
-            step=self._step_of(origin),
+            step=self._step_of(origin, tracer.step if how == AS_IT_RAN else None),
             batch=batch,
             origin=origin,
             path=verdict.path,
@@ -89,14 +109,33 @@ class Evidence:
         )
         if origin is None:
             return report
+        report = replace(report, history=self._with_rate_sites(report.history))
         causes = explain(origin, trace, report.history)
-        if causes[0].slug in BAD_DATA and seen is not None:
+        if causes[0].slug in BAD_DATA and seen is not None and infinite_number(seen) is None:
             # Whether it is an input or a target depends on where the step reads it, not on the Dataset.
             causes = explain(seen, steps, report.history)
         remedies = propose(origin, trace, report.history, causes)
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
 
-    def _step_of(self, origin: Origin | None) -> int:
+    def _skips(self) -> tuple[str, ...]:
+        """What a gradient scaler did about it until now."""
+        gate = self.gate
+        if gate.skipping_since is None or self.noticed.what != "gradient":
+            return ()
+        text = f"the gradient scaler has skipped every update since step {gate.skipping_since}"
+        return (f"{text}; its scale is {gate.scale:g}, and the gradients are non-finite without it too",)
+
+    def _with_rate_sites(self, history: History) -> History:
+        try:
+            return with_rate_sites(history, self.gate.with_history(updated=self.is_updated), self.ownership)
+        except Exception:  # an object of the program that does not like to be looked at, or another source than was run
+            return history
+
+    def _step_of(self, origin: Origin | None, under_way: int | None) -> int:
+        """The step of the origin; `under_way` is the number under which the latest operators were recorded as they ran.
+
+        With several optimizers it was a guess, and now it is known whose step it is.
+        """
         event = origin.event if origin is not None else None
         if self.gate.skipping_since is not None and self.noticed.what == "gradient":
             return self.gate.skipping_since
@@ -105,6 +144,8 @@ class Evidence:
         # What the program writes into its weights after an update still belongs to that update's step.
         afterwards = event.region == "between" and origin.phase == "parameter" and not event.uninitialized
         by_hand = event.region == "update" and origin.phase in ("parameter", "optimizer")
+        if origin.step == under_way and not (afterwards or by_hand) and self.gate.optimizers > 1:
+            return self.step
         return max(origin.step - (afterwards or by_hand), 0)
 
     def _at_the_loop(self, origin: Origin | None) -> Origin | None:
@@ -125,7 +166,39 @@ class Evidence:
         if found is None:
             return verdict, trace
         arrived = replace(origin.produced, name=origin.label) if origin.produced else None
-        return replace(verdict, origin=replace(found[0], arrived=arrived)), found[1]
+        read_at = self._entry_site() or origin.site
+        return replace(verdict, origin=replace(found[0], arrived=arrived, read_at=read_at)), found[1]
+
+    def _entry_site(self) -> Site | None:
+        return resolve(self.entry) if self.entry is not None else None
+
+    def _look_at_lines(self, verdict: Verdict) -> Verdict:
+        """For numbers that came into torch from Python or numpy: the line that made them, if lines were watched."""
+        origin = verdict.origin
+        if origin is None or origin.site is None or self.lines is None:
+            return verdict
+        if infinite_number(origin) is not None:
+            return replace(verdict, origin=self._number_made_by(origin, origin.site, self.lines))
+        if "lift_fresh" not in origin.aten:
+            return verdict
+        line = self.lines.source_of(origin.site.file, origin.site.line)
+        if line is None and self.handouts.latest is not None:  # it went through a library, as rows of a table do
+            line = self.lines.source_in(t for _, t in tensors_in(self.handouts.latest.batch))
+        if line is None:
+            return verdict
+        made, arrived = made_by(line), replace(origin.produced, name=origin.label) if origin.produced else None
+        if made.site is None or (made.site.file, made.site.line) == (origin.site.file, origin.site.line):
+            return verdict
+        read_at = origin.read_at or origin.site
+        return replace(verdict, origin=replace(made, arrived=arrived, read_at=read_at, step=origin.step))
+
+    def _number_made_by(self, origin: Origin, site: Site, lines: LineWatch) -> Origin:
+        """For an infinite number that the program keeps in a variable or attribute: the line that assigns it."""
+        names, number = names_read_on(site), infinite_number(origin)
+        found = [one for one in lines.lines if one.name in names and one.is_number and float(one.value) == number]
+        if not found or found[0].is_literal or len({one.spot for one in found}) > 1:
+            return origin
+        return replace(made_by(found[0]), role=None, read_at=site, step=origin.step)
 
     def _untraced(self) -> Origin | None:
         """The origin of a value that was bad before anything was traced: a weight, or external data."""
@@ -133,8 +206,9 @@ class Evidence:
             return None
         name = self._named().name
         s = stat(name or self.noticed.what, self.tensors[0])
-        if self.noticed.what == "parameter":
-            return Origin("parameter", "", "", inputs=(s,), produced=s, role="parameter", label=name)
+        if self.is_updated:
+            role: Role = "state" if self.noticed.what == "state" else "parameter"
+            return Origin("parameter", "", "", inputs=(s,), produced=s, role=role, label=name)
         return Origin("input", "", "", inputs=(s,), produced=s, role="unknown", label=name)
 
     def _named(self) -> Noticed:
@@ -151,11 +225,28 @@ class Evidence:
         if latest is None and size is not None and not _are_averaged(size, trace):
             return None
         if size is not None:
-            return Batch(index, size, _bad_samples(origin, trace, batch, size) if origin else None)
+            rows = _bad_samples(origin, trace, batch, size) if origin else None
+            return self._in_dataset(Batch(index, size, rows, unit=unit_of(self.data, size)))
         size = _averaged(trace)
         rows = _bad_samples(origin, trace, None, size) if origin is not None and size is not None else None
         # These are probably samples, but not certainly, so only a few rows are reported; 64 is as many as are kept.
-        return Batch(None, size, rows) if rows and len(rows) < min(size or 0, 16) else None
+        few = rows is not None and size is not None and 0 < len(rows) < min(size, 16)
+        return Batch(None, size, rows, unit=unit_of(self.data, size or 0)) if few else None
+
+    def _in_dataset(self, batch: Batch) -> Batch:
+        """The batch with the dataset indices of its bad samples, if torch put it together."""
+        latest = self.handouts.latest
+        iterator = self.handouts.iterator_of(latest) if latest is not None else None
+        if latest is None or iterator is None or not batch.bad_samples:
+            return batch
+        return Maker.of(iterator).located(batch, latest.indices)
+
+
+def came_from_another_rank(report: Report) -> Report:
+    """The report of a step that was finite when this rank computed it alone."""
+    here = world()
+    how = "the step was replayed without the other ranks, and was finite"
+    return replace(report, cause=received(here.rank, here.size), replay=how)
 
 
 def not_repeated(report: Report, difference: Difference | None) -> Report:
@@ -235,6 +326,14 @@ def came_from_outside(origin: Origin) -> bool:
     return not (event.born or event.on_purpose or event.uninitialized)
 
 
+def infinite_number(origin: Origin) -> float | None:
+    """The infinite number, not a tensor, that the operator was given by chance."""
+    event = origin.event
+    if event is None or event.on_purpose or origin.phase != "forward" or origin.op not in ("mul", "div"):
+        return None
+    return next((v for _, v in event.scalars if isinstance(v, float) and isinf(v)), None)
+
+
 def environment() -> dict[str, Any]:
     return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
 
@@ -244,17 +343,20 @@ def bad_values(error: BaseException) -> list[Tensor]:
     found: list[Tensor] = []
     at = error.__traceback__
     while at is not None and len(found) < 32:
-        for value in list(at.tb_frame.f_locals.values()):
+        frame = at.tb_frame
+        # In a notebook a cell has the variables of all others; only those that it uses can be the reason.
+        used = frame.f_code.co_names if frame.f_locals is frame.f_globals else frame.f_locals
+        for value in [frame.f_locals[name] for name in list(used) if name in frame.f_locals]:
             if not isinstance(value, torch.nn.Module):
                 found += [t for _, t in tensors_in(value, depth=2) if _is_bad(t)]
         at = at.tb_next
     return found
 
 
-def is_numeric(error: Exception) -> bool:
-    """Whether a step that raised this failed because of its numbers."""
+def is_numeric(error: Exception, known: Sequence[Tensor] = ()) -> bool:
+    """Whether a step that raised this failed because of its numbers; not those that were `known` before."""
     numbers = isinstance(error, ArithmeticError) or "LinAlgError" in type(error).__name__
-    return numbers or bool(bad_values(error))
+    return numbers or any(all(t is not one for one in known) for t in bad_values(error))
 
 
 def _is_bad(t: Tensor) -> bool:

@@ -1,13 +1,21 @@
-"""Where bad data was created: fetches the samples of a batch again, one by one, and looks inside the Dataset."""
+"""Where bad data was created: makes the samples of a batch again, one by one, and the batch out of them."""
 
 from __future__ import annotations
 
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker
 
 from firstnan.diagnose.blame import blame
-from firstnan.observe.line_watch import LineWatch
+from firstnan.engine import isolation
+from firstnan.observe.line_watch import RETURNED, BadLine, LineWatch, holds_bad
 from firstnan.observe.sites import Ownership, resolve, whole_statement
 from firstnan.records import Origin, Trace
 from firstnan.tensors.finite import is_finite, stat, tensors_in
@@ -15,22 +23,77 @@ from firstnan.tensors.state import Handout, RandomState
 from firstnan.tracing.tracer import Tracer
 
 _MOST_SAMPLES = 512
+_SECONDS = 10.0
+Made = tuple[Origin, Trace]
+"""The line that creates a non-finite value, and what ran there."""
 
 
-def find_maker(iterator: Any, handout: Handout, ownership: Ownership) -> tuple[Origin, Trace] | None:
-    """The line inside the Dataset that creates a non-finite value of this batch, if it is created again."""
-    dataset, indices = getattr(iterator, "_dataset", None), handout.indices
-    if dataset is None or not isinstance(indices, list | tuple) or not hasattr(dataset, "__getitem__"):
+def find_maker(iterator: Any, handout: Handout, ownership: Ownership) -> Made | None:
+    """The line in the Dataset or the collate function that creates a non-finite value of this batch, if found again."""
+    dataset = getattr(iterator, "_dataset", None)
+    if dataset is None:
         return None
     state = RandomState.now()
     try:
-        for index in _suspects(handout.batch, list(indices)):
-            found = _fetch(dataset, index, ownership)
-            if found is not None:
-                return found
+        if isinstance(dataset, IterableDataset):
+            # A stream is read from its beginning, which may change what it holds; only where that is gone afterwards.
+            return _in_stream(iterator, handout, ownership) if isolation.is_child() else None
+        return _in_samples(iterator, handout, ownership)
+    except Exception:  # Making it again is not part of the program, so its errors must not reach the program.
+        return None
     finally:
         state.restore()
-    return None
+
+
+def _in_samples(iterator: Any, handout: Handout, ownership: Ownership) -> Made | None:
+    dataset, indices = iterator._dataset, handout.indices
+    if not hasattr(dataset, "__getitem__"):
+        return None
+    if not isinstance(indices, list | tuple):
+        return _watched(lambda: dataset[indices], ownership)[2] if isinstance(indices, int) else None
+    until, rows = monotonic() + _SECONDS, _suspects(handout.batch, len(indices))
+    samples: dict[int, Any] = {}
+    for row in dict.fromkeys((*rows, *range(len(indices)))):
+        if len(samples) >= _MOST_SAMPLES or monotonic() > until:
+            return None
+        samples[row], bad, found = _watched(lambda row=row: dataset[indices[row]], ownership)  # type: ignore[misc]
+        if bad:
+            return found
+    # Every sample was healthy: the batch was not when they were put together.
+    whole = [samples[row] for row in range(len(indices))]
+    return _watched(lambda: iterator._collate_fn(whole), ownership)[2]
+
+
+def _in_stream(iterator: Any, handout: Handout, ownership: Ownership) -> Made | None:
+    """Reads the stream again up to this batch, as the worker that has made it."""
+    number, workers = handout.index, int(getattr(iterator, "_num_workers", 0))
+    size = len(handout.indices) if isinstance(handout.indices, list | tuple) else 1
+    until, dataset = monotonic() + _SECONDS, iterator._dataset
+    if workers:
+        number, mine = number // workers, number % workers
+        seed = int(getattr(iterator, "_base_seed", 0)) + mine
+        worker._worker_info = worker.WorkerInfo(id=mine, num_workers=workers, seed=seed, dataset=dataset)
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(worker._generate_state(seed - mine, mine))
+        prepare = getattr(iterator, "_worker_init_fn", None)
+        if prepare is not None:
+            prepare(mine)
+    try:
+        stream = iter(dataset)
+        for _ in itertools.islice(stream, number * size):
+            if monotonic() > until:
+                return None
+        samples = []
+        for _ in range(size):
+            sample, bad, found = _watched(lambda: next(stream), ownership)
+            if bad:
+                return found
+            samples.append(sample)
+        return _watched(lambda: iterator._collate_fn(samples), ownership)[2] if handout.indices else None
+    finally:
+        worker._worker_info = None
 
 
 def bad_rows(batch: Any, size: int | None = None) -> tuple[int, ...]:
@@ -43,29 +106,30 @@ def bad_rows(batch: Any, size: int | None = None) -> tuple[int, ...]:
     return tuple(sorted(rows))
 
 
-def _suspects(batch: Any, indices: list[Any]) -> list[Any]:
-    rows = [r for r in bad_rows(batch) if r < len(indices)]
-    return [indices[r] for r in rows[:_MOST_SAMPLES]] or indices[:_MOST_SAMPLES]
+def _suspects(batch: Any, size: int) -> Iterator[int]:
+    return (row for row in bad_rows(batch) if row < size)
 
 
-def _fetch(dataset: Any, index: Any, ownership: Ownership) -> tuple[Origin, Trace] | None:
+def _watched(make: Callable[[], Any], ownership: Ownership) -> tuple[Any, bool, Made | None]:
+    """What `make` returns, whether that holds a non-finite value, and the line that created it."""
     tracer, lines = Tracer(ownership), LineWatch(ownership)
     tracer.at(region="data")
-    try:
-        with tracer, lines.watching():
-            sample = dataset[index]
-    except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
-        return None
-    events = [e for _, t in tensors_in(sample) if (e := tracer.last_bad(t)) is not None]
+    with tracer, lines.watching():
+        value = make()
+    bad = [t for _, t in tensors_in(value) if not is_finite(t)]
+    if not bad and not holds_bad(value):
+        return value, False, None
+    events = [e for t in bad if (e := tracer.last_bad(t)) is not None]
     trace = tracer.trace()
-    verdict = blame(trace, events)
-    origin = verdict.origin
+    origin = blame(trace, events).origin
     if origin is not None and origin.event is not None and origin.event.born and "lift_fresh" not in origin.aten:
-        return origin, trace
-    if lines.first is not None:
-        spot, name, value = lines.first
-        s = stat(name, value)
-        return Origin(
-            "input", "", "", site=whole_statement(resolve(spot)), inputs=(s,), produced=s, role="input", label=name
-        ), trace
-    return None
+        return value, True, (origin, trace)
+    return value, True, (made_by(lines.first), trace) if lines.first is not None else None
+
+
+def made_by(line: BadLine) -> Origin:
+    """A line of the program as the origin of bad data."""
+    s = stat(line.name, line.value)
+    site = whole_statement(resolve(line.spot))
+    label = "" if line.name == RETURNED else line.name
+    return Origin("input", "", "", site=site, inputs=(s,), produced=s, role="input", label=label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -13,7 +14,15 @@ from torch import Tensor
 
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.models import Slot
-from firstnan.tensors.state import Handout, RandomState, copy_batch, restore_buffers, tensor_versions, was_written
+from firstnan.tensors.state import (
+    Handout,
+    RandomState,
+    copy_batch,
+    own_generators,
+    restore_buffers,
+    tensor_versions,
+    was_written,
+)
 
 # The most batches kept for one step; a step with more is replayed by a second run of the program.
 _MOST_BATCHES = 64
@@ -21,6 +30,7 @@ _MOST_BYTES = 256 << 20
 _MOST_UPDATES = 16
 _MOST_SEARCHED = 8
 _TESTED, _EVERY = 16, 64  # Random state is compared before and after each of the first steps, then in every n-th step.
+_LOOKED, _LOOKED_EVERY = (1, 2, 4, 8, 16), 1024  # steps in which the program's own generators are looked for
 _BUFFER_BYTES = 256 << 20
 SMALL_BUFFER = 1 << 16
 
@@ -60,6 +70,8 @@ class Handouts:
         self._draws = False
         """Whether steps draw random numbers."""
         self._testing: RandomState | None = None
+        self._generators: list[Any] = []
+        """Random generators of the program's own."""
         self._buffers: list[tuple[Slot, int]] = []
         self._kept: list[tuple[Slot, Tensor, Tensor]] = []
         self._kept_lists: tuple[list[Tensor], list[Tensor]] = [], []
@@ -70,6 +82,8 @@ class Handouts:
         self._last_random: RandomState | None = None
         self._before: tuple[Any, int, Any] | None = None
         """The batch before the latest of the same loader, its index and its samples' indices."""
+        self._last_sampled: weakref.ref[Any] | None = None
+        """The iterator of the loader that was last asked for a batch."""
         self.is_ahead = False
         """Whether the loader was asked for a batch more than the step uses."""
 
@@ -119,7 +133,7 @@ class Handouts:
         latest.versions, latest.pristine = tensor_versions(batch), None
         latest.indices = source.pending_indices.popleft() if source.pending_indices else None
         if self._draws:
-            latest.random = self._last_random = RandomState.now()
+            latest.random = self._last_random = RandomState.now(self._generators)
         if self._buffers:
             latest.buffers = self._step_buffers(updates)
         source.count += 1
@@ -129,16 +143,18 @@ class Handouts:
     def body_ended(self) -> None:
         """The program is done with the batch: checks whether it drew random numbers."""
         if self._testing is not None:
-            self._draws = self._draws or self._testing != RandomState.now()
+            self._draws = self._draws or self._testing != RandomState.now(self._generators)
             self._testing = None
 
     def _random(self) -> RandomState:
         """The state of the generators; an older copy if steps draw no random numbers."""
         self._handouts += 1
+        if self._handouts in _LOOKED or self._handouts % _LOOKED_EVERY == 0:
+            self._generators = own_generators(sys._getframe(2))
         last = self._last_random
         if last is not None and not self._draws and self._handouts > _TESTED and self._handouts % _EVERY:
             return last
-        now = self._last_random = RandomState.now()
+        now = self._last_random = RandomState.now(self._generators)
         self._testing = None if self._draws else now
         return now
 
@@ -185,8 +201,22 @@ class Handouts:
 
     def sampled(self, iterator: Any, indices: Any) -> None:
         """The sampler chose these indices for a future batch; batches arrive in the order in which they were chosen."""
+        self._last_sampled = weakref.ref(iterator)
         if getattr(iterator, "_in_order", True):
             self._source(iterator).pending_indices.append(indices)
+
+    def position(self, *, training: bool = True) -> int | None:
+        """The index of the batch at hand, also if a loader of torch was used directly.
+
+        Not `training`: the batch of another loader than that of the training steps.
+        """
+        if self.latest is not None and training:
+            return self.latest.index
+        iterator = self._last_sampled() if self._last_sampled is not None else None
+        if self.latest_iterator is not None and self.latest_iterator() is iterator:
+            return None
+        given: int = getattr(iterator, "_num_yielded", 0)
+        return given - 1 if given else None
 
     def _look_for_changes(self, handout: Handout) -> None:
         # If the program writes into its batches, only a copy can be handed out again.
@@ -237,25 +267,33 @@ class Handouts:
     def forget(self) -> None:
         """Drops every batch."""
         self.sources.clear()
+        self._generators = []
         self._before = None
         self.latest = self.latest_iterator = self._latest_source = None
 
     # After a trip.
 
-    def settle_on_used(self, used: Iterable[Any]) -> None:
+    def settle_on_used(self, used: Iterable[Any]) -> bool:
         """The step reads these values: if they are the batch before the latest, that is the step's batch.
 
-        Some loaders fetch a batch ahead, to know which is the last one.
+        Some loaders fetch a batch ahead, to know which is the last one. False if neither is seen in use.
         """
         latest, before = self.latest, self._before
-        if latest is None or before is None:
-            return
+        if latest is None:
+            return False
+        used, members = list(used), latest.batch if isinstance(latest.batch, list | tuple) else [latest.batch]
+        quick = {id(latest.batch), *(id(t) for t in members if isinstance(t, Tensor))}
+        if any(id(value) in quick for value in used):  # the usual case, and the rest takes longer than a step
+            return True
         read = {id(t) for value in used for _, t in tensors_in(value, depth=2)}
-        newest, older = ({id(t) for _, t in tensors_in(batch)} for batch in (latest.batch, before[0]))
+        newest, older = ({id(t) for _, t in tensors_in(one)} for one in (latest.batch, before[0] if before else None))
         if newest.isdisjoint(read) and not older.isdisjoint(read):
+            assert before is not None
             self.is_ahead = True
             latest.batch, latest.index, latest.indices = before
             latest.versions, latest.pristine = tensor_versions(latest.batch), None
+            return True
+        return not newest.isdisjoint(read)
 
     def possible(self, updates: int) -> bool:
         """Whether the batch that the current step began with is still available."""
@@ -292,6 +330,10 @@ class Handouts:
             return []
         others = [h for step in self.of_this_step() for h in step if h is not self.latest]
         return [self.latest, *others] if len(others) < _MOST_SEARCHED else [self.latest]
+
+    def previous(self) -> Any:
+        """The batch before the latest of the same loader; None if it is not known."""
+        return self._before[0] if self._before is not None and not self.is_ahead else None
 
     def first_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """The buffers at the beginning of the current step, which may have used several batches."""

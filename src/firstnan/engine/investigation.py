@@ -14,15 +14,16 @@ from firstnan.capsule import Wanted
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
 from firstnan.engine.isolation import IsolationError
+from firstnan.engine.ranks import Ranks
 from firstnan.engine.second_run import Order, SecondRun, Start
 from firstnan.engine.workers import WorkerReports
 from firstnan.observe.runner import Program, before_leaving, before_replacing, overlay_sources, when_imported
 from firstnan.observe.sites import Ownership
-from firstnan.records import Report
+from firstnan.records import Batch, Report
 from firstnan.records.codec import ReportError
 from firstnan.records.files import write_whole
 from firstnan.repair.patch import choose, how_to_apply, portable
-from firstnan.repair.verdict import TrialOutcome, ended_by, last_bad_step
+from firstnan.repair.verdict import Reach, TrialOutcome, ended_by, last_bad_step
 from firstnan.report import Progress, print_text, write
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from firstnan.engine.trial_policy import Trial
 
 FOUND = 3
+_UPDATES_BEFORE = 16
+"""How many updates a second run records before the failing one, where several optimizers make them."""
 _FINITE = "the second run did not fail in the same way"
 _UNFINISHED = "the second run did not finish"
 _IN_WORKER = "it happened in a process that the program has started, which was not ended; the fixes were not tried"
@@ -59,6 +62,9 @@ class Options:
     """The captured step to begin with."""
     isolation: bool = True
     """Whether what runs again must change nothing of the user's; if that is impossible, it is not run."""
+    if_trained: bool = False
+    """Whether this may be any process of a job, such as its launcher: a clean report is written only if it trained,
+    and not over the report of another process."""
 
 
 class Investigation:
@@ -70,7 +76,7 @@ class Investigation:
         self.order = Order.given()
         if self.order is not None and self.order.contents:
             overlay_sources({path: text.encode("latin-1") for path, text in self.order.contents.items()})
-        self.began = time.monotonic()
+        self.began, self._began_at = time.monotonic(), time.time()
         self.seconds = 0.0
         """The running time of the program itself."""
         self.watch: ProgramWatch[Any] | None = None
@@ -78,7 +84,9 @@ class Investigation:
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
         self._tried = self._over = self._first_part_printed = self._all_printed = False
-        self.workers = WorkerReports()
+        self.workers, self.ranks = WorkerReports(), Ranks()
+        self._answer: Report | None = None
+        """The answer of the first of several ranks, if that is another one."""
         self._fate = TrialOutcome()
         """How the program ended, as text; the exception itself would keep tensors alive."""
 
@@ -88,7 +96,8 @@ class Investigation:
         if self.order is not None:
             self.start.follow(self.order)
         before_leaving(self._left_at_once)
-        before_replacing(lambda name: say(f"the program replaces itself with {name}, which is not watched"))
+        if not self.options.if_trained:  # otherwise python watches the next program too, if it is one of python's
+            before_replacing(lambda name: say(f"the program replaces itself with {name}, which is not watched"))
         if self.order is None:
             self.workers.watch_spawned(program_directories(self.options.program))
         when_imported("torch", self._torch_imported)
@@ -115,6 +124,7 @@ class Investigation:
     def end(self) -> int | None:
         self._over = True
         self.seconds = time.monotonic() - self.began
+        self.ranks.join()
         watch = self.watch
         if watch is not None:
             report = watch.end()
@@ -130,6 +140,8 @@ class Investigation:
             self.report = found.with_(remedies=remedies, notes=(*found.notes, _IN_WORKER))
             self._tried = True
         code = self._tell_of_restart()
+        if self.order is None and not self._tried and self.ranks.are_many:
+            self._is_first_of_ranks(self.report)
         if self.order is None and self.options.restart is None and not self._tried:
             self._try_remedies(self.report)
         self._finish_capsule()
@@ -140,7 +152,7 @@ class Investigation:
                 self._answer_order(self.report)
             return 0
         self._deliver()
-        return FOUND if self.report.verdict == "nonfinite" else code
+        return FOUND if self.report.verdict != "clean" else code
 
     def _finish_capsule(self) -> None:
         watch = self.watch
@@ -173,8 +185,8 @@ class Investigation:
 
         order = self.order
         if order is not None and order.what == "trial":
-            step, last = order.step or 0, order.last or 0
-            trial = program_watch.watch_trial(ownership, self._tell, step=step, last=last, made=order.made)
+            step, reach = order.step or 0, Reach(**(order.reach or {"last": 0}))
+            trial = program_watch.watch_trial(ownership, self._tell, step=step, reach=reach, made=order.made)
             self.watch, self._trial = trial, trial.policy
         elif self.options.restart is not None:
             restarted = program_watch.watch_capsule(ownership, self._save, self.options.restart)
@@ -184,11 +196,12 @@ class Investigation:
                 ownership,
                 self._save,
                 self._explained,
-                trace_from=0 if self.options.trace else order.step if order else None,
+                trace_from=0 if self.options.trace else order.updates if order else None,
                 tracing=self.options.trace or order is not None,
                 outputs_decide=order is not None and order.what == "output",
                 may_replay=self.options.replay == "auto",
                 wanted=self._wanted(),
+                again=order is not None,
             )
 
     def _wanted(self) -> Wanted | None:
@@ -234,7 +247,8 @@ class Investigation:
                 other_causes=tuple(causes[1:]),
                 notes=notes,
                 replay=f"{trials.RUN_AGAIN}, traced in the failing step",
-                batch=first.batch if first.batch is not None and first.batch.confirmed else second.batch or first.batch,
+                loops=second.loops or (first.loops if second.step == first.step else ()),
+                batch=_batch_of(first, second),
             )
         elif output:
             self.report = Report("clean")
@@ -269,11 +283,24 @@ class Investigation:
         return third if third.report is not None else run
 
     def _once_more(self, step: int | None, what: str, capsule: tuple[str, int] | None) -> SecondRun:
-        seconds = trials.Limits.after(self.seconds).one
-        isolated = self.options.isolation
         return self.start.run_again(
-            self.options.program, step=step, what=what, seconds=seconds, capsule=capsule, isolated=isolated
+            self.options.program,
+            step=step,
+            what=what,
+            seconds=trials.Limits.after(self.seconds).one,
+            updates=self._updates_before(step),
+            capsule=capsule,
+            isolated=self.options.isolation,
         )
+
+    def _updates_before(self, step: int | None) -> int | None:
+        """After how many updates a second run begins to record: one step before the given one."""
+        if step is None or self.watch is None:
+            return None
+        steps = self.watch.session.gate.steps
+        if len(steps.done) < 2 or step != self.report.step:
+            return max(step - 1, 1)
+        return max(steps.updates - _UPDATES_BEFORE, 1)
 
     def _still_wanted(self) -> tuple[str, int] | None:
         """Where the second run should write the capsule that the first could not write."""
@@ -287,12 +314,33 @@ class Investigation:
             return
         from firstnan.engine.step_trial import StepTrials
 
-        self.seconds = time.monotonic() - self.began
+        self.seconds, report = time.monotonic() - self.began, session.complete(report)
+        self.ranks.join()
+        if self.ranks.are_many and not self._is_first_of_ranks(report):
+            return
         at_step = StepTrials(session, session.failure) if session.failure is not None else None
-        self._try_remedies(session.complete(report), at_step)
+        self._try_remedies(self.report if self.ranks.are_many else report, at_step)
+        if self.ranks.are_many:
+            self.ranks.settle(self.report)
         if self._first_part_printed and self.options.capsule is None:
             saved = self.options.json or self.options.output
             self._print_rest(str(saved) if saved else "")
+
+    def _is_first_of_ranks(self, report: Report) -> bool:
+        """Whether this rank's failure was the first of all; otherwise another rank has the answer."""
+        report = self.ranks.placed(report)
+        if report.verdict == "clean":
+            self._answer = self.ranks.look()
+            return False
+        first = self.ranks.exchange(report)
+        if first.rank == self.ranks.rank:
+            self.report = first
+            return True
+        self.report, self._tried, self._all_printed = report, True, True
+        self._save(report)
+        with contextlib.suppress(KeyboardInterrupt):
+            self._answer = self.ranks.answer()
+        return False
 
     def _try_remedies(self, report: Report, at_step: StepTrials | None = None) -> None:
         """Tries each fix, until one is known to help; prints what is known before."""
@@ -309,7 +357,7 @@ class Investigation:
         self._print_first_part()
         progress = Progress(count)
         steps = trials.STEPS if options.verify is None else options.verify
-        limits = trials.Limits.after(self.seconds)
+        limits = trials.Limits.after(self.seconds, options.verify)
         attempts = trials.Trials(
             self.start,
             options.program,
@@ -351,12 +399,26 @@ class Investigation:
         if self.workers.is_elsewhere:
             self.workers.add(report)
             return
+        self._write(report, own=self.ranks.are_many)
+
+    def _write(self, report: Report, *, own: bool = False) -> None:
+        """`own`: to the file of this rank, not to that of all ranks."""
+        if own and report.verdict == "clean":
+            return
         for path, extension in ((self.options.json, ".json"), (self.options.output, None)):
-            if path is not None:
+            if path is not None and not self._is_others(path, report):
+                place = self.ranks.path(path) if own else path
                 try:
-                    write(report, path, extension=extension)
+                    write(report, place, extension=extension)
                 except (OSError, ReportError) as error:
-                    say(f"can't write {path}: {getattr(error, 'strerror', None) or error}")
+                    say(f"can't write {place}: {getattr(error, 'strerror', None) or error}")
+
+    def _is_others(self, path: Path, report: Report) -> bool:
+        """Whether this file belongs to another process of the job."""
+        if not self.options.if_trained or report.verdict != "clean":
+            return False
+        trained = self.watch is not None and self.watch.session.gate.trained
+        return not trained or (path.exists() and path.stat().st_mtime >= self._began_at)
 
     def _add_notes(self, notes: tuple[str, ...]) -> None:
         """Adds what was noticed after the report was printed."""
@@ -378,13 +440,15 @@ class Investigation:
 
     def _deliver(self) -> None:
         self._save(self.report)
-        if self.report.verdict == "nonfinite":
+        if self.ranks.are_many and self.ranks.writes_for_all:
+            self._write(self._answer or self.report)
+        if self.report.verdict != "clean":
             saved = self.options.json or self.options.output
             self._print_rest(str(saved) if saved else "")
             if self.options.fix is not None:
                 self._write_fix(self.options.fix)
-        elif self.report.events:
-            say(f"warning: no NaN or Inf was found; {self.report.notes[0]}")
+        elif self.report.notes:
+            say(f"warning: no NaN or Inf reached training, {self.report.notes[0]}")
 
     def _write_fix(self, path: Path) -> None:
         remedy = choose(self.report)
@@ -407,8 +471,17 @@ def _is_same_failure(first: Report, second: Report) -> bool:
     if first.step is None or second.step is None or first.step == second.step:
         return True
     steps = last_bad_step(first), last_bad_step(second)
-    closer = second.noticed is not None and second.noticed.what in ("parameter", "buffer")
+    closer = second.noticed is not None and second.noticed.what in ("parameter", "state", "buffer")
     return steps[0] == steps[1] or (closer and steps[1] < steps[0])
+
+
+def _batch_of(first: Report, second: Report) -> Batch | None:
+    """What both runs know of the batch: only the first has seen the names of its data, if it had no loader."""
+    if first.batch is not None and first.batch.confirmed:
+        return first.batch
+    if second.batch is None or first.batch is None or second.batch.unit != "sample":
+        return second.batch or first.batch
+    return replace(second.batch, unit=first.batch.unit)
 
 
 def _other_failure(first: Report, second: Report) -> str:

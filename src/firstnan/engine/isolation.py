@@ -1,7 +1,8 @@
 """A child process that can change nothing of the user's: it has its own view of files, network, processes and pipes.
 
 Linux only. The child gets its own user, mount, network and process namespaces. Every file system is covered by a layer
-in memory that takes its writes, so C code and other programs it starts are covered too.
+in memory that takes its writes, so C code and other programs it starts are covered too. Where the system allows no
+namespaces, a forked child gives up the right to change anything (`system_calls`), and a program cannot be started.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from firstnan.observe.forked import alone_after_fork, end_thread_pools
+from firstnan.engine.system_calls import change_nothing
+from firstnan.observe.forked import alone_after_fork, end_thread_pools, pretend_to_write
 
 _NEW_FILES, _NEW_IPC, _NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
@@ -41,8 +43,10 @@ _IDLE = 15.0
 """Seconds without any processor time after which a child counts as stuck."""
 
 _MUTED = (0, 1) if os.environ.get("FIRSTNAN_DEBUG") else (0, 1, 2)
+_IN_CHILD = "this is such a child already"
 _because: list[str] = []
 """Why isolation cannot be had here, once that is known."""
+_runs_again = False
 
 
 def unavailable() -> str:
@@ -62,6 +66,17 @@ def unavailable() -> str:
 def is_off() -> bool:
     """Whether the user wants none."""
     return os.environ.get("FIRSTNAN_ISOLATION") == "off"
+
+
+def is_child() -> bool:
+    """Whether this process only investigates, so that nothing it does to the program's objects matters."""
+    return _IN_CHILD in _because or _runs_again
+
+
+def started_as_child() -> None:
+    """This process runs the program again, and ends after that."""
+    global _runs_again
+    _runs_again = True
 
 
 class IsolationError(OSError):
@@ -85,6 +100,8 @@ def _mount(source: str, target: str, kind: str, flags: int = 0, options: str = "
 
 def _enter_view(shared: Sequence[str] = ()) -> None:
     """Gives this process, which has one thread, its own view of the system; `shared` folders stay the real ones."""
+    if os.environ.get("FIRSTNAN_ISOLATION") == "filter":
+        raise IsolationError(errno.EPERM, "FIRSTNAN_ISOLATION=filter")
     here = os.getcwd()
     flags = _NEW_FILES | _NEW_IPC | _NEW_NETWORK | _NEW_PROCESSES
     as_user = os.geteuid() != 0 or os.environ.get("FIRSTNAN_ISOLATION") == "user"
@@ -253,6 +270,8 @@ def _separate(number: int) -> None:
         ours, other = socket.socketpair()
         other.close()
         new = ours.detach()
+    elif os.isatty(number):
+        new = os.open(os.devnull, os.O_RDWR)
     else:
         return
     os.dup2(new, number, inheritable=not closes)
@@ -401,18 +420,30 @@ def fork() -> Fork | Channel | None:
     try:
         os.close(reading)
         _die_with_parent()
-        _enter_view()
+        has_view = _has_view()
         _move_on(writing)
         _separate_descriptors(writing)
         _separate_memory()
         random.setstate(numbers)
         alone_after_fork(threads=pools_ended)
-        _because.append("this is such a child already")
+        if not has_view:
+            pretend_to_write()
+            change_nothing()
+        _because.append(_IN_CHILD)
     except BaseException as error:
         channel.send(f"no isolated process can be started here: {error}")
         os._exit(1)
     channel.send(None)
     return channel
+
+
+def _has_view() -> bool:
+    """Gives this process its own view; False if this system does not allow it."""
+    try:
+        _enter_view()
+    except OSError:
+        return False
+    return True
 
 
 def _fork() -> int:
@@ -436,7 +467,10 @@ def _die_with_parent() -> None:
 
 
 def _move_on(keep: int) -> None:
-    """Goes on in the first process of the new process namespace: when that ends, so do all that it started."""
+    """Goes on in the first process of the new process namespace: when that ends, so do all that it started.
+
+    A process that has made such a namespace could itself start no thread any more.
+    """
     process = _fork()
     if not process:
         _libc("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)

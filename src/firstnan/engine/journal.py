@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from firstnan.engine.handouts import Handouts
-from firstnan.engine.scope import world
+from firstnan.engine.ranks import world
 from firstnan.gate.gate import StepCounter
 from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.layers import LayerFinding
@@ -34,6 +34,7 @@ _PLACES: dict[str, tuple[Any, Any]] = {
     "loss": ("forward", "loss"),
     "gradient": ("backward", "gradient"),
     "parameter": ("optimizer", "parameter"),
+    "state": ("optimizer", "state"),
     "buffer": ("forward", "buffer"),
 }
 
@@ -61,26 +62,47 @@ class Journal:
         handouts: Handouts,
         models: Models,
         counts: Counts,
+        reports: list[Report],
         *,
         names_layers: bool,
+        epoch: int | None = None,
     ) -> None:
         self.events, self.stats, self.steps, self.handouts, self.models = events, stats, steps, handouts, models
         self._seen: Counter[tuple[str, str, str]] = Counter()
         """How often each input and output of each layer was non-finite."""
-        self.counts = counts
+        self.counts, self._reports = counts, reports
         self._names_layers = names_layers
-        self.epoch: int | None = None
+        self.epoch = epoch
+        self._batch: int | None = None
+        self._notes: tuple[str, ...] = ()
+        self._replaying: Callable[[], bool] = lambda: False
+        self._trains: Callable[[], bool] = lambda: True
+        self._calls: Callable[[], int] = lambda: 0
+        self._noting = False
+        self._noted: list[NaNEvent] = []
+        self._replayed: list[NaNEvent] = []
+        """What the layer watch has found in its notes of the failing step, and in a replay of it."""
+        self._outputs = 0
 
-    def epoch_begins(self) -> None:
-        self.epoch = 0 if self.epoch is None else self.epoch + 1
+    def epoch_begins(self, number: int | None = None) -> None:
+        """The next epoch, or the one with this number."""
+        self.epoch = number if number is not None else 0 if self.epoch is None else self.epoch + 1
+
+    def batch_begins(self, number: int) -> None:
+        """The number of the batch, as a framework counts it."""
+        self._batch = number
+
+    def add_to_reports(self, *notes: str) -> None:
+        """Every report from now on has these notes too."""
+        self._notes += notes
 
     def add(self, event: NaNEvent, *, level: int | None = None) -> None:
-        latest = self.handouts.latest
+        latest, trains, in_step = self.handouts.latest, self._trains(), event.step is not None
         self.events.add(
             replace(
                 event,
-                batch=latest.index if latest is not None and event.step is not None else None,
-                epoch=self.epoch if event.step is not None else None,
+                batch=(self._number_of(latest) if in_step else None) if trains else self.handouts.position(),
+                epoch=self.epoch if in_step or not trains else None,
                 thread=event.thread or threading.current_thread().name,
                 rank=world().rank,
                 time=time(),
@@ -88,20 +110,51 @@ class Journal:
             level=level,
         )
 
+    def _number_of(self, latest: Any) -> int | None:
+        return self._batch if self._batch is not None else latest.index if latest is not None else None
+
+    def keep_layers_apart(self, replaying: Callable[[], bool]) -> None:
+        """While `replaying()` holds, the layer watch sees a replay: its findings are kept apart."""
+        self._replaying = replaying
+
+    @contextlib.contextmanager
+    def noting_layers(self) -> Iterator[None]:
+        """What the layer watch finds meanwhile is used only if no replay shows it better."""
+        self._noting, self._noted, self._replayed = True, [], []
+        try:
+            yield
+        finally:
+            self._noting = False
+
+    @property
+    def layers_of_replay(self) -> tuple[NaNEvent, ...]:
+        return tuple(self._replayed)
+
+    def replayed_layers(self, events: Sequence[NaNEvent]) -> None:
+        """A replay in another process has shown these."""
+        self._replayed = list(events)
+
     def layer_event(self, found: LayerFinding) -> None:
         """A layer read or wrote a non-finite value; if this keeps happening, fewer and fewer events are recorded."""
+        if self._noting or self._replaying():
+            kept = self._noted if self._noting else self._replayed
+            if len(kept) < _EVENTS_IN_REPORT:
+                kept.append(self._event_of(found))
+            return
         key = (found.layer, found.phase, found.what)
         self._seen[key] = seen = self._seen[key] + 1
-        if seen > _OFTEN and seen.bit_count() > 1:
-            return
+        if seen <= _OFTEN or seen.bit_count() == 1:
+            self.add(self._event_of(found))
+
+    def _event_of(self, found: LayerFinding) -> NaNEvent:
         shape, dtype = found.shape, str(found.dtype).removeprefix("torch.")
         tensor = stat(found.place, found.tensor) if found.tensor is not None else TensorStat(found.place, shape, dtype)
         of = f"the gradient of its {found.what}" if found.phase == "backward" else f"its {found.what}"
         kinds = [kind for kind, n in (("NaN", tensor.nan), ("Inf", tensor.inf)) if n] or ["not finite"]
-        step = self.steps.current if found.in_step else None
-        event = NaNEvent(
+        step = self.steps.current if found.in_step and self._trains() else None
+        return NaNEvent(
             "nonfinite",
-            f"{f'step {step}: ' if step is not None else ''}layer {found.layer or 'the model'} ({found.layer_type}): "
+            f"{self._when(step)}layer {found.layer or 'the model'} ({found.layer_type}): "
             f"{of}{found.place} is {' and '.join(kinds)}",
             step,
             phase=found.phase,
@@ -113,15 +166,34 @@ class Journal:
             tensor=tensor,
             thread=found.thread,
         )
-        self.add(event)
+
+    def only_called(self, trains: Callable[[], bool], calls: Callable[[], int]) -> None:
+        """How to know whether the model is trained, and how often it was called if it is not."""
+        self._trains, self._calls = trains, calls
+
+    def _when(self, step: int | None) -> str:
+        if step is not None:
+            return f"step {step}: "
+        if self._trains():
+            return ""
+        index = self.handouts.position()
+        return f"batch {index}: " if index is not None else f"call {max(self._calls() - 1, 0)} of the model: "
+
+    def reached_output(self, found: LayerFinding) -> None:
+        """A model that is not being trained returned something non-finite."""
+        self._outputs += 1
+        if self._outputs.bit_count() == 1:
+            _say(logging.WARNING, f"{self._event_of(found).message}, and so is what the model returns")
 
     def magnitude(self, layer: str, phase: str, norm: float, low: float, high: float) -> None:
-        if self.stats is not None:
+        if self.stats is not None and not self._replaying():
             self.stats.add(self.steps.current, layer, phase, norm, low, high)  # type: ignore[arg-type]
 
     def tripped(self, noticed: Noticed, tensors: list[Tensor], step: int | None, norm: float | None) -> None:
         """Records the trip itself as an event."""
         self.counts.nonfinite += 1
+        if noticed.what == "output":
+            return  # the layer has its event
         phase, what = _PLACES.get(noticed.what, ("forward", "loss"))
         name = noticed.name or next((n for t in tensors if (n := self.models.name(t))), "")
         seen = stat(name or noticed.what, tensors[0]) if tensors else None
@@ -130,6 +202,11 @@ class Journal:
         text = f"step {step}: {place} is {' and '.join(kinds)}"
         event = NaNEvent("nonfinite", text, step, phase=phase, what=what, layer=name, tensor=seen, grad_norm=norm)
         self.add(event, level=logging.INFO)
+
+    def overflowed(self, step: int, scale: float) -> None:
+        """A gradient scaler skips an update: part of its search for a scale."""
+        text = f"step {step}: the gradient scaler skips the update, because a gradient overflowed at scale {scale:g}"
+        self.add(NaNEvent("scale", text, step, phase="backward", what="gradient"), level=logging.INFO)
 
     def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
         """Records a warning, with the parameter that dominates the norm."""
@@ -163,6 +240,13 @@ class Journal:
             text = f"step {step}: gradients clipped from norm {norm:.3g} to {limit:.3g}"
             self.add(NaNEvent("clipped", text, step, phase="backward", what="gradient", grad_norm=norm))
 
+    def left_out(self, name: str, loss: Tensor) -> None:
+        """The loop itself has skipped a batch with a bad loss."""
+        step, seen = self.steps.current, stat(name, loss)
+        kind = "NaN" if seen.nan else "Inf"
+        text = f"step {step}: the loop skipped a batch whose {name} is {kind}"
+        self.add(NaNEvent("skipped", text, step, phase="forward", what="loss", tensor=seen))
+
     def skipped(self, report: Report) -> None:
         self.counts.skipped += 1
         self.add(NaNEvent("skipped", f"step {report.step}: skipped: {one_line(report)}", report.step))
@@ -175,19 +259,41 @@ class Journal:
 
     def completed(self, report: Report) -> Report:
         """The report with the events of its step, the statistics of the layers and the rank."""
-        where, size = world()
+        here = world()
         if self._names_layers:
+            if not self._has_layer(report):
+                for event in self._replayed or self._noted:
+                    self.add(event)
+            self._noted, self._replayed = [], []
             self._name_layer(report)
         events = [e for e in self.events if e.step == report.step][:_EVENTS_IN_REPORT]
         history = replace(report.history, layers=self.stats.tracks()) if self.stats is not None else report.history
-        return replace(report, events=tuple(events), history=history, rank=where, world_size=size)
+        if report.batch is not None and self._batch is not None:
+            report = replace(report, batch=replace(report.batch, index=self._batch))
+        notes = (*report.notes, *(note for note in self._notes if note not in report.notes))
+        return replace(report, events=tuple(events), history=history, rank=here.rank, world_size=here.size, notes=notes)
+
+    def explained(self, report: Report, before: Report | None = None) -> None:
+        """Keeps the report of an investigated failure, in the place of one made `before` for the same failure."""
+        for i, kept in enumerate(self._reports):
+            if kept is before:
+                self._reports[i] = report
+                return
+        self._reports.append(report)
+
+    @property
+    def has_reports(self) -> bool:
+        return bool(self._reports)
+
+    def _has_layer(self, report: Report) -> bool:
+        return any(e.step == report.step and e.layer_type for e in self.events)
 
     def _name_layer(self, report: Report) -> None:
         """Records the failing layer as an event if only the replay has shown it: most steps are not read by layer."""
         origin = report.origin
         if origin is None or not origin.module or origin.phase not in ("forward", "backward"):
             return
-        if not any(e.step == report.step and e.layer_type for e in self.events):
+        if not self._has_layer(report):
             what: Any = "output" if origin.phase == "forward" else "input"
             of = "its output" if what == "output" else "the gradient of its input"
             text = f"step {report.step}: layer {origin.module} ({origin.module_type}): {of} is not finite"
@@ -205,6 +311,7 @@ def one_line(report: Report) -> str:
 
 
 _LOGGER = logging.getLogger("firstnan")
+_SHOWN = 5
 
 
 class EventLog(Sequence[NaNEvent]):
@@ -269,6 +376,13 @@ class EventLog(Sequence[NaNEvent]):
         with self._lock:
             return len(self._first) + len(self._last)
 
+    def __repr__(self) -> str:
+        shown = [event.message for event in self]
+        lines = [*shown[:_SHOWN], *([f"... {len(shown) - 2 * _SHOWN} more"] if len(shown) > 2 * _SHOWN else [])]
+        lines += shown[max(_SHOWN, len(shown) - _SHOWN) :]
+        dropped = f", {self.dropped} more were dropped" if self.dropped else ""
+        return "\n  ".join([f"<EventLog: {len(shown)} event{'s' * (len(shown) != 1)}{dropped}>", *lines])
+
     def clear(self) -> None:
         with self._lock:
             self._first.clear()
@@ -293,21 +407,49 @@ _GREW = 4.0
 """A layer has grown if it exceeds its usual size by this factor; from batch to batch a gradient may well double."""
 
 
+_MOST_ROWS = 200
+"""How many rows a printed dump shows."""
 _Row = tuple[int, float, float, float]
 """One layer in one step: step, norm, min, max."""
 
 
+class Rows(list[dict[str, Any]]):
+    """The rows of a dump; printed as a table."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no statistics"
+        shown = self[-_MOST_ROWS:]
+        cells = [list(shown[0])]
+        cells += [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in shown]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
+        left_out = len(self) - len(shown)
+        return "\n".join([*lines[:1], *([f"... {left_out} rows before these"] if left_out else []), *lines[1:]])
+
+    __str__ = __repr__
+
+
 class Statistics:
-    """A ring buffer of the last `steps` steps of every layer, for forward (outputs) and backward (gradients)."""
+    """A ring buffer of the last `steps` steps of every layer, for forward (outputs) and backward (gradients).
+
+    `print(stats)` shows the last step of each layer, `dump()` all rows. `on = False` stops recording, until it is True.
+    """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
+        self.on = True
+        """Whether new rows are recorded; may be changed at any time."""
         # In the order in which the layers first ran.
         self._rings: dict[tuple[str, Phase], deque[_Row]] = {}
         self._lock = threading.Lock()
 
     def add(self, step: int, layer: str, phase: Phase, norm: float, low: float, high: float) -> None:
         """Adds one call of a layer; the calls of one step are merged into one row."""
+        if not self.on:
+            return
         with self._lock:
             ring = self._rings.get((layer, phase))
             if ring is None:
@@ -325,9 +467,24 @@ class Statistics:
         with self._lock:
             return list(dict.fromkeys(layer for layer, _ in self._rings))
 
-    def select(self, pattern: str | None = None) -> list[dict[str, Any]]:
+    def __repr__(self) -> str:
+        """The last row of every layer, as a table."""
+        rings = self._copy()
+        steps = sum(map(len, rings.values()))
+        off = "" if self.on else ", off"
+        head = f"<Statistics: {len(rings)} layers and passes, {steps} rows of the last {self._steps} steps{off}>"
+        last = {(row["layer"], row["phase"]): row for row in self.select()}
+        return f"{head}\n{Rows(last.values())}" if last else head
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return sum(map(len, self._copy().values()))
+
+    def select(self, pattern: str | None = None) -> Rows:
         """The rows of the layers whose path matches a glob or contains the text, layer by layer."""
-        return [
+        if pattern is not None and not isinstance(pattern, str):
+            raise TypeError(f"pattern must be a string, got {pattern!r}")
+        return Rows(
             {
                 "layer": layer,
                 "phase": phase,
@@ -340,9 +497,9 @@ class Statistics:
             for (layer, phase), rows in self._copy().items()
             if pattern is None or _fits(layer, pattern)
             for step, norm, low, high in rows
-        ]
+        )
 
-    def dump(self, path: str | os.PathLike[str] | None = None, pattern: str | None = None) -> list[dict[str, Any]]:
+    def dump(self, path: str | os.PathLike[str] | None = None, pattern: str | None = None) -> Rows:
         """The rows of all layers; also written as JSON lines if a path is given."""
         rows = self.select(pattern)
         if path is not None:

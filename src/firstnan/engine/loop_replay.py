@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from firstnan.engine.conclude import not_repeated
+from firstnan.engine.conclude import came_from_another_rank, not_repeated
 from firstnan.engine.handouts import ReplayError
 from firstnan.engine.policies import COMPARING, REPLAYING, REPLAYS, SEARCHING, TRIPPED, WATCHING, Phase
+from firstnan.engine.ranks import world
 from firstnan.engine.samples.search import SampleSearch, begin_search
-from firstnan.engine.scope import world
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
 from firstnan.observe.runner import MutedOutput
@@ -38,13 +38,19 @@ class Failure:
     """What is known so far."""
     turns: Sequence[Turn] = ()
     """The loops around it, innermost first."""
+    calls: Sequence[Turn] = ()
+    """The functions running inside the innermost loop, innermost first."""
 
 
-def can_replay(session: Session) -> bool:
-    """Whether the batches of the current step are still available, and none of its updates is irreversible."""
+def can_replay(session: Session, *, apart: bool = False) -> bool:
+    """Whether the batches of the current step are still available, and none of its updates is irreversible.
+
+    `apart`: in a forked child, where collectives lead to nobody.
+    """
     gate, recovery = session.gate, session.recovery
     undone = gate.in_step is None or (recovery is not None and recovery.backup is not None)
-    return world().is_alone and gate.optimizers > 0 and undone and session.handouts.possible(gate.steps.total)
+    alone = apart or world().is_alone
+    return alone and not gate.is_by_hand and undone and session.handouts.possible(gate.steps.total)
 
 
 class LoopReplay:
@@ -154,11 +160,11 @@ class LoopReplay:
             self._is_stuck(optimizer)
         elif self.search is not None:
             self.search.passed()
-        elif closure and session.recovery is None:
-            self._give_up()  # A closure computes its gradients inside the update, which then has to be undone.
-        elif closure:
-            session.recovery.before_update(optimizer, closure, session.gate.norm)  # type: ignore[union-attr]
+        elif closure and session.recovery is not None and session.recovery.undoes_closures:
+            session.recovery.before_update(optimizer, closure, session.gate.norm)
             return Decision.RUN
+        elif closure:
+            self._give_up()  # A closure computes its gradients inside the update, which then has to be undone.
         else:
             self._was_finite()
             self._is_stuck(optimizer)
@@ -211,6 +217,9 @@ class LoopReplay:
         """The same step from the same state was finite this time."""
         self._finite = True
         self._microscope.stop()
+        if world().size > 1 and self._session.phase is REPLAYING:
+            self._settle(came_from_another_rank(self.failure.report), before_update=True)
+            return
         if self._session.phase is COMPARING:
             self._compared(None)
         elif self._first_trace is None and self._microscope.tracer is not None:

@@ -11,16 +11,19 @@ from torch import Tensor
 
 from firstnan.engine.conclude import Evidence
 from firstnan.engine.handouts import Handouts
-from firstnan.gate.gate import Gate
+from firstnan.gate.gate import Gate, StepCounter
+from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.patches import eager
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, Spot
-from firstnan.records import Noticed, Report
+from firstnan.records import History, Noticed, Report
 from firstnan.tensors.finite import tensors_in
-from firstnan.tensors.models import Models
+from firstnan.tensors.models import Models, state_tensors
 from firstnan.tracing.tracer import Tracer
 
 _NOTHING = contextlib.nullcontext()
+_MOST_SECONDS = 10.0
+"""How long lines are watched, which takes ten times as long as running them."""
 
 
 class Microscope:
@@ -33,7 +36,12 @@ class Microscope:
         self.find_models = find_models
         self.models: Models | None = None
         self.tracer: Tracer | None = None
+        self.known_history: History | None = None
+        """The steps before the failure, where they are known from the process that has failed."""
+        self.lines: LineWatch | None = None
         self._entry: Spot | None = None
+        self._data: list[tuple[str, Tensor]] = []
+        """The data of the step, by its names."""
         self._is_eager = False
         self._call_off: Callable[[], None] = lambda: None
 
@@ -59,6 +67,7 @@ class Microscope:
 
     def stop(self) -> None:
         """Stops recording; compiled functions run compiled again."""
+        self._data = []
         if self.tracer is not None:
             self.tracer.stop()
         self._call_off()
@@ -80,13 +89,18 @@ class Microscope:
             self.tracer.give_role(p, "parameter", name)
         for b, name in self.models.buffers.values():
             self.tracer.give_role(b, "buffer", name)
+        for optimizer in list(self.gate.steps.done):
+            for p, kept, t in state_tensors(optimizer):
+                _, name = self.models.parameters.get(id(p), (p, "a parameter"))
+                self.tracer.give_role(t, "state", f"{kept} of {name}")
 
     def mark_batch(self, batch: Any, taker: Any) -> None:
         """Tells the tracer which tensors are data, and the frame in which the program takes them."""
         assert self.tracer is not None
         self._entry = self.ownership.spots(taker)[0]
+        self._data = []
         for label, t in tensors_in(batch, "batch"):
-            self.tracer.give_role(t, "input", label)
+            self.mark_value(t, label)
 
     def is_unnamed(self, tensor: Tensor) -> bool:
         """Whether this is no weight or buffer of a known model."""
@@ -96,6 +110,7 @@ class Microscope:
         """Tells the tracer that this is data, in a variable of the program."""
         assert self.tracer is not None
         self.tracer.give_role(tensor, "input", name)
+        self._data.append((name, tensor))
 
     def drop_gradients(self) -> None:
         for p, _ in self.models.parameters.values() if self.models else ():
@@ -105,9 +120,19 @@ class Microscope:
         """The last operator that raised an exception, if any."""
         return [i for i, r in enumerate(self.tracer.raws) if r.raised][-1:] if self.tracer is not None else []
 
-    def evidence(self, noticed: Noticed, tensors: list[Tensor]) -> Evidence:
-        self.models = self.find_models()
-        return Evidence(self.gate, self.handouts, self.models, self.ownership, noticed, tensors, self._entry)
+    def evidence(self, noticed: Noticed, tensors: list[Tensor], *, anew: bool = True) -> Evidence:
+        if anew or self.models is None:
+            self.models = self.find_models()
+        self.models.tell_apart(self.gate.trained_parameters())
+        return Evidence(
+            self.gate, self.handouts, self.models, self.ownership, noticed, tensors, self._entry, self.known_history,
+            self.lines, tuple(self._data),
+        )  # fmt: skip
+
+    def watch_lines(self) -> None:
+        """Watches the lines of the program too, until its first step."""
+        self.lines = LineWatch(self.ownership, _MOST_SECONDS)
+        self.lines.begin()
 
     def conclude(self, noticed: Noticed, tensors: list[Tensor], events: list[int], how: str) -> Report | None:
         """Finds the origin and the cause; None, and recording continues, if every non-finite value was intended."""
@@ -126,12 +151,12 @@ class Microscope:
 class LiveTrace:
     """Tells the microscope's tracer where the program is.
 
-    `from_step` where only the steps from one before it on are recorded, after what came before the first step; None
+    `from_update` where only what follows so many updates is recorded, after what came before the first step; None
     where everything is. In a `block` of `trace()` all of it is one step, whatever is trained in it.
     """
 
-    def __init__(self, microscope: Microscope, *, from_step: int | None = None, block: bool = False) -> None:
-        self._microscope, self._from_step, self._block = microscope, from_step, block
+    def __init__(self, microscope: Microscope, *, from_update: int | None = None, block: bool = False) -> None:
+        self._microscope, self._from_update, self._block = microscope, from_update, block
         self.on = False
 
     @property
@@ -146,6 +171,7 @@ class LiveTrace:
 
     def fetched(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         """Fetches a batch; operators that run meanwhile are marked as data."""
+        __tracebackhide__ = True
         tracer = self.tracer
         if tracer is None:
             return fetch(iterator)
@@ -167,6 +193,8 @@ class LiveTrace:
         tracer = self.tracer
         if tracer is None:
             return
+        if self._microscope.lines is not None:
+            self._microscope.lines.end()
         if self._block:
             tracer.goes_on()
         else:
@@ -191,7 +219,7 @@ class LiveTrace:
         self._microscope.name_tensors()
         return False
 
-    def step_ended(self, by_hand: bool, current: int) -> None:
+    def step_ended(self, by_hand: bool, steps: StepCounter) -> None:
         tracer = self.tracer
         if tracer is None:
             return
@@ -200,12 +228,12 @@ class LiveTrace:
             # Without an optimizer object, this is where the program updates its weights.
             tracer.at(region="update" if by_hand else "between")
         tracer.forget_healthy()
-        tracer.at(step=current)
+        tracer.at(step=steps.current)
         if self._block:
             return
-        if self._from_step is None or current >= self._from_step - 1:
+        if self._from_update is None or steps.updates >= self._from_update:
             tracer.start()
             tracer.follow()
-            tracer.at(marks=bool(self._from_step))  # A requested step may be replayed, to compare.
+            tracer.at(marks=bool(self._from_update))  # A requested step may be replayed, to compare.
         else:
             tracer.stop()

@@ -21,7 +21,7 @@ from firstnan.gate.gate import Trip
 from firstnan.observe.hooks import CallHooks, Hooks, on_gradient
 from firstnan.records import Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
-from firstnan.tensors.models import Slot
+from firstnan.tensors.models import Slot, bad_state, parameters_of
 from firstnan.tensors.state import RandomState, copy_batch, restore_buffers, tensor_versions
 
 _MOST_CALLS = 8
@@ -124,6 +124,11 @@ class ModelCalls:
         call = Call(module, args, kwargs, threading.get_ident(), autocast, seen, random, buffers)
         self.calls.append(call)
         self.first = self.first or call
+
+    def keep_returned(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps a call that has returned, if it is not among those kept: without gradients none is."""
+        if not self.mine():
+            self._keep(module, args, kwargs)
 
     def _after(self, module: Module, args: Any, output: Any) -> None:
         calls = self.mine()
@@ -243,7 +248,7 @@ class UpdateReplay:
 
     def can(self, trip: Trip) -> bool:
         last = self.microscope.gate.steps.last
-        updated = not trip.before_update and trip.noticed.what == "parameter"
+        updated = not trip.before_update and trip.noticed.what in ("parameter", "state")
         return updated and self.recovery.backup is not None and last is not None and last() is not None
 
     def replay(self, report: Report, trip: Trip) -> Report:
@@ -255,8 +260,9 @@ class UpdateReplay:
         tracer.at(in_optimizer=True, step=report.step or 0)
         with self.hooks.muted():
             optimizer.step()
-        parameters = [p for p, _ in self.recovery.models.parameters.values()]
-        found = self.microscope.conclude(trip.noticed, parameters, [], "the update was replayed")
+        bad = [tensor for *_, tensor in bad_state(optimizer)] if trip.noticed.what == "state" else []
+        written = bad or list(parameters_of(optimizer))
+        found = self.microscope.conclude(trip.noticed, written, [], "the update was replayed")
         return _placed(found, report) if found is not None else report
 
 
@@ -273,7 +279,7 @@ class CallReplay:
 
     def replay(self, report: Report, trip: Trip) -> Report:
         calls, given = self.calls.mine(), False
-        outside = _OUTSIDE + _ADVICE if self.advises() else _OUTSIDE
+        outside = (_OUTSIDE + _ADVICE if self.advises() else _OUTSIDE,) if trip.noticed.what != "output" else ()
         for call in reversed(calls):
             outcome = self.calls.make_again(call, self.microscope)
             given = given or outcome.bad_gradient_given
@@ -282,10 +288,12 @@ class CallReplay:
             if outcome.bad and not given:
                 found = self.microscope.conclude(trip.noticed, outcome.bad, [], "the model's last call was replayed")
             if found is not None:
-                notes = (*found.notes, outside)
+                notes = (*found.notes, *outside)
                 return replace(_placed(found, report), batch=report.batch or found.batch, notes=notes)
+        if trip.noticed.what == "output":
+            return report
         text = _GIVEN if given else self._why_finite(trip.noticed, calls)
-        return replace(report, cause=from_history(report.history), notes=(*report.notes, text, outside))
+        return replace(report, cause=from_history(report.history), notes=(*report.notes, text, *outside))
 
     def _why_finite(self, noticed: Noticed, calls: list[Call]) -> str:
         unseen = noticed.what == "gradient" and not any(call.gradients for call in calls)

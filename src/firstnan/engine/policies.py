@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from torch import Tensor
 
-from firstnan.engine.conclude import came_from_outside
+from firstnan.engine.conclude import came_from_outside, infinite_number
 from firstnan.engine.journal import one_line
+from firstnan.engine.ranks import world
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
 from firstnan.records import Report
@@ -49,6 +50,8 @@ class Policy:
     """Whether training continues after a failure."""
     drops = False
     """Whether it does so without the bad step."""
+    judges_outputs = True
+    """Whether a non-finite result of a model that is only called is a failure; otherwise it is an event."""
 
     def tripped(self, session: Session, trip: Trip) -> bool:
         """Whether to investigate this trip."""
@@ -128,11 +131,27 @@ class EndProgram(Policy):
     def known(self, session: Session, report: Report) -> None:
         """Saves it, and notes whether a second run would tell more."""
         session.report = report
-        outside = report.origin is not None and came_from_outside(report.origin)
-        self.unresolved = not (session.live.on or self.interrupted) and (
-            report.origin is None or (outside and report.reproduced != "transient")
+        origin = report.origin
+        outside = origin is not None and (came_from_outside(origin) or infinite_number(origin) is not None)
+        # One of several ranks cannot be run again alone.
+        self.unresolved = (
+            world().size == 1
+            and not (session.live.on or self.interrupted)
+            and (origin is None or (outside and report.reproduced != "transient") or session.lacks_capsule(report))
         )
         self.save(report)
+
+
+class RaiseInProgram(EndProgram):
+    """Raises NonFiniteError where the program fails, and watches no further."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda report: None)
+
+    def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        self.explain(session, report)
+        self.ended = True
+        raise nonfinite_error(report)
 
 
 class Raise(Policy):
@@ -174,6 +193,7 @@ class Skip(Policy):
     searches = False
     investigates = 3
     undoes = continues = drops = True
+    judges_outputs = False  # there is no step to drop
 
     def __init__(self, streak: int) -> None:
         self.streak = streak

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import time
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -18,18 +19,26 @@ from firstnan.capsule.content import Capsule
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
+from firstnan.engine.divergence import diverged, event_of
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.loop_replay import Failure
-from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, Stop, end_program
+from firstnan.engine.model_calls import UpdateReplay
+from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, RaiseInProgram, Stop, end_program
+from firstnan.engine.recovery import Recovery
 from firstnan.engine.restart import Restart
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
 from firstnan.engine.turn import Turn, turns_around, turns_in_traceback
 from firstnan.gate.gate import Gate, Trip
-from firstnan.observe.sites import Ownership
-from firstnan.records import NaNEvent, Noticed, Report
-from firstnan.repair.verdict import TrialOutcome
-from firstnan.tensors.finite import is_finite, tensors_in
+from firstnan.gate.growth_guard import Alarm
+from firstnan.observe.runner import when_imported
+from firstnan.observe.sites import Ownership, resolve
+from firstnan.records import History, NaNEvent, Noticed, Report
+from firstnan.records.errors import NonFiniteError
+from firstnan.records.words import kind, place
+from firstnan.repair.verdict import Reach, TrialOutcome
+from firstnan.report import nonfinite_error
+from firstnan.tensors.finite import is_finite, stat, tensors_in
 from firstnan.tensors.models import TrainingObjects
 
 if TYPE_CHECKING:
@@ -37,6 +46,7 @@ if TYPE_CHECKING:
 
 
 P = TypeVar("P", bound=EndProgram)
+_MOST_SKIPPED, _MOST_READS = 1000, 32
 
 
 class ProgramWatch(Generic[P]):
@@ -59,7 +69,7 @@ class ProgramWatch(Generic[P]):
         self.capsules: CapsuleWriter | None = None
         if wanted is not None:
             self.capsules = CapsuleWriter(wanted, gate, handouts, lambda: _training_objects(gate))
-        self.values = ProgramValues(ownership, outputs_decide=outputs_decide)
+        self.values, recovery = ProgramValues(ownership, outputs_decide=outputs_decide), Recovery()
         self.session = Session(
             policy,
             ownership=ownership,
@@ -67,6 +77,8 @@ class ProgramWatch(Generic[P]):
             handouts=handouts,
             values=self.values,
             capsules=self.capsules,
+            recovery=recovery if may_replay else None,
+            sources=lambda session: (UpdateReplay(session.microscope, recovery, session.hooks),),
             restart=restart,
             trace_from=trace_from,
             through_loop=True,
@@ -110,8 +122,12 @@ def watch(
     outputs_decide: bool,
     may_replay: bool,
     wanted: Wanted | None,
+    again: bool = False,
 ) -> ProgramWatch[EndProgram]:
-    """Watches for a failure; `tracing` records every operator from the first line on, or from a step on."""
+    """Watches for a failure; `tracing` records every operator from the first line on, or from a step on.
+
+    `again`: this is a second run.
+    """
     found = ProgramWatch(
         EndProgram(save, explained),
         ownership,
@@ -124,7 +140,30 @@ def watch(
     found.session.begin()
     if tracing:
         found.session.live.begin()
+    if again:  # the first run could not tell where the value comes from
+        found.session.microscope.watch_lines()
+        # What it has prepared and kept in files would not be prepared again.
+        when_imported("datasets", lambda: sys.modules["datasets"].disable_caching())
     return found
+
+
+@contextlib.contextmanager
+def raising(directories: tuple[str, ...]) -> Iterator[ProgramWatch[RaiseInProgram]]:
+    """Watches a block of the program and raises NonFiniteError at its first failure, or at its end."""
+    watch = ProgramWatch(RaiseInProgram(), Ownership(directories), Gate(), may_replay=True)
+    try:
+        watch.session.begin()
+        yield watch
+    except BaseException as error:
+        if not isinstance(error, NonFiniteError):
+            watch.program_failed(error)
+        report = watch.end()
+        if report.origin is not None and not isinstance(error, NonFiniteError):
+            error.add_note(str(nonfinite_error(report)))
+        raise
+    report = watch.end()
+    if report.verdict == "nonfinite" and not watch.policy.ended:
+        raise nonfinite_error(report)
 
 
 def watch_worker(ownership: Ownership, save: Callable[[Report], None]) -> None:
@@ -137,12 +176,12 @@ def watch_trial(
     tell: Callable[[TrialOutcome], None],
     *,
     step: int,
-    last: int,
+    reach: Reach,
     made: tuple[str, int] | None,
 ) -> ProgramWatch[Trial]:
-    """Watches a changed program: every parameter after every update, until some steps past the failing one."""
+    """Watches a changed program: every parameter after every update, as far as `reach` says."""
     gate = Gate(thorough=True)
-    found = ProgramWatch(Trial(gate, ownership, step=step, last=last, tell=tell, made=made), ownership, gate)
+    found = ProgramWatch(Trial(gate, ownership, step=step, reach=reach, tell=tell, made=made), ownership, gate)
     found.policy.watch(found.session)
     found.session.begin()
     return found
@@ -166,6 +205,15 @@ def _training_objects(gate: Gate) -> TrainingObjects:
     return TrainingObjects.find(list(gate.steps.done), leaves=gate.leaves)
 
 
+def _refresh(code: CodeType) -> None:
+    """Makes python forget the former values of a running function's variables, which it keeps once they were read."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is code:
+            _ = frame.f_locals
+        frame = frame.f_back
+
+
 class ProgramValues:
     """Checks what the program reads, what its modules return before it trains, and how it ends."""
 
@@ -176,9 +224,15 @@ class ProgramValues:
         self._suspect: tuple[Noticed, int | None, Sequence[Turn]] | None = None
         """The last bad value that the program read: if it stops now, that is the reason."""
         self._handles_nan_itself = False
+        self._reads: list[tuple[weakref.ref[Tensor], int, str, CodeType]] = []
+        """The bad losses read since the last backward: each with its step, its place, and the function there."""
+        self._skipped: dict[int, str] = {}
+        """The steps and places of the bad losses that the program has skipped itself."""
         self._left_by_program = False
         """Whether the program has ended itself at the failure."""
         self._output_event: int | None = None
+        self._explosions: dict[Alarm, History] = {}
+        """Each explosion of the loss, with the steps before it."""
         self._session: Session
 
     def watch(self, session: Session) -> None:
@@ -200,10 +254,17 @@ class ProgramValues:
         """The program read a non-finite value and trains on, so it handles such values itself."""
         if self._suspect is not None:
             self._handles_nan_itself, self._suspect = True, None
+        reads, self._reads = self._reads, []
+        for loss, step, site, code in reads:
+            _refresh(code)
+            # A loss that was skipped has given way to the next one; a metric of the same turn is still there.
+            if loss() is None and len(self._skipped) < _MOST_SKIPPED:
+                self._skipped.setdefault(step, site)
+
+    def exploded(self, alarm: Alarm, history: History) -> None:
+        self._explosions[alarm] = history
 
     def read(self, tensor: Tensor, frame: FrameType) -> None:
-        if self._handles_nan_itself:
-            return
         seen = [tensor]
         if not tensor.requires_grad and self._ownership.owns(frame.f_code):
             # Detached, or the result of a test: usually about a number in the same frame.
@@ -211,6 +272,11 @@ class ProgramValues:
         tracer = self._session.microscope.tracer
         for t in seen:
             if t.requires_grad and not is_finite(t):
+                site = place(resolve((frame.f_code, frame.f_lasti)))
+                if len(self._reads) < _MOST_READS:
+                    self._reads.append((weakref.ref(t), self._session.gate.steps.current, site, frame.f_code))
+                if self._handles_nan_itself:
+                    return
                 turns = () if tracer else turns_around(frame, self._ownership.owns)
                 self._suspect = (Noticed("value"), tracer.last_bad(t) if tracer else None, turns)
 
@@ -266,16 +332,44 @@ class ProgramValues:
         session.microscope.stop()
         if self._left_by_program and session.report is not None and not self._policy.unresolved:
             self._policy.explain(session, session.report)
-        return session.report if session.report is not None else self._clean()
+        return session.report if session.report is not None else self._finite()
 
-    def _clean(self) -> Report:
-        """The clean report, with a note on a loss that exploded but stayed finite."""
-        report, alarm = Report("clean"), self._session.gate.explosion
+    def _finite(self) -> Report:
+        """The report of a program without a non-finite value: its loss may have exploded all the same."""
+        gate = self._session.gate
+        lost, alarm = gate.divergence, gate.explosion
+        if lost is not None and (history := self._explosions.get(lost[0])) is not None:
+            return diverged(lost[0], history, lost[1])
         if alarm is None:
+            return self._with_bad_copies(self._with_skipped(Report("clean")))
+        # Without a change of the weights, another scale of the loss, or an opponent, made it jump.
+        notes = (f"but training diverged: {alarm.text}",) if alarm.weights and alarm.weights.are_lost else ()
+        return Report("clean", events=(event_of(alarm),), history=gate.past(), notes=notes)
+
+    def _with_skipped(self, report: Report) -> Report:
+        """The clean report, with an event for each bad loss that the program did not train on."""
+        if not self._skipped:
             return report
-        event = NaNEvent("explosion", alarm.text, alarm.step, grad_norm=alarm.norm, time=time())
-        history = self._session.gate.past()
-        return replace(report, events=(event,), history=history, notes=(f"but training diverged: {alarm.text}",))
+        text = "step {}: the program read a loss that is not finite at {} and skipped it"
+        losses = list(self._skipped.items())
+        events = [NaNEvent("skipped", text.format(*one), one[0], what="loss", time=time()) for one in losses]
+        what = "a non-finite loss" if len(events) == 1 else f"{len(events)} non-finite losses"
+        note = f"but the program itself skipped {what}, the first in step {losses[0][0]} ({losses[0][1]})"
+        return replace(report, events=tuple(events), notes=(note,))
+
+    def _with_bad_copies(self, report: Report) -> Report:
+        """The clean report, with a note on a copy of the model (an average of its weights) that is not finite."""
+        models = self._session.models
+        if models is None or not self._session.gate.trained:
+            return report
+        models.tell_apart(self._session.gate.trained_parameters())
+        bad = next((p for p in models.copied if not is_finite(p)), None)
+        if bad is None:
+            return report
+        found = stat(models.name(bad), bad)
+        text = f"but {found.name} holds {kind(found)}: what updates the copy has created it, not training"
+        event = NaNEvent("nonfinite", text, what="parameter", layer=found.name, tensor=found, time=time())
+        return replace(report, events=(*report.events, event), notes=(*report.notes, text))
 
     def _stopped_by(
         self, noticed: Noticed, tensors: list[Tensor], events: list[int], turns: Sequence[Turn] = ()

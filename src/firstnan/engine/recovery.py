@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from firstnan.tensors.models import Models, drop_gradients, is_risky, is_torch_optimizer, parameters_of
@@ -12,12 +13,17 @@ _ORDINARY = 100.0
 _EVERY = 16
 _SMALL = 1 << 20
 """Elements: up to this size, the state of a model is copied before every update by an unknown optimizer."""
+_MEDIUM = 1 << 24
+"""Elements: up to this size, it is copied for settings that are risky in every step."""
 
 
 class Recovery:
-    """Keeps finite states of the models and their optimizers, and restores them."""
+    """Keeps finite states of the models and their optimizers, and restores them.
 
-    def __init__(self, models: Models, optimizers: list[Any], every: int | None) -> None:
+    Without `models`, those of a program that is run once: nothing but the state before a risky update, to replay it.
+    """
+
+    def __init__(self, models: Models | None = None, optimizers: Sequence[Any] = (), every: int | None = None) -> None:
         self.models, self.optimizers, self.every = models, optimizers, every
         self.good_step = 0
         """The number of steps made when the good state was copied."""
@@ -32,14 +38,31 @@ class Recovery:
 
     def before_update(self, optimizer: Any, closure: bool, grad_norm: float | None) -> None:
         # A closure computes its gradients inside the update, so a bad update can only be undone.
-        if closure or self._is_risky(optimizer, grad_norm) or self._is_unknown(optimizer):
+        if self.models is None:
+            self.backup = None
+            if not closure and self._is_risky(optimizer, grad_norm) and self._can_be_copied(optimizer, grad_norm):
+                self.backup = Snapshot.take(parameters_of(optimizer), (), [optimizer])
+        elif closure or self._is_risky(optimizer, grad_norm) or self._is_unknown(optimizer, self.models):
             self.backup = self._now()
 
-    def _is_unknown(self, optimizer: Any) -> bool:
+    @property
+    def undoes_closures(self) -> bool:
+        return self.models is not None
+
+    def is_watched_closely(self, optimizer: Any) -> bool:
+        """Whether every parameter has to be read after this update."""
+        return self.backup is not None or (self.models is not None and not is_torch_optimizer(optimizer))
+
+    @staticmethod
+    def _can_be_copied(optimizer: Any, grad_norm: float | None) -> bool:
+        """Whether that costs little, or the update is unlikely to be one of many such."""
+        rare = grad_norm is not None and not grad_norm < _ORDINARY
+        return rare or sum(p.numel() for p in parameters_of(optimizer)) <= _MEDIUM
+
+    @staticmethod
+    def _is_unknown(optimizer: Any, models: Models) -> bool:
         """Whether the optimizer is not torch's own and the model is small enough to be copied cheaply."""
-        return (
-            not is_torch_optimizer(optimizer) and sum(p.numel() for p, _ in self.models.parameters.values()) <= _SMALL
-        )
+        return not is_torch_optimizer(optimizer) and sum(p.numel() for p, _ in models.parameters.values()) <= _SMALL
 
     def _is_risky(self, optimizer: Any, grad_norm: float | None) -> bool:
         """Checks the norm always, the settings only when the learning rate has changed and from time to time."""
@@ -90,6 +113,7 @@ class Recovery:
         self.backup = None
 
     def _now(self) -> Snapshot | None:
+        assert self.models is not None
         tensors = [p for p, _ in self.models.parameters.values()]
         tensors += [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
         return Snapshot.take({id(t): t for t in tensors}.values(), self.models.slots, self.optimizers)

@@ -12,13 +12,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from firstnan.engine import isolation
 from firstnan.engine.isolation import Started
 from firstnan.observe.runner import Program
 from firstnan.records import Report
 from firstnan.records.codec import ReportError
-from firstnan.repair.verdict import TrialOutcome
+from firstnan.repair.verdict import Reach, TrialOutcome
 
 VARIABLE = "FIRSTNAN_CHILD"
+# `python -m firstnan`, wherever firstnan is: only its own import sees its folder. With PYTHONPATH that folder, perhaps
+# all of site-packages, would come before others in the program's `sys.path`, and in that of what the program starts.
+_BEGIN = (
+    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); import firstnan; del sys.path[0]; "
+    "runpy._run_module_as_main('firstnan')"
+)
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,10 @@ class Order:
     torch_seed: int | None = None
     contents: dict[str, str] = field(default_factory=dict)
     """Real path of a source file -> the content to run instead, each byte as one character."""
-    last: int | None = None
-    """The step at which a trial ends."""
+    reach: dict[str, Any] | None = None
+    """How far a trial goes."""
+    updates: int | None = None
+    """After how many updates, of all optimizers, operators are recorded."""
     made: tuple[str, int] | None = None
     """File and line where the optimizer whose steps are counted is created."""
     capsule: tuple[str, int] | None = None
@@ -49,6 +58,7 @@ class Order:
             return None
         number = int(given) if given.isdigit() else os.open(given, os.O_RDWR)
         os.set_inheritable(number, False)
+        isolation.started_as_child()
         return Order(**json.loads(os.pread(number, os.fstat(number).st_size, 0)), result=number)
 
     def answer(self, data: Any) -> None:
@@ -80,6 +90,7 @@ class Start:
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
+        self.executable = sys.executable
         self.random = random.getstate()
         self.numpy: list[Any] | None = None
         self.torch_seed: int | None = None
@@ -117,11 +128,12 @@ class Start:
         step: int | None,
         what: str,
         seconds: float,
+        updates: int | None = None,
         capsule: tuple[str, int] | None = None,
         isolated: bool = True,
     ) -> SecondRun:
         """Runs the program again up to its failure; its output is discarded. `isolated`: it changes nothing."""
-        order = replace(self._order(step, what), capsule=capsule)
+        order = replace(self._order(step, what), capsule=capsule, updates=updates)
         return SecondRun.of(*self._run(program, order, seconds, isolated))
 
     def try_out(
@@ -130,7 +142,7 @@ class Start:
         contents: dict[str, bytes],
         *,
         step: int,
-        last: int,
+        reach: Reach,
         seconds: float,
         made: tuple[str, int] | None = None,
         isolated: bool = True,
@@ -138,7 +150,7 @@ class Start:
         """The child's result for the program with changed files, and whether it finished in time."""
         # Every byte is a Latin-1 character, so any file fits into JSON.
         texts = {path: content.decode("latin-1") for path, content in contents.items()}
-        order = replace(self._order(step, "trial"), contents=texts, last=last, made=made)
+        order = replace(self._order(step, "trial"), contents=texts, reach=asdict(reach), made=made)
         return self._run(program, order, seconds, isolated)
 
     def _order(self, step: int | None, what: str) -> Order:
@@ -146,16 +158,16 @@ class Start:
 
     def _run(self, program: Program, order: Order, seconds: float, isolated: bool) -> tuple[Any, bool]:
         """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
-        words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "firstnan", "run"]  # type: ignore[attr-defined]
-        words += ["-m"] if program.module else []
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         source = str(Path(__file__).resolve().parents[2])
+        words = [self.executable, *flags, "-c", _BEGIN, source, "run", *(["-m"] if program.module else [])]
         with tempfile.TemporaryFile() as file:
             instructions = asdict(order)
             del instructions["result"]
             file.write(json.dumps(instructions).encode())
             file.flush()
             environment = {**self.environment, VARIABLE: str(file.fileno())}
-            environment["PYTHONPATH"] = os.pathsep.join(p for p in (environment.get("PYTHONPATH"), source) if p)
+            environment.pop("FIRSTNAN", None)  # what this child starts is not watched
             shared = [order.capsule[0]] if order.capsule is not None else []
             child = Started(
                 [*words, "--", program.target, *program.args],

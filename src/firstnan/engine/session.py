@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from firstnan.engine import children, isolation
+from firstnan.engine import children, isolation, turn_search
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
@@ -36,17 +36,20 @@ from firstnan.engine.policies import (
     Phase,
     Policy,
 )  # fmt: skip
-from firstnan.engine.scope import Scope, world
-from firstnan.engine.turn import turns_around, turns_in_traceback, values_around
+from firstnan.engine.ranks import world
+from firstnan.engine.scope import Scope
+from firstnan.engine.sharded import any_rank_says, are_sharded, gathered
+from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import LATE, Gate, Trip
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
-from firstnan.observe.sites import Ownership
-from firstnan.records import Noticed, Report
+from firstnan.observe.sites import Ownership, place_of
+from firstnan.records import Batch, LoopTurn, NaNEvent, Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
-from firstnan.tensors.models import is_torch_optimizer
-from firstnan.tensors.state import Schedules, restore_buffers
+from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
+from firstnan.tensors.models import drop_gradients
+from firstnan.tensors.state import Schedules, ScheduleSearch, restore_buffers
 
 if TYPE_CHECKING:
     from firstnan.engine.capsule_writer import CapsuleWriter
@@ -56,15 +59,18 @@ if TYPE_CHECKING:
     from firstnan.engine.recovery import Recovery
     from firstnan.engine.restart import Restart
     from firstnan.gate.growth_guard import Alarm
-    from firstnan.observe.layers import LayerWatch
+    from firstnan.observe.layers import LayerWatch, ModelCall
     from firstnan.tensors.models import Models
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
+_SHARDED = "the weights are spread over several ranks, and not all of them came here to replay the step"
 _NO_LOOP = "the training loop could not be replayed for this step"
 _IN_PROCESS = "the step was replayed in the program's own process, so what its loop writes was written again"
 _INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
 _WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
+_MANY_OVERFLOWS = 8
+"""So many skipped updates in a row, and twice as many and so on, raise the question whether the scale is to blame."""
 log = logging.getLogger("firstnan")
 
 _active: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -109,7 +115,7 @@ class Session(Observer):
         self.gate, self.handouts = gate or Gate(), handouts or Handouts()
         self._journal, self.layers, self.recovery, self.calls, self.values = journal, layers, recovery, calls, values
         self.microscope = Microscope(ownership, self.gate, self.handouts, self.scope.models)
-        self.live = LiveTrace(self.microscope, from_step=trace_from, block=trace_block)
+        self.live = LiveTrace(self.microscope, from_update=trace_from, block=trace_block)
         self.hooks = Hooks(self, self.scope.optimizers, program=values is not None)
         self._sources, self._capsules, self._restart = sources(self), capsules, restart
         self.models: Models | None = None
@@ -125,7 +131,12 @@ class Session(Observer):
         self._lock = threading.RLock()
         self._busy = self._told = False
         """Whether code of ours runs that looks like training, and whether this step's failure was reported."""
+        self._loops: tuple[LoopTurn, ...] = ()
+        self._tripped_in: int | None = None
+        """How far the program's loops were at the last trip, and the step that it was in."""
         self._investigated = 0
+        self._closely = True
+        """Whether the failure at hand is investigated."""
         self.backwards = 0
         """How many backward calls the current step has made."""
         self._updated = False
@@ -134,12 +145,23 @@ class Session(Observer):
         """How many updates of the bad step each optimizer has attempted."""
         self._replay: LoopReplay | TurnReplay | None = None
         self._schedules: Schedules | None = None
+        self._schedule_search = ScheduleSearch()
+        self._holds = False
+        self._held: tuple[Report, bool] | None = None
+        """Whether the policy has to wait for other ranks, and what it will decide on."""
+        self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._deferred: Failure | None = None
+        """The failure to investigate when all ranks have come."""
         self.let_go_of = False
         """Whether the program has gone on after it was told to end."""
         self._process, self._is_worker = os.getpid(), in_worker
         self.failure: Failure | None = None
         """The failure under investigation, where that happens in children."""
         self.began = time.monotonic()
+        self._compiled: list[Any] = []
+        """Optimizers whose updates are part of compiled code, where none of our hooks runs."""
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called when training is ended by an error of ours."""
 
     # Attaching and detaching.
 
@@ -153,8 +175,11 @@ class Session(Observer):
         if self.calls is not None:
             self.calls.attach()
         if self.layers is not None:
-            # Replays leave no trace in events and statistics.
-            self.layers.pause_while(lambda: self.microscope.running or self.phase in REPLAYS)
+            # What a replay shows is kept apart until the failure is explained.
+            self.journal.keep_layers_apart(lambda: self.microscope.running or self.phase in REPLAYS)
+            self.layers.pause_while(lambda: self.phase in (TRIPPED, COMPARING, SEARCHING))
+            self.layers.hide_reads(lambda: self.microscope.unseen() if self.microscope.running else None)
+            self.layers.when_returned(self._model_returned, lambda: self.trains)
             self.gate.reads.also_read(self.layers)
             self.layers.attach()
         if self.scope.optimizers is not None:
@@ -162,6 +187,8 @@ class Session(Observer):
 
     def end(self) -> None:
         """Leaves torch, the models and the optimizers as they were."""
+        with contextlib.suppress(NonFiniteError):
+            self.hooks.guarded(self._count_compiled_updates)
         self.forget_replay()
         self.failure = None  # it holds the program's variables, which close their files when they are freed
         if self.phase is SETTLED and self.report is not None:
@@ -224,6 +251,10 @@ class Session(Observer):
         self.hooks.moved_to_child()
 
     def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
+        if self.scope.optimizers is not None:
+            if not self.scope.adopt(optimizer):
+                return
+            self.hooks.watch(optimizer)
         self.gate.call_sites.made(optimizer, frame)
         self.gate.optimizer_made(optimizer)
         self._watch_gradients(optimizer)
@@ -264,26 +295,44 @@ class Session(Observer):
     def before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
         if self._was_stopped():
             return Decision.RUN
+        if self._compiled and self._replay is None:  # this one is not, or no longer
+            self._compiled = [o for o in self._compiled if o is not optimizer]
         if not self.gate.call_sites.knows_step_of(optimizer):
             self.gate.call_sites.stepped(optimizer, frame)
+        shared = self._journal is not None and self._shares_weights(optimizer)
+        if shared and self.phase is SETTLED:
+            any_rank_says(True, optimizer)
+            shared = False
         if self._drops(optimizer):
             return Decision.DROP
-        for trip in self.gate.check_update(optimizer, closure):
+        trips = self.gate.check_update(optimizer, closure)
+        if shared and any_rank_says(bool(trips), optimizer) and not trips:
+            trips = [Trip(Noticed("gradient", "on another rank"), [], before_update=True)]
+        for trip in trips:
             self._trip(trip, optimizer)
         self._trains_here()
         if self._decide(optimizer, closure) is Decision.DROP:
             return Decision.DROP
-        risky = self.recovery is not None and (self.recovery.backup is not None or not is_torch_optimizer(optimizer))
+        risky = self.recovery is not None and self.recovery.is_watched_closely(optimizer)
         safe = self.live.update_begins(optimizer, closure, self.gate.norm, self.gate.steps.of(optimizer))
         if self._clip_at is not None:
             self.journal.clip(optimizer, self.gate.norm, self._clip_at)
         self._alarmed(self.gate.update_begins(optimizer, closely=risky, safe=safe), optimizer)
         return Decision.RUN
 
+    def _shares_weights(self, optimizer: Any) -> bool:
+        """Whether ranks have to decide on this update together: each sees only a part of its gradients."""
+        known = self._shared.get(optimizer)
+        if known is None:
+            known = self._shared[optimizer] = are_sharded([optimizer])
+        return known
+
     def _drops(self, optimizer: Any) -> bool:
         """Whether to drop an update: between a trip and its replay, repeated by a replay, or part of a bad step."""
         if self._replay is not None:
             return self._replay.drops(optimizer)
+        if self.phase is SETTLED:
+            self._settle_held()
         if self.phase is SETTLED:
             return self._drop_settled(optimizer)
         return (self._restart is not None and self._restart.drops_update()) or self._is_held()
@@ -336,6 +385,8 @@ class Session(Observer):
     def update_skipped(self, optimizer: Any, scale: float) -> None:
         if self.let_go_of or self._drops(optimizer):
             return
+        if self._journal is not None and self._replay is None:
+            self._journal.overflowed(self.gate.steps.of(optimizer), scale)
         for trip in self.gate.update_skipped(optimizer, scale):
             self._trip(trip, optimizer)
         if self.phase is SETTLED:
@@ -343,6 +394,38 @@ class Session(Observer):
         elif self.phase is WATCHING:
             self.gate.skip_ended(optimizer)
             self._step_ended()
+
+    def _count_compiled_updates(self) -> None:
+        """Counts and checks the updates that compiled code has made since this was last called."""
+        for optimizer in self.hooks.compiled_updates():
+            known = [optimizer] if optimizer is not None else list(self.gate.steps.done)
+            self._compiled += [o for o in known if all(o is not other for other in self._compiled)]
+            for one in known if self._replay is None else ():
+                if self.phase is SETTLED:
+                    self._drop_settled(one)
+                elif self.phase is WATCHING:
+                    self._alarmed(self.gate.update_begins(one), one)
+                    self.after_update(one)
+
+    def _check_before_compiled_update(self) -> None:
+        """The update that follows will not be seen, so it has to be decided now."""
+        if not self._trains_in_this_thread():
+            return
+        for optimizer in self._compiled:
+            if self.gate.scales:
+                return
+            for trip in self.gate.check_update(optimizer, closure=False):
+                self._trip(trip, optimizer)
+            if self.phase in (SETTLED, TRIPPED):
+                drop_gradients(optimizer)
+
+    def _trains_in_this_thread(self) -> bool:
+        """Whether it is certain that no other thread computes the gradients now: reading them would crash."""
+        if self.scope.optimizers is None:
+            return len(self.gate.steps.done) <= 1 or threading.active_count() == 1
+        if self.training_thread == threading.get_ident():
+            return True
+        return self.training_thread is None and self.calls is not None and bool(self.calls.mine())
 
     def update_count(self) -> int:
         return self.gate.steps.total
@@ -372,7 +455,7 @@ class Session(Observer):
             self.recovery.after_update(self.gate.steps.current)
         if self.values is not None:
             self._whole_program_step_ended()
-        self.live.step_ended(by_hand, self.gate.steps.current)
+        self.live.step_ended(by_hand, self.gate.steps)
         self.policy.step_ended(self)
         if self._restart is not None:
             self._restart.step_ended(by_hand)
@@ -390,7 +473,7 @@ class Session(Observer):
     def concerns(self, roots: list[Tensor]) -> bool:
         if self.scope.optimizers is None:
             return not self._busy
-        if self._busy or self.training_thread not in (None, threading.get_ident()):
+        if self._busy or not self._is_training_thread():
             return False
         called = self.calls is not None and self.calls.were_made()
         return called or bool(self.scope.optimizers)
@@ -400,7 +483,10 @@ class Session(Observer):
             return
         if not self.gate.call_sites.backward:
             self.gate.call_sites.called_backward(frame)
+        if self.gate.optimizers > 1:
+            self.gate.steps.backward_from(place_of(frame))
         self.policy.before_backward(self, roots)
+        self._count_compiled_updates()
         if not self.through_loop:
             self.body_ended()
         if self.values is not None:
@@ -417,20 +503,35 @@ class Session(Observer):
             self.layers.drop_notes()
 
     def needs_after_backward(self) -> bool:
-        return self.gate.uses_gradients_at_once
+        if not self._compiled and self.gate.steps.total == 0 and "torch._dynamo" in sys.modules:
+            # Not known yet; the first update shows it. Where reads wait for a device, one more would cost too much.
+            self._compiled = [o for o in list(self.gate.steps.done) if self.gate.reads_freely(o)]
+        return self.gate.uses_gradients_at_once or bool(self._compiled)
 
     def after_backward(self, roots: list[Tensor]) -> None:
+        if self._compiled and self.gate.in_step is None:
+            self._check_before_compiled_update()
+            return
         for trip in self.gate.backward_ended(roots):
             self._trip(trip, self.gate.in_step)
-        if self.gate.in_step is None and self.gate.optimizers == 0:
+        if self.gate.in_step is None and self.gate.is_by_hand:
             self._manual_step_ended()
 
-    def gradients_returned(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
+    def gradients_returned(
+        self, losses: list[Tensor], targets: list[Tensor], gradients: list[Tensor], frame: FrameType
+    ) -> None:
+        if self._was_stopped():
+            return
+        if not self.gate.is_step(place_of(frame), losses, targets):
+            self.policy.before_backward(self, losses)
+            self.gate.differentiated(losses, targets)
+            return
+        if not self.gate.call_sites.backward:
+            self.gate.call_sites.called_backward(frame)
         self.policy.before_backward(self, losses)
-        for trip in self.gate.gradients_returned(losses, gradients):
+        for trip in self.gate.gradients_returned(losses, targets, gradients):
             self._trip(trip, None)
-        if self.gate.optimizers == 0:
-            self._manual_step_ended()
+        self._manual_step_ended()
 
     def _manual_step_ended(self) -> None:
         self._alarmed(self.gate.end_manual_step(), None)
@@ -440,20 +541,31 @@ class Session(Observer):
         self.gate.clipping.norm_computed(gradients, norm)
 
     def gradients_clipped(self, parameters: list[Tensor], limit: Any, norm: Any) -> None:
-        self.gate.clipping.gradients_clipped(parameters, limit, norm)
+        self.gate.gradients_clipped(parameters, limit, norm)
 
     def loss_scaled(self, given: Any, scaled: Any) -> Any:
         self.gate.loss_scaled(given, scaled)
+        overflows = self.gate.overflows
+        if overflows >= _MANY_OVERFLOWS and overflows.bit_count() == 1 and self.phase is WATCHING:
+            self.gate.judged_unscaled(children.is_bad_unscaled(self, given))
         return self.policy.loss_scaled(given, scaled)
 
     def _alarmed(self, alarm: Alarm | None, optimizer: Any) -> None:
-        if alarm is None or self._journal is None:
-            return  # Growth is not a failure yet; its outcome is reported at the end.
+        if alarm is None:
+            return
+        if self.values is not None and alarm.kind == "explosion":
+            # Not a failure yet: training may recover. What is known now may be gone when the program ends.
+            self.values.exploded(alarm, self.gate.past_of_explosion(self.microscope.ownership))
+        if self._journal is None:
+            return
         if self.layers is not None:
             self.layers.watch_closely()
         self._journal.alarmed(alarm, optimizer)
         if self._clips and self._clip_at is None and alarm.kind != "explosion":
             self._journal.clip(optimizer, alarm.norm, alarm.usual)
+
+    def _is_training_thread(self) -> bool:
+        return self.training_thread in (None, threading.get_ident())
 
     def _trains_here(self) -> None:
         if self.scope.optimizers is not None:
@@ -469,14 +581,35 @@ class Session(Observer):
     def epoch_begins(self, iterator: Any) -> None:
         self.handouts.epoch_begins(iterator)
 
+    def loader_asked(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+        if self.values is not None or isinstance(self._replay, TurnReplay):
+            return self.next_batch(iterator, fetch)
+        if self.through_loop or not self._is_training_thread():
+            return fetch(iterator)
+        # A loop that knows nothing of us, such as a framework's: the batch is only remembered.
+        self.hooks.guarded(self.body_ended)
+        batch = fetch(iterator)
+        if torch.is_grad_enabled():
+            self.hooks.guarded(self._remember, iterator, batch)
+        else:
+            self.hooks.guarded(self.handouts.passed, iterator)
+        return batch
+
+    def _remember(self, iterator: Any, batch: Any) -> None:
+        before = self.handouts.latest.updates if self.handouts.latest is not None else None
+        if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
+            self.backwards = 0
+
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """The next batch of a loader; during a replay, the batches of the failing step again."""
+        __tracebackhide__ = True
         while self._replay is not None and torch.is_grad_enabled():
             again = self._replay.next_batch(iterator)
             if again is not None:
                 return again[0]
         if self.handouts.has_more(iterator):  # Training continues in the middle of a replay.
             return self.handouts.again(iterator).batch
+        self.hooks.guarded(self._count_compiled_updates)
         self.hooks.guarded(self.body_ended)
         if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
             fetch = self._restart.around(fetch, self.unseen)
@@ -489,9 +622,7 @@ class Session(Observer):
             self.handouts.passed(iterator)
             return
         self._trains_here()
-        before = self.handouts.latest.updates if self.handouts.latest is not None else None
-        if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
-            self.backwards = 0
+        self._remember(iterator, batch)
         if self._restart is not None:
             self._restart.label(self.handouts.latest)
         if self._capsules is not None:
@@ -504,6 +635,23 @@ class Session(Observer):
             self.through_loop = True
             if self.calls is not None and self.scope.optimizers and world().is_alone:
                 self.calls.keep_less()
+
+    def when_stopped(self, act: Callable[[], None]) -> None:
+        """Calls `act` before training is ended by an error of ours."""
+        self.on_stop = act
+
+    def batch_left(self, frame: FrameType | None) -> None:
+        """The loop asks for its next batch, or ends; records a bad loss that it has not called backward on."""
+        latest = self.handouts.latest
+        if self.phase is not WATCHING or self._journal is None or latest is None or self.backwards:
+            return
+        while frame is not None and not self.microscope.ownership.owns(frame.f_code):
+            frame = frame.f_back
+        found = frame.f_locals.items() if frame is not None else ()
+        for name, value in list(found):
+            if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and not is_finite(value):
+                self._journal.left_out(name, value)
+                return
 
     def body_ended(self) -> None:
         """The step has ended: the loop asks for the next batch, its function returned, or another backward begins."""
@@ -523,6 +671,36 @@ class Session(Observer):
         if self.values is not None:
             self.values.module_returned(module, output)
 
+    @property
+    def trains(self) -> bool:
+        """Whether the program trains, as far as is known."""
+        return bool(self.scope.optimizers) or self.gate.trained
+
+    def _model_returned(self, module: Any, args: Any, kwargs: Any, output: Any, call: ModelCall) -> None:
+        """A model whose layers are watched has returned: outside of training, its result counts as the loss does."""
+        if self._busy or (self.phase is not WATCHING and self._replay is None):
+            return
+        if torch.is_grad_enabled() and self.trains:
+            return  # a loss follows, which the gate checks
+        if self.training_thread not in (None, threading.get_ident()):
+            return
+        if self.layers is not None and (waiting := self.layers.collect()):
+            self.layers.judge(read_all(waiting))
+        found, call.first = call.first, None
+        if found is None:
+            return
+        floating = [t for _, t in tensors_in(output) if t.is_floating_point() or t.is_complex()]
+        bad = [t for t in floating if has_nan_or_positive_inf(t)]
+        if floating and not bad:
+            return  # it has vanished
+        if not self.policy.judges_outputs and self._replay is None:
+            self.journal.reached_output(found)
+            return
+        if self.calls is not None:
+            self.calls.keep_returned(module, args, kwargs)
+        tensors = bad or [t for t in (found.tensor,) if t is not None]
+        self._trip(Trip(Noticed("output", found.layer), tensors, before_update=True), None)
+
     # Trips.
 
     def _trip(self, trip: Trip, optimizer: Any) -> None:
@@ -536,11 +714,24 @@ class Session(Observer):
             self._tripped(trip, place)
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
+        # Other ranks wait in the backward call for this one, and get the same gradients from it.
+        self._holds = trip.noticed.what == "loss" and not world().is_alone
         try:
-            self.handouts.settle_on_used(values_around(sys._getframe()))
+            is_used = self.handouts.settle_on_used(values_around(sys._getframe()))
+            if not is_used and self.values is None and not self.through_loop:
+                self.handouts.forget()  # it may be another model's
         except Exception as error:  # a variable of the program that does not like to be looked at
             self.internal_error(error)
-        report, late = self.known(trip), self.gate.reads.late
+        late = self.gate.reads.late
+        # Once the weights are bad every step fails, and none of them tells more.
+        most = self.policy.investigates
+        closely = not late and (most is None or (self._investigated < most and (self.policy.undoes or not self.streak)))
+        # The source of the loops is read only for a failure that is investigated: it takes longer than a small step.
+        owns = self.microscope.ownership.owns
+        turns = turns_around(sys._getframe(), owns) if closely or self.live.on else []
+        self._loops = loops_of(turns, owns)
+        report = replace(self.known(trip, anew=closely), loops=self._loops)
+        self._tripped_in = report.step
         if self.live.on:
             self._traced_as_it_ran(Failure(trip, place, report))
             return
@@ -549,20 +740,19 @@ class Session(Observer):
             report = replace(report, step=max((report.step or 0) - 1, 0), batch=None, notes=(LATE,))
         if self._journal is not None:
             self._journal.tripped(trip.noticed, trip.tensors, report.step, self.gate.norm)
-        # Once the weights are bad every step fails, and none of them tells more.
-        most = self.policy.investigates
-        closely = not late and (most is None or (self._investigated < most and (self.policy.undoes or not self.streak)))
         self._investigated += closely
+        self._closely = closely
         self.policy.known(self, report)
         self.keep_state(report, trip)
         if closely or self.policy.undoes:
-            self._schedules = Schedules.of(list(self.gate.steps.done))
+            self._schedules = self._copy_schedules(trip)
         if closely:
-            turns = turns_around(sys._getframe(), self.microscope.ownership.owns)
-            answer = self.asked(Failure(trip, place, report, turns))
+            answer = self.asked(Failure(trip, place, report, turns, calls_around(sys._getframe(), owns)))
             if self.in_child:
                 return
             if answer is not None:
+                if self._journal is not None:
+                    self._journal.replayed_layers(answer.layers)
                 self.settle(answer.report, answer.before_update)
                 return
         if closely and trip.before_update and self.can_replay_loop():
@@ -574,32 +764,68 @@ class Session(Observer):
             report = replace(report, notes=(_NOT_INVESTIGATED,))
         self.settle(report, trip.before_update)
 
+    def _copy_schedules(self, trip: Trip) -> Schedules:
+        return self._schedule_search.copy(list(self.gate.steps.done), trip.noticed.what, self.hooks.scalers)
+
     def asked(self, failure: Failure) -> Answer | None:
         """What children find out about a failure; None if there can be none, or in a child."""
-        if not self._may_replay or not world().is_alone or isolation.unavailable():
+        if not self._may_replay or isolation.unavailable():
             return None
+        if are_sharded(list(self.gate.steps.done)):
+            return self._asked_together(failure)
+        return self._asked(failure)
+
+    def _asked_together(self, failure: Failure) -> Answer | None:
+        """The same, for weights that are spread over ranks: when all of them have come to the update."""
+        if self._holds:
+            self._deferred = failure
+            return Answer(failure.report, failure.trip.before_update)
+        answer: Answer | None = None
+        with gathered(failure.report.step) as there:
+            if there and failure.trip.noticed.what == "loss":
+                answer = self._asked(failure)
+                self.failure = None  # a fix cannot be tried without the other ranks
+        if answer is not None or self.in_child:
+            return answer
+        notes = () if there else (_SHARDED,)
+        return Answer(replace(failure.report, notes=(*failure.report.notes, *notes)), failure.trip.before_update)
+
+    def _asked(self, failure: Failure) -> Answer | None:
         self.failure = failure
         try:
-            return children.ask(self, failure)
+            answer = children.ask(self, failure)
+            if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
+                loops = loops_of(failure.turns, self.microscope.ownership.owns)
+                answer = replace(answer, report=replace(answer.report, loops=loops))
+            if answer is None or self.in_child:
+                return answer
+            return children.with_drawn(self, failure, turn_search.with_samples(self, failure, answer))
         except KeyboardInterrupt:
             if not isinstance(self.policy, EndProgram):
                 raise
             self.policy.interrupt()
             return Answer(replace(failure.report, notes=(*failure.report.notes, _INTERRUPTED)))
 
-    def known(self, trip: Trip) -> Report:
-        """What is known without a replay."""
+    def known(self, trip: Trip, *, anew: bool = True) -> Report:
+        """What is known without a replay; `anew`: the models are looked at again, for tensors they got since."""
         if self.layers is not None:
-            self.layers.read_notes()
-        return self.microscope.evidence(trip.noticed, trip.tensors).preliminary()
+            with self.journal.noting_layers():
+                self.layers.read_notes()
+        brief = not anew and not self.streak  # one of many that are skipped
+        return self.microscope.evidence(trip.noticed, trip.tensors, anew=anew).preliminary(brief=brief)
 
     def keep_state(self, report: Report, trip: Trip) -> None:
         """Saves the failing step in a capsule while its weights still exist."""
         if self._capsules is not None and self.values is not None:
             self._capsules.tripped(report, written=not trip.before_update or self.gate.in_step is not None)
 
-    def can_replay_loop(self) -> bool:
-        return self._may_replay and self.through_loop and can_replay(self)
+    def lacks_capsule(self, report: Report) -> bool:
+        """Whether the capsule could not be written, since the update was already in the weights."""
+        updated = report.noticed is not None and report.noticed.what == "parameter"
+        return updated and self._capsules is not None and self.values is not None and not self._capsules.is_done
+
+    def can_replay_loop(self, *, apart: bool = False) -> bool:
+        return self._may_replay and self.through_loop and can_replay(self, apart=apart)
 
     # In a forked child.
 
@@ -611,6 +837,8 @@ class Session(Observer):
         """From now on this process only investigates; everything it learns goes to its parent."""
         self.policy, self._process = policy, os.getpid()
         self.hooks.moved_to_child()
+        if self.failure is not None:
+            self.microscope.known_history = self.failure.report.history  # a replay makes updates of its own
 
     def try_with(self, policy: Policy) -> None:
         """In a child that tries a change: training goes on from here, under this policy."""
@@ -626,9 +854,15 @@ class Session(Observer):
     def turn_replayed_by(self, replay: TurnReplay) -> None:
         self._replay = replay
 
-    @property
-    def has_sources(self) -> bool:
-        return bool(self._sources)
+    def begin_turn(self) -> None:
+        """A turn of the loop is about to run again."""
+        self.backwards = 0
+        if self._schedules is not None:
+            self._schedules.restore()
+
+    def has_source(self, trip: Trip) -> bool:
+        """Whether a replay that needs no loop can explain this."""
+        return any(source.can(trip) for source in self._sources)
 
     def _traced_as_it_ran(self, failure: Failure) -> None:
         """Explains a failure whose operators are already recorded."""
@@ -638,13 +872,15 @@ class Session(Observer):
         if report is None:
             return
         if self.policy.searches and trip.before_update and self.can_replay_loop():
-            self._replay = LoopReplay(self, failure, Schedules.of(list(self.gate.steps.done)))
+            self._replay = LoopReplay(self, failure, self._copy_schedules(trip))
             if self._replay.searches(report):
                 return
         self.settle(report, trip.before_update)
 
     def replayed_at_once(self, report: Report, trip: Trip) -> Report:
         """The report, completed by a replay that needs no loop."""
+        if not world().is_alone:
+            return report  # other ranks would not take part in its collectives
         self._busy = True
         try:
             source = next((s for s in self._sources if s.can(trip)), None)
@@ -662,22 +898,49 @@ class Session(Observer):
         """The investigation is over and the policy decides. `finite`: the step was good in the end."""
         if isinstance(self.policy, Answering):
             whole = not isinstance(self._replay, TurnReplay) or self._replay.whole
-            self.policy.answer(Answer(report, before_update, whole))
+            self.policy.answer(Answer(report, before_update, whole, self.layers_seen()))
         if isinstance(self._replay, LoopReplay) and (why := isolation.unavailable()) and not isolation.is_off():
             report = replace(report, notes=(*report.notes, f"{_IN_PROCESS} ({why})"))
         self.microscope.stop()
         self._replay = None
         self.enter(SETTLED)
-        self.report = report = self._completed(report, before_update)
+        if not report.loops and report.step == self._tripped_in:
+            report = replace(report, loops=self._loops)
+        report = self._completed(report, before_update)
+        self._keep_report(report)
         self.streak += not finite
-        if finite and self.policy.continues:
+        if finite and self.policy.continues and world().is_alone:
             log.warning("%s", nonfinite_error(report))
             self.enter(WATCHING)
             return
+        if self._holds:
+            self._held = (report, before_update)
+            return
         self.policy.settle(self, report, before_update)
+
+    def _settle_held(self) -> None:
+        """The backward call that other ranks have waited for is over: the policy decides what was put off."""
+        self._holds, held, self._held = False, self._held, None
+        failure, self._deferred = self._deferred, None
+        if failure is not None and held is not None:
+            answer = self.asked(failure)
+            if self.in_child:
+                return
+            if answer is not None:
+                held = self._completed(answer.report, answer.before_update), answer.before_update
+                self._keep_report(held[0])
+        if held is not None:
+            self.policy.settle(self, *held)
+
+    def layers_seen(self) -> tuple[NaNEvent, ...]:
+        """What the layer watch has seen in a replay."""
+        return self._journal.layers_of_replay if self._journal is not None else ()
 
     def _completed(self, report: Report, before_update: bool) -> Report:
         """The complete report, with its capsule written."""
+        if self._journal is not None and report.noticed is not None and report.noticed.what == "output":
+            self._told = False  # no update follows
+            report = self._outside_training(report)
         report = self._told_of(report)
         if self._capsules is None or self._journal is None:
             return report
@@ -686,12 +949,30 @@ class Session(Observer):
         random = first.random if first is not None else None
         return self._capsules.settled(report, before_update, undo, self.buffers_before(), random)
 
+    def _keep_report(self, report: Report, before: Report | None = None) -> None:
+        """Keeps the report of a failure; with `before`, the same failure's report with more in it."""
+        self.report = report
+        if self._journal is not None and (self._closely or before is not None or not self._journal.has_reports):
+            self._journal.explained(report, before)
+
+    def _outside_training(self, report: Report) -> Report:
+        """The report of a model that is only called: it has no step, and its batch is that of its loader."""
+        batch, index = report.batch, self.handouts.position(training=not self.trains)
+        if self.trains:
+            batch = None if index is None else Batch(index)
+        elif index is not None and (batch is None or batch.index is None):
+            batch = replace(batch or Batch(), index=index)
+        return replace(report, step=None, batch=batch)
+
     def complete(self, report: Report) -> Report:
         """The report, with what the program's watch adds to it."""
         return self._told_of(report)
 
     def _told_of(self, report: Report) -> Report:
-        return self._journal.completed(report) if self._journal is not None else report
+        if self._journal is not None:
+            return self._journal.completed(report)
+        here = world()
+        return replace(report, rank=here.rank, world_size=here.size)
 
     def buffers_before(self) -> list[Any]:
         """The buffers as they were when the current step began."""
@@ -705,7 +986,7 @@ class Session(Observer):
 
     def _model_called(self) -> None:
         """In a loop that does not use `batches`, a bad step ends when the model is called for the next one."""
-        if self._updated and self.training_thread in (None, threading.get_ident()):
+        if self._updated and self._is_training_thread():
             self.hooks.guarded(self.body_ended)
 
     # Replays by the loop.
@@ -784,7 +1065,10 @@ class Session(Observer):
             self.recovery.go_back()
             if self.recovery.every is None:
                 restore_buffers(self.buffers_before())
-        self.report = replace(self.report, notes=(*self.report.notes, *why))
+            if self._schedules is not None:
+                self._schedules.restore()
+        self._keep_report(replace(self.report, notes=(*self.report.notes, *why)), self.report)
+        self.on_stop()
         raise nonfinite_error(self.report)
 
     # The loop was left.
@@ -811,7 +1095,9 @@ class Session(Observer):
             return None
         self._replay = None
         self.enter(SETTLED)
-        self.report = self._completed(report, before_update=True) if replay.search is None else self._told_of(report)
+        self._keep_report(
+            self._completed(report, before_update=True) if replay.search is None else self._told_of(report)
+        )
         return self.report
 
     def _known_at_end(self, trip: Trip, error: Exception | None) -> Report:
@@ -824,8 +1110,9 @@ class Session(Observer):
             answer = self.asked(Failure(trip, ("exception", 0), report, turns))
             report = answer.report if answer is not None else self.replayed_at_once(report, trip)
         self.microscope.stop()
-        self.report = self._completed(report, before_update=error is not None)
-        return self.report
+        report = self._completed(report, before_update=error is not None)
+        self._keep_report(report)
+        return report
 
     def found(self, report: Report) -> None:
         """Keeps a report that belongs to no step."""

@@ -1,26 +1,28 @@
 """Tries a changed program at the failing step itself, in forked children: seconds, however long the run was.
 
-The turn of the loop that failed is run with the changed code, then some turns more. That is possible where the change
-lies in the body of the loop or in functions that it calls.
+The turn of the loop that failed is run with the changed code, then the turns after it, then those of the loops around
+it. That is possible where the change lies in the body of the loop or in functions that it calls.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
 
 from firstnan.engine import isolation
-from firstnan.engine.children import Answering, TurnReplay, heard
+from firstnan.engine.children import Answering, TurnReplay, messages
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
 from firstnan.engine.turn import LeftLoop, Turn, parsed, same_values
@@ -29,7 +31,7 @@ from firstnan.observe.forked import calls_one_of
 from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
-from firstnan.repair.verdict import TrialOutcome, change_of, described
+from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described
 from firstnan.tensors.models import drop_gradients, parameters_of
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 
 _COMPARED = 3
 """How many healthy turns are run with and without the change, to compare their losses."""
+_KEPT = 1000
+"""How many losses of a trial are kept."""
+_NEWS = 1.0
+"""Seconds after which a trial says how far it is."""
 _NOT_REPEATED = ("__init__", "__new__", "__init_subclass__", "__post_init__", "setUp", "setup")
 
 
@@ -48,10 +54,12 @@ class StepTrials:
     failure: Failure
     _turn: tuple[Turn, int] | None = None
     """The turn that fails again, and how many of its statements are left out."""
+    interrupted: bool = False
+    """Whether Ctrl-C has ended a trial; what was seen until then counts."""
     _looked: bool = False
     _healthy: list[float] = field(default_factory=list)
 
-    def outcome(self, contents: dict[str, bytes], remedy: Remedy, *, step: int, steps: int) -> TrialOutcome | None:
+    def outcome(self, contents: dict[str, bytes], remedy: Remedy, *, step: int, reach: Reach) -> TrialOutcome | None:
         """The outcome of the changed program, which fails in `step`; None if it has to be run from its start."""
         if not self._looked:
             self._looked = True
@@ -63,19 +71,21 @@ class StepTrials:
         change = _Change.of(contents, remedy, *self._turn)
         if change is None:
             return None
-        outer = self.failure.turns[1] if len(self.failure.turns) > 1 else None
-        trial = _Tried(self.session, *self._turn, change, steps, outer)
+        steps = _Steps(self.session, self.failure, step, reach)
+        trial = _Tried(self.session, *self._turn, change, steps, self.failure.turns[1:])
         seen: Any = self._ask(trial)
         if seen is None or (seen.noticed and not seen.called and change.functions):
             return None
-        passed, noticed = step + seen.turns, seen.noticed
-        losses = self._ask(_Compared(self.session, *self._turn, change)) if not noticed else None
+        passed, noticed = step + (seen.steps or seen.turns), seen.noticed
+        compares = not noticed and not self.interrupted
+        losses = self._ask(_Compared(self.session, *self._turn, change)) if compares else None
         return TrialOutcome(
             passed=passed,
             noticed=noticed,
             bad_step=passed if noticed else None,
             error=seen.error,
             trained=True,
+            ended=seen.ended,
             exploded=seen.exploded,
             frozen=seen.frozen(),
             change=change_of(self._healthy, losses or []),
@@ -96,7 +106,15 @@ class StepTrials:
         if isinstance(child, isolation.Channel):
             self.session.continue_as_child(Answering(self.session.policy, child))
             work.run(child)
-        return heard(child, self.session)
+        last: Any = None
+        try:
+            for message in messages(child, self.session):
+                last = message
+        except KeyboardInterrupt:
+            if last is None:
+                raise
+            self.interrupted = True
+        return last
 
 
 class _Work:
@@ -107,13 +125,13 @@ class _Work:
 
     def run(self, channel: isolation.Channel) -> NoReturn:
         try:
-            channel.send(self.answer())
+            channel.send(self.answer(channel))
         except BaseException as error:
             if os.environ.get("FIRSTNAN_DEBUG"):
                 sys.excepthook(type(error), error, error.__traceback__)
         channel.leave()
 
-    def answer(self) -> Any:
+    def answer(self, channel: isolation.Channel) -> Any:
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -134,7 +152,7 @@ class _FailsAgain(_Work):
         super().__init__(session, turn, start)
         self._replay = TurnReplay(session, failure, turn, start=start, traced=False)
 
-    def answer(self) -> bool:
+    def answer(self, channel: isolation.Channel) -> bool:
         return self._replay.fails_again()
 
 
@@ -143,29 +161,69 @@ class _Watching(Policy):
 
     searches = False
 
-    def __init__(self, *, updates: bool) -> None:
+    def __init__(self, *, updates: bool, step_ended: Callable[[], None] = lambda: None) -> None:
         self.losses: list[float] = []
-        self.has_gradients: list[bool] = []
+        self.updates = 0
+        self.learns = False
+        """Whether any update had a gradient other than 0."""
         self.noticed = ""
-        self._updates = updates
+        self._updates, self._step_ended = updates, step_ended
 
     def tripped(self, session: Session, trip: Trip) -> bool:
         self.noticed = self.noticed or described(trip.noticed)
         raise TurnFailed
 
     def before_backward(self, session: Session, roots: list[Tensor]) -> None:
-        if roots and roots[0].numel() == 1:
+        if roots and roots[0].numel() == 1 and len(self.losses) < _KEPT:
             self.losses.append(float(roots[0].detach()))
 
     def before_update(self, session: Session, optimizer: Any, closure: bool) -> Decision:
         if not closure:
-            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-            self.has_gradients.append(any(bool(g.any()) for g in gradients))
+            self.updates += 1
+            gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+            self.learns = self.learns or any(bool(g.any()) for g in gradients)
         return Decision.RUN if self._updates or closure else Decision.DROP
+
+    def step_ended(self, session: Session) -> None:
+        self._step_ended()
 
 
 class TurnFailed(BaseException):
     """Something in the turn is not finite."""
+
+
+class FarEnough(BaseException):
+    """The trial has gone as far as it should."""
+
+
+class _Steps:
+    """Counts the steps of the optimizer that failed, and says when there are enough."""
+
+    def __init__(self, session: Session, failure: Failure, step: int, reach: Reach) -> None:
+        self._session, self._step, self._reach = session, step, reach
+        self._counter = session.gate.steps
+        self._optimizer = self._counter.current_optimizer(not failure.trip.before_update)
+        self._before = self._number()
+        self._began: float | None = None
+
+    def _number(self) -> int:
+        return self._counter.of(self._optimizer) if self._optimizer is not None else self._counter.updates
+
+    @property
+    def made(self) -> int:
+        return self._number() - self._before
+
+    @property
+    def are_as_asked(self) -> bool:
+        """Whether there are as many as a trial has to make in any case."""
+        return self._step + self.made > self._reach.last
+
+    @property
+    def are_enough(self) -> bool:
+        if self.made and self._began is None:
+            self._began = time.monotonic()
+        seconds = time.monotonic() - self._began if self._began is not None else 0.0
+        return self._reach.is_enough(self._step + self.made, seconds)
 
 
 class _Compared(_Work):
@@ -175,10 +233,12 @@ class _Compared(_Work):
         super().__init__(session, turn, start)
         self._change = change
 
-    def answer(self) -> list[float]:
+    def answer(self, channel: isolation.Channel) -> list[float]:
         watching = _Watching(updates=False)
         self.session.try_with(watching)
-        code = self._change.made(self.turn, 0) if self._change is not None else self.turn.compiled()
+        if self._change is not None:
+            self._change.make()
+        code = self._change.code_of(self.turn) if self._change is not None else self.turn.compiled()
         if code is None:
             return []
         for names in islice(following(self.turn, self.session), _COMPARED):
@@ -196,18 +256,22 @@ class Seen:
 
     turns: int = 0
     """How many were finite, the failing one included."""
+    steps: int = 0
+    """How many steps the optimizer that failed has made in them; 0 if there is none."""
+    ended: Literal["", "loop"] = ""
     noticed: str = ""
     error: str = ""
     called: bool = False
     """Whether a changed function was called in the failing turn."""
     exploded: str = ""
     losses: list[float] = field(default_factory=list)
-    has_gradients: list[bool] = field(default_factory=list)
-    """For each update, whether a gradient was other than 0."""
+    updates: int = 0
+    learns: bool = False
+    """Whether any update had a gradient other than 0."""
 
     def frozen(self) -> str:
         """Why training does not learn any more, if it does not."""
-        if self.has_gradients and not any(self.has_gradients):
+        if self.updates and not self.learns:
             return "all gradients are 0 with it"
         if len(self.losses) > 5 and len(set(self.losses)) == 1:
             return f"the loss is {self.losses[0]:.6g} in every step with it"
@@ -215,66 +279,103 @@ class Seen:
 
 
 class _Tried(_Work):
-    """The changed turn, and some more."""
+    """The changed turn, and those after it."""
 
     def __init__(
-        self, session: Session, turn: Turn, start: int, change: _Change, steps: int, outer: Turn | None
+        self, session: Session, turn: Turn, start: int, change: _Change, steps: _Steps, outer: Sequence[Turn]
     ) -> None:
         super().__init__(session, turn, start)
         self._change, self._steps, self._outer = change, steps, outer
+        self._seen, self._watching = Seen(), _Watching(updates=True, step_ended=self._step_ended)
+        self._channel: isolation.Channel | None = None
+        self._said = time.monotonic()
 
-    def answer(self) -> Seen:
-        seen, watching = Seen(), _Watching(updates=True)
-        self.session.try_with(watching)
-        first, code = self._change.made(self.turn, self.start), self._change.made(self.turn, 0)
-        if first is None or code is None:
-            raise ValueError("the loop is not in the changed file")
-        self.begin()
-        more, extra = following(self.turn, self.session), False
-        for i in range(self._steps + 1):
-            try:
-                if i == 0:
-                    seen.called = self._change.is_called_in(lambda: self.turn.run(first))
-                    self.session.handouts.stop_again()
-                else:
-                    names = next(more, None)
-                    if names is None and not extra:
-                        more, extra = another_epoch(self.turn, self._outer), True
-                        names = next(more, None)
-                    if names is None:  # there is nothing left to train on
-                        break
-                    self.turn.names.update(names)
-                    self.turn.run(code)
-            except LeftLoop:
-                if not watching.has_gradients:
-                    raise ValueError("the program has left its loop without an update") from None
-                seen.turns += 1
-                break
-            except TurnFailed:
-                seen.noticed = watching.noticed
-                break
-            except (Exception, SystemExit) as error:
-                if extra:  # perhaps the program would have ended before
-                    break
-                seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                break
-            seen.turns += 1
+    def answer(self, channel: isolation.Channel) -> Seen:
+        self._channel = channel
+        self.session.try_with(self._watching)
+        self._change.make()
+        seen, watching = self._seen, self._watching
+        try:
+            self._run()
+        except TurnFailed:
+            seen.noticed = watching.noticed
+        except FarEnough:
+            pass
         trip = self.session.gate.remaining_nonfinite()
         if trip is not None and not seen.noticed:
             seen.noticed = described(trip.noticed)
+        return self._now()
+
+    def _now(self) -> Seen:
+        """What has been seen until now."""
+        seen, watching = self._seen, self._watching
         alarm = self.session.gate.explosion
-        seen.exploded = alarm.text if alarm is not None else ""
-        seen.losses, seen.has_gradients = watching.losses, watching.has_gradients
+        seen.steps, seen.updates, seen.learns = self._steps.made, watching.updates, watching.learns
+        seen.losses, seen.exploded = watching.losses, alarm.text if alarm is not None else ""
         return seen
+
+    def _step_ended(self) -> None:
+        if self._steps.are_enough:
+            raise FarEnough
+        if time.monotonic() - self._said > _NEWS and self._seen.turns and self._channel is not None:
+            self._channel.send(self._now())  # known even if time runs out
+            self._said = time.monotonic()
+
+    def _run(self) -> None:
+        """The failing turn, the rest of its loop, and the rest of the loops around it."""
+        first, code = self._change.code_of(self.turn, self.start), self._change.code_of(self.turn)
+        if first is None or code is None:
+            raise ValueError("the loop is not in the changed file")
+        self.begin()
+        seen, left = self._seen, False
+        try:
+            seen.called = self._change.is_called_in(lambda: self.turn.run(first))
+            self.session.handouts.stop_again()
+            seen.turns += 1
+            for names in following(self.turn, self.session):
+                self.turn.names.update(names)
+                self.turn.run(code)
+                seen.turns += 1
+        except LeftLoop:
+            if not self._watching.updates:
+                raise ValueError("the program has left its loop without an update") from None
+            seen.turns, left = seen.turns + 1, True
+        except (Exception, SystemExit) as error:
+            if self._steps.are_as_asked:
+                return  # perhaps the program would not have come so far
+            seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            return
+        # What an error means here is not known: perhaps the program would not have come so far.
+        with contextlib.suppress(Exception, SystemExit):
+            if self._rest_of_outer(returned=left and self.turn.returns):
+                seen.ended = "loop"
+
+    def _rest_of_outer(self, *, returned: bool) -> bool:
+        """Whether the loops around the turn's have come to their end."""
+        for outer in self._outer:
+            if returned and outer.code is self.turn.code:
+                continue  # it has been left as well
+            rest, code = self._change.code_of(outer, rest=True), self._change.code_of(outer)
+            if rest is None or code is None:
+                return False
+            try:
+                # What the failing call would have returned may be missing here.
+                with contextlib.suppress(Exception):
+                    outer.run(rest)
+                for names in values_after(outer):
+                    outer.names.update(names)
+                    outer.run(code)
+            except LeftLoop:
+                returned = outer.returns
+        return True
 
 
 def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
     """The loop's variables in the turns after the failing one: the next batches where they can be had."""
-    handouts = session.handouts
-    latest = handouts.latest
-    iterator = handouts.iterator_of(latest) if latest is not None else None
+    latest = session.handouts.latest
+    iterator = session.handouts.iterator_of(latest) if latest is not None else None
     loop = turn.loop
-    if isinstance(loop, ast.For) and latest is not None and iterator is not None:
+    if isinstance(loop, ast.For) and latest is not None and iterator is not None and not turn.counts:
         counters = {name: turn.names[name] for name in _names(loop.target) if type(turn.names.get(name)) is int}
         while True:
             batch = next(iterator, None)
@@ -283,8 +384,14 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
                 break
             counters = {name: number + 1 for name, number in counters.items()}
             yield {**found, **counters}
-    elif isinstance(loop, ast.For) and not turn.counts:
-        yield from _rest_of(turn, loop)
+    else:
+        yield from values_after(turn)
+
+
+def values_after(turn: Turn) -> Iterator[dict[str, Any]]:
+    """The loop's variables in the turns after this one, where the loop itself knows them."""
+    if isinstance(turn.loop, ast.For) and not turn.counts:
+        yield from _rest_of(turn, turn.loop)
     else:
         yield from turn.following()
 
@@ -310,18 +417,6 @@ def _taken(turn: Turn, loop: ast.For, values: Any) -> Iterator[Any]:
         turn.names["__firstnan_next__"] = one
         exec(take, turn.names)
         yield one
-
-
-def another_epoch(turn: Turn, outer: Turn | None) -> Iterator[dict[str, Any]]:
-    """Begins the loop anew, as long as the loop around it would."""
-    loop = turn.loop
-    if outer is None or not isinstance(loop, ast.For):
-        return
-    source = compile(ast.Expression(loop.iter), turn.file, "eval")
-    for names in outer.following():
-        turn.names.update(names if outer.file == turn.file else {})
-        for _ in _taken(turn, loop, eval(source, turn.names)):
-            yield {}
 
 
 def _names(target: ast.expr) -> list[str]:
@@ -384,15 +479,18 @@ class _Change:
         texts = {path: content.decode() for path, content in contents.items()}
         return _Change(texts, remedy, functions)
 
-    def made(self, turn: Turn, start: int) -> CodeType | None:
-        """Makes the change in this process; returns the code of the changed turn."""
+    def make(self) -> None:
+        """Makes the change in the functions of this process."""
         for path, text in self.texts.items():
             self._replace_functions(path, text)
+
+    def code_of(self, turn: Turn, start: int = 0, *, rest: bool = False) -> CodeType | None:
+        """The code of the changed turn, or of its rest."""
         path = os.path.realpath(turn.file)
         if path not in self.texts:
-            return turn.compiled(start=start)
+            return turn.compiled(start=start, rest=rest)
         line, at = (moved_line(self.remedy, turn.file, one) for one in (turn.line, turn.at))
-        return turn.compiled(self.texts[path], line, at, start)
+        return turn.compiled(self.texts[path], line, at, start, rest=rest)
 
     def _replace_functions(self, path: str, text: str) -> None:
         old, new = _codes(compile(_text(path), path, "exec")), _codes(compile(text, path, "exec"))

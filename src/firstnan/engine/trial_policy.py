@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +13,17 @@ from firstnan.engine.policies import EndProgram, end_program
 from firstnan.engine.session import Session
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership
-from firstnan.repair.verdict import TrialOutcome, described
+from firstnan.repair.verdict import Reach, TrialOutcome, described
+
+_NEWS = 0.5
+"""Seconds after which a trial that has gone far says again how far it is."""
+
+_LAST_LOSSES = 5
+_LAST_RATES = 5
 
 
 class Trial(EndProgram):
-    """Ends the program at a failure, or after step `last`; calls `tell` with the outcome from step `step` on.
+    """Ends the program at a failure, or where `reach` ends; calls `tell` with the outcome from step `step` on.
 
     Steps are those of the optimizer that is made at `made` (file and line), where there are several.
     """
@@ -29,26 +36,36 @@ class Trial(EndProgram):
         ownership: Ownership,
         *,
         step: int,
-        last: int,
+        reach: Reach,
         tell: Callable[[TrialOutcome], None],
         made: tuple[str, int] | None = None,
     ) -> None:
         super().__init__(lambda report: tell(self.outcome()))
-        gate.remember(last - step + 1)
-        self._gate, self._step, self._last, self._tell = gate, step, last, tell
+        self._gate, self._step, self._reach, self._tell = gate, step, reach, tell
         self._counted = _CountedSteps(gate, ownership, made)
         self._parent = os.getppid()
         self._session: Session | None = None
         self._stopped = False
+        self._losses: tuple[tuple[int, float], ...] | None = None
+        """Those up to the failing step, once it has passed."""
+        self._latest: tuple[tuple[int, float], ...] = ()
+        self._began = self._told = 0.0
 
     def watch(self, session: Session) -> None:
         self._session = session
 
     def step_ended(self, session: Session) -> None:
         self._counted.step_ended()
-        if self._counted.passed > self._step:
-            self._tell(self.outcome())  # known even if time runs out
-        if self._counted.passed > self._last or os.getppid() != self._parent:
+        passed, now = self._counted.passed, time.monotonic()
+        self._latest = self._losses_now()[-_LAST_LOSSES:]
+        if passed > self._step:
+            if self._losses is None:
+                self._losses, self._began = self._losses_now(), now
+            if passed <= self._reach.last or now - self._told > _NEWS:
+                self._tell(self.outcome())  # known even if time runs out
+                self._told = now
+        enough = self._reach.is_enough(passed, now - self._began if self._losses is not None else 0.0)
+        if enough or os.getppid() != self._parent:
             self._stopped = True
             session.close()
             end_program()
@@ -62,15 +79,28 @@ class Trial(EndProgram):
         output = session.values.bad_output if session.values is not None and self.unresolved else None
         noticed = report.noticed if report is not None and found else output
         alarm = self._gate.explosion
+        over = fate is not None and not found and not self._stopped
         return replace(
-            TrialOutcome() if fate is None or found or self._stopped else fate,
+            fate if fate is not None and over else TrialOutcome(),
+            ended="program" if over else "",
             passed=self._counted.passed,
             noticed=described(noticed) if noticed or found else "",
             bad_step=report.step if report is not None and found else None,
             trained=self._gate.trained,
             exploded=alarm.text if alarm is not None else "",
-            losses=tuple((r.step, r.loss) for r in self._gate.past().steps if r.loss is not None),
+            frozen=_without_rate(self._gate, self._counted.optimizers),
+            losses=self._losses if self._losses is not None else self._losses_now(),
+            latest=self._latest,
         )
+
+    def _losses_now(self) -> tuple[tuple[int, float], ...]:
+        return tuple((r.step, r.loss) for r in self._gate.steps_of(self._counted.optimizers) if r.loss is not None)
+
+
+def _without_rate(gate: Gate, optimizers: list[Any]) -> str:
+    """Why training learns nothing: the last updates had a learning rate of 0."""
+    rates = [r.lr for r in gate.steps_of(optimizers) if r.lr is not None][-_LAST_RATES:]
+    return "the learning rate is 0 with it" if len(rates) == _LAST_RATES and not any(rates) else ""
 
 
 class _CountedSteps:
@@ -82,6 +112,11 @@ class _CountedSteps:
         self._known = 0
         self._several = False
         self._passed = 0
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those whose steps are counted, where there are others."""
+        return list(self._ours) if self._several else []
 
     @property
     def passed(self) -> int:

@@ -13,7 +13,9 @@ from firstnan.observe.runner import Program
 from firstnan.records import Remedy, Report
 from firstnan.repair.patch import PatchError, moved_line, new_contents
 from firstnan.repair.verdict import (
+    Reach,
     TrialOutcome,
+    far_enough,
     judged,
     keeps_numbers,
     last_bad_step,
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from firstnan.engine.step_trial import StepTrials
 
 STEPS = 20
-"""How many steps after the failing one have to be finite, by default."""
+"""How many steps after the failing one have to be finite at least, if the program has so many."""
 MOST = 8
 PATIENCE = 300.0
 """The longest run in seconds after which a program is started again unasked."""
@@ -48,10 +50,16 @@ class Limits:
 
     one: float
     all: float
+    further: float = 0.0
+    """For going on after the steps that are needed, until the change has held ten times as far as the program came."""
+    end: float = 0.0
+    """For going on after that, to the end of the program."""
 
     @staticmethod
-    def after(seconds: float) -> Limits:
-        return Limits(max(20.0, 3 * seconds), max(120.0, 4 * seconds))
+    def after(seconds: float, steps: int | None = None) -> Limits:
+        """`steps`: the program is asked for so many and no more."""
+        further, end = (min(max(15.0, seconds), 300.0), 5.0) if steps is None else (0.0, 0.0)
+        return Limits(max(20.0, 3 * seconds), max(120.0, 4 * seconds), further, end)
 
 
 class Trials:
@@ -106,7 +114,7 @@ class Trials:
         last = done[-1]
         if self._fails_again is False:
             return _CHANCE
-        if last.note == _SKIPPED:
+        if last.note == _SKIPPED or (self._at_step is not None and self._at_step.interrupted):
             return _SKIPPED
         if last.proven and (keeps_numbers(last, report) or sum(one.proven for one in done) >= _ENOUGH):
             return _HELPED
@@ -122,11 +130,14 @@ class Trials:
         except (PatchError, SyntaxError, ValueError) as error:
             return replace(remedy, note=f"the change does not fit: {error}")
         contents = {os.path.realpath(file.path): content for file, content in changes}
-        bad = last_bad_step(report)
-        here = self._at_step.outcome(contents, remedy, step=bad, steps=self.steps) if self._at_step else None
+        bad, reach, here = last_bad_step(report), self._reach(report, self.steps), None
+        # A run that diverges is lost long before its failing step.
+        lost = report.cause is not None and report.cause.slug == "divergence_lr"
+        if self._at_step is not None and not lost:
+            here = self._at_step.outcome(contents, remedy, step=bad, reach=reach)
         if here is not None:
             result = judged(remedy, here, report)
-            if result.proven or self._from_start or self.limits.one > _QUICKLY:
+            if result.proven or self._from_start or self.limits.one > _QUICKLY or result.fails_in:
                 return result
         if self._from_start:
             return replace(remedy, note=self._from_start)
@@ -139,6 +150,11 @@ class Trials:
             return replace(remedy, note=f"the program cannot be run again: {error}")
         return result
 
+    def _reach(self, report: Report, steps: int) -> Reach:
+        left = max(self.until - time.monotonic(), 0.0) if steps else 0.0
+        further, end = min(self.limits.further, left), min(self.limits.end, left)
+        return Reach(last_bad_step(report) + steps, far_enough(report), further, end)
+
     def _outcome(
         self, contents: dict[str, bytes], report: Report, steps: int, remedy: Remedy | None = None
     ) -> tuple[TrialOutcome | None, str]:
@@ -148,9 +164,10 @@ class Trials:
         if site is not None:
             made = site.file, moved_line(remedy, site.file, site.line) if remedy else site.line
         began = time.monotonic()
-        seconds = min(self.limits.one, max(self.until - began, 1.0))
+        reach = self._reach(report, steps)
+        seconds = min(self.limits.one + reach.further, max(self.until - began, 1.0))
         data, in_time = self.start.try_out(
-            self.program, contents, step=bad, last=bad + steps, seconds=seconds, made=made, isolated=self._isolated
+            self.program, contents, step=bad, reach=reach, seconds=seconds, made=made, isolated=self._isolated
         )
         self._longest = max(self._longest, time.monotonic() - began)
         return TrialOutcome.of(data) if data is not None else None, "" if in_time else f"stopped after {seconds:.0f} s"
@@ -166,5 +183,8 @@ class Trials:
             else:
                 unchanged, stopped = self._outcome({}, report, 0)
                 # If it did not finish, the trial is the only evidence there is.
-                self._fails_again = bool(stopped) or unchanged is None or bool(unchanged.noticed)
+                again = unchanged is None or unchanged.noticed
+                if report.verdict == "diverged" and unchanged is not None:
+                    again = unchanged.noticed or unchanged.exploded
+                self._fails_again = bool(stopped) or bool(again)
         return self._fails_again

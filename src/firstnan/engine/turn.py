@@ -1,4 +1,4 @@
-"""One turn of the program's own loop, taken from its source: run again with the variables as they are now.
+"""One turn of the program's own loop, or one call of a function: run again from its source, with its variables.
 
 Only for a forked child, since it runs the program's code on the program's own objects.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import linecache
 import os
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
+
+from firstnan.records import LoopTurn
+from firstnan.tensors.finite import nested_values, tensors_in
 
 _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
@@ -24,22 +28,36 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "ipykernel", "IPython"))
 """Packages that run a program and have loops of their own, as the standard library has."""
 _MOST_STARTS = 12
+_MOST_FUNCTIONS = 8
+_PAUSE = "__firstnan_pause__"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Loop = ast.For | ast.While
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The loop around the failing call: where it is, and the names that its body uses."""
+    """The loop around the failing call, or a function that made it: where it is, and the names that its body uses."""
 
     file: str
-    loop: _Loop
+    loop: _Loop | ast.FunctionDef
     at: int
     """The line in its body that was running."""
     code: CodeType
     """The function, or module, whose loop it is."""
     names: dict[str, Any]
     """The variables; in a module its own, in a function a copy together with the module's."""
+
+    @property
+    def is_function(self) -> bool:
+        return isinstance(self.loop, ast.FunctionDef)
+
+    @property
+    def given(self) -> set[str]:
+        """The variables that the body starts with: the arguments of a function, or what the loop itself assigns."""
+        if isinstance(self.loop, ast.FunctionDef):
+            return set(_arguments(self.code))
+        return {n.id for n in _stored([self.loop.target])} if isinstance(self.loop, ast.For) else set()
 
     @property
     def line(self) -> int:
@@ -68,16 +86,57 @@ class Turn:
         """The variables that the body assigns."""
         return {n.id for n in _stored([self.loop])}
 
-    def compiled(self, source: str | None = None, line: int = 0, at: int = 0, start: int = 0) -> CodeType | None:
-        """The code of one turn; `source` is that of a changed file, in which the loop is on `line`."""
-        loop = self.loop if source is None else find_loop(parsed(source), line)
+    def statement(self, start: int) -> ast.stmt:
+        """The statement that a replay from `start` begins with."""
+        body, index = _places(self.loop.body, self.at)[start]
+        return body[index]
+
+    def read(self) -> set[str]:
+        """What the body reads without assigning it: variables, and attributes as `name.attribute`."""
+        names = {n.id for n in ast.walk(self.loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        # A body that only calls a function reads what that reads from its module.
+        for _ in range(2):
+            functions = [f for name in names if isinstance(f := self.names.get(name), FunctionType)]
+            names |= {n for f in functions if f.__globals__ is self.names for n in f.__code__.co_names}
+        members = {
+            f"{n.value.id}.{n.attr}"
+            for n in ast.walk(self.loop)
+            if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
+        }
+        return (names | members) - self.assigned
+
+    def compiled(
+        self,
+        source: str | None = None,
+        line: int = 0,
+        at: int = 0,
+        start: int = 0,
+        *,
+        rest: bool = False,
+        pauses: Callable[[int], None] | None = None,
+    ) -> CodeType | None:
+        """The code of one turn, or of its `rest` after the statement that was running.
+
+        `source` is that of a changed file, in which the loop is on `line`. `pauses` is called before each statement
+        where a replay may begin, with the number of that place.
+        """
+        loop: Any = self.loop if source is None else find_loop(parsed(source), line)
         if loop is None:
             return None
         loop = copy.deepcopy(loop)  # it is adapted below
+        if pauses is not None:
+            self.names[_PAUSE] = pauses
+            for number, (inside, index) in reversed(list(enumerate(_places(loop.body, at or self.at)))):
+                if number >= start:
+                    call = ast.Expr(ast.Call(ast.Name(_PAUSE, ast.Load()), [ast.Constant(number)], []))
+                    call.lineno = call.end_lineno = inside[index].lineno
+                    inside.insert(index, call)
         body = _cuts(loop.body, at or self.at)[start] if start else loop.body
+        if rest:
+            body = _after(loop.body, at or self.at) or [ast.copy_location(ast.Pass(), loop)]
         owner = self.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
         once = ast.For(ast.Name("_", ast.Store()), ast.Tuple([ast.Constant(None)], ast.Load()), list(body), [])
-        tree = _Adapted(owner).visit(ast.Module([once], []))
+        tree = _Adapted(owner, next(iter(_arguments(self.code)), "")).visit(ast.Module([once], []))
         ast.copy_location(once, loop)
         code = compile(ast.fix_missing_locations(tree), self.file, "exec", dont_inherit=True)
         return code.replace(co_name=self.code.co_name, co_qualname=self.code.co_qualname)
@@ -85,7 +144,13 @@ class Turn:
     def run(self, code: CodeType) -> None:
         """Runs one turn; raises what the body raises, and `LeftLoop` if it leaves its loop."""
         self.names["__firstnan_left__"] = LeftLoop
-        exec(code, self.names)
+        with torch._C._EnableTorchFunction():  # it is off while we work inside of a mode of the program's
+            exec(code, self.names)
+
+    @property
+    def returns(self) -> bool:
+        """Whether its body may leave the function, not only the loop."""
+        return any(isinstance(node, ast.Return) for node in _own_nodes(self.loop))
 
     @property
     def counts(self) -> bool:
@@ -99,7 +164,7 @@ class Turn:
             while eval(test, self.names):
                 yield {}
             return
-        counter = _counter(self.loop)
+        counter = _counter(self.loop) if isinstance(self.loop, ast.For) else None
         if counter is None:
             return
         name, expression = counter
@@ -118,10 +183,13 @@ class LeftLoop(BaseException):  # the program must not catch it
 
 
 class _Adapted(ast.NodeTransformer):
-    """The body outside its loop: `break` and `return` leave it, and private names get their class's prefix."""
+    """The body outside its loop or function: `break` and `return` leave it, private names get their class's prefix,
+    and `super()` its arguments."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, first: str = "") -> None:
+        """`first`: the name of the function's first argument."""
         self._prefix = f"_{owner.lstrip('_')}" if owner and owner != "<locals>" else ""
+        self._first = first
         self._depth = 0
 
     def visit_For(self, node: ast.For) -> ast.AST:
@@ -143,6 +211,15 @@ class _Adapted(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         return ast.copy_location(ast.Raise(ast.Name("__firstnan_left__", ast.Load()), None), node)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
+        return ast.copy_location(ast.Pass(), node)  # the variables are in one place here
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and self._first:
+            node.args = [ast.Name("__class__", ast.Load()), ast.Name(self._first, ast.Load())]
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return node
@@ -170,6 +247,22 @@ def parsed(source: str) -> ast.Module | None:
 def find_loop(tree: ast.Module | None, line: int) -> _Loop | None:
     """The loop that begins on this line."""
     return next((n for n in ast.walk(tree) if isinstance(n, _Loop) and n.lineno == line), None) if tree else None
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    """The names of a function's arguments, `*args` and `**kwargs` included."""
+    many = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + many]
+
+
+def _function(tree: ast.Module, code: CodeType) -> ast.FunctionDef | None:
+    """The function whose code this is."""
+    return next((n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and _is(n, code)), None)
+
+
+def _is(function: ast.FunctionDef, code: CodeType) -> bool:
+    first = min([function.lineno, *(d.lineno for d in function.decorator_list)])
+    return (function.name, first) == (code.co_name, code.co_firstlineno)
 
 
 def _loops_around(tree: ast.Module, code: CodeType, line: int) -> list[_Loop]:
@@ -215,6 +308,29 @@ def _cuts(body: list[ast.stmt], line: int) -> list[list[ast.stmt]]:
     return found
 
 
+def _after(body: list[ast.stmt], line: int) -> list[ast.stmt]:
+    """What a body does after its statement on this line; also inside a `with`, `try` or `if`."""
+    for i, statement in enumerate(body):
+        if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
+            inner = statement.body if isinstance(statement, ast.With | ast.Try | ast.If) else []
+            left = _after(inner, line)
+            return [*([_with_body(statement, left)] if left else []), *body[i + 1 :]]
+    return []
+
+
+def _places(body: list[ast.stmt], line: int) -> list[tuple[list[ast.stmt], int]]:
+    """Where each part of `_cuts` begins: a list of statements, and the index in it."""
+    found: list[tuple[list[ast.stmt], int]] = []
+    for i, statement in enumerate(body):
+        found.append((body, i))
+        if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
+            inner = getattr(statement, "body", None)
+            if isinstance(statement, ast.With | ast.Try | ast.If) and inner:
+                found += _places(inner, line)[1:]
+            break
+    return found
+
+
 def _with_body(statement: Any, body: list[ast.stmt]) -> Any:
     if isinstance(statement, ast.If):
         return ast.copy_location(ast.If(ast.Constant(True), body, []), statement)
@@ -234,6 +350,68 @@ def _counter(loop: ast.For) -> tuple[str, ast.expr] | None:
     return None
 
 
+def loops_of(turns: Sequence[Turn], owns: Callable[[CodeType], bool]) -> tuple[LoopTurn, ...]:
+    """How far the user's loops were, the outermost first; those without a variable that counts are left out."""
+    found = []
+    for turn in reversed(turns):
+        counted = _counted(turn) if owns(turn.code) else None
+        if counted is not None:
+            name, first = counted
+            value = turn.names[name]
+            turns_made = max(value - first, 0) if first is not None else None
+            found.append(LoopTurn(turn.file, turn.line, name, value, turns_made))
+    return tuple(found)
+
+
+def _counted(turn: Turn) -> tuple[str, int | None] | None:
+    """The variable that counts the turns of a loop, and the number it began with."""
+    loop = turn.loop
+    if isinstance(loop, ast.While):
+        steps = [n for n in _own_nodes(loop) if isinstance(n, ast.AugAssign) and _is_one_more(n)]
+        inner = {id(n) for other in _own_nodes(loop) if isinstance(other, _Loop) for n in ast.walk(other)}
+        names = [n.target.id for n in steps if isinstance(n.target, ast.Name) and id(n) not in inner]
+        known = [name for name in names if type(turn.names.get(name)) is int and turn.names[name] >= 0]
+        return (known[0], None) if known else None
+    if not isinstance(loop, ast.For):
+        return None
+    call = loop.iter
+    while isinstance(call, ast.Call) and not (isinstance(call.func, ast.Name) and call.func.id in _COUNTING):
+        if not call.args:
+            return None
+        call = call.args[0]
+    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple | ast.List) and loop.target.elts else loop.target
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not isinstance(target, ast.Name):
+        return None
+    value = turn.names.get(target.id)
+    if type(value) is not int or value < 0:
+        return None
+    return target.id, _COUNTING[call.func.id](call, value)
+
+
+def _is_one_more(node: ast.AugAssign) -> bool:
+    return isinstance(node.op, ast.Add) and isinstance(node.value, ast.Constant) and node.value.value == 1
+
+
+def _begin_of_enumerate(call: ast.Call, value: int) -> int | None:
+    given = [*call.args[1:2], *(k.value for k in call.keywords if k.arg == "start")]
+    return _whole(given[0]) if given else 0
+
+
+def _begin_of_range(call: ast.Call, value: int) -> int | None:
+    """The number that is to be subtracted from the value to have the number of the turn."""
+    if len(call.args) == 1:
+        return 0
+    first, step = _whole(call.args[0]), _whole(call.args[2]) if len(call.args) > 2 else 1
+    return None if first is None or not step else value - (value - first) // step
+
+
+def _whole(node: ast.expr) -> int | None:
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
+
+
+_COUNTING = {"range": _begin_of_range, "enumerate": _begin_of_enumerate, "trange": _begin_of_range}
+
+
 def turns_around(frame: FrameType | None, owns: Callable[[CodeType], bool]) -> list[Turn]:
     """The loops around a frame that is running, innermost first; those of torch itself are left out."""
     frames: list[tuple[FrameType, int]] = []
@@ -241,6 +419,42 @@ def turns_around(frame: FrameType | None, owns: Callable[[CodeType], bool]) -> l
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
     return _turns_in(frames, owns)
+
+
+def calls_around(frame: FrameType | None, owns: Callable[[CodeType], bool]) -> list[Turn]:
+    """The functions that are running inside the innermost loop, innermost first, without those that only pass on
+    what was computed outside of them."""
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    # Outside of the user's code it is what runs the program.
+    users = [i for i, one in enumerate(frames) if owns(one.f_code)]
+    found: list[Turn] = []
+    for one in frames[: users[-1] + 1] if users else []:
+        if _is_left_out(one.f_code):
+            continue
+        if _turns_of(one, one.f_lineno) or len(found) == _MOST_FUNCTIONS:
+            break
+        turn = _call_of(one)
+        if turn is not None:
+            found.append(turn)
+    return found
+
+
+def _call_of(frame: FrameType) -> Turn | None:
+    code = frame.f_code
+    if code.co_flags & _SUSPENDED or code.co_name.startswith("<"):
+        return None
+    values = [frame.f_locals.get(name) for name in _arguments(code)]
+    values = [value for value in values if isinstance(value, torch.Tensor | list | tuple | dict)]
+    if any(t.grad_fn is not None for value in values for _, t in tensors_in(value, depth=1)):
+        return None  # the step began before this call
+    tree = parsed("".join(linecache.getlines(code.co_filename, frame.f_globals)))
+    function = _function(tree, code) if tree is not None else None
+    if function is None:
+        return None
+    return Turn(code.co_filename, function, frame.f_lineno, code, {**frame.f_globals, **frame.f_locals})
 
 
 def turns_in_traceback(error: BaseException, owns: Callable[[CodeType], bool]) -> list[Turn]:
@@ -272,10 +486,7 @@ def _turns_in(frames: list[tuple[FrameType, int]], owns: Callable[[CodeType], bo
 
 def _turns_of(frame: FrameType, line: int) -> list[Turn]:
     code = frame.f_code
-    path = os.path.realpath(code.co_filename)
-    if path.startswith((_OURS, _TORCH)) and not path.startswith(_programs()):
-        return []
-    if (path.startswith(_STANDARD) and _INSTALLED not in path) or any(part in path for part in _RUNNERS):
+    if _is_left_out(code):
         return []
     tree = parsed("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     loops = _loops_around(tree, code, line) if tree is not None and line else []
@@ -286,6 +497,14 @@ def _turns_of(frame: FrameType, line: int) -> list[Turn]:
         for loop in loops
         if not any(isinstance(n, ast.Yield | ast.YieldFrom | ast.Await) for n in _own_nodes(loop))
     ]
+
+
+def _is_left_out(code: CodeType) -> bool:
+    """Whether this is code of torch, of Python or of ours, or of what runs the program."""
+    path = os.path.realpath(code.co_filename)
+    if path.startswith((_OURS, _TORCH)) and not path.startswith(_programs()):
+        return True
+    return (path.startswith(_STANDARD) and _INSTALLED not in path) or any(part in path for part in _RUNNERS)
 
 
 def _programs() -> tuple[str, ...]:
@@ -313,9 +532,56 @@ def line_in(code: CodeType, frame: FrameType | None) -> int | None:
 def same_values(one: Any, other: Any) -> bool:
     """Whether two values of a variable are equal; a NaN equals a NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.is_nested and other.is_nested:
+            one, other = nested_values(one), nested_values(other)
         alike = one.shape == other.shape and one.dtype == other.dtype
         return alike and torch.equal(one.nan_to_num(), other.nan_to_num())
     try:
         return bool(one == other)
     except Exception:  # an object of the program that cannot be compared
         return False
+
+
+# --- the batch in a turn's variables --------------------------------------------------------------------------------
+
+
+def data_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """The tensors in a variable that may hold a batch."""
+    if isinstance(value, torch.Tensor | list | tuple | dict | UserDict):
+        yield from (t for _, t in tensors_in(value, depth=depth))
+
+
+def with_batch_first(calls: Sequence[Turn], handout: Any) -> list[Turn]:
+    """The same functions, first those that were called with the batch: they can be called with other samples too."""
+    batch = {id(t) for _, t in tensors_in(handout.batch)} if handout is not None else set()
+    return sorted(calls, key=lambda c: all(id(t) not in batch for n in c.given for t in data_in(c.names.get(n))))
+
+
+def holds_batch(turn: Turn, batch: Any) -> bool | None:
+    """Whether the body has the batch in the variables it begins with; None if they hold something made of it."""
+    known = {id(t): t for _, t in tensors_in(batch)}
+    lengths = {t.shape[0] for t in known.values() if t.dim()}
+    held = [t for name in turn.given for t in data_in(turn.names.get(name))]
+    if any(id(t) not in known and not t.requires_grad and t.dim() and t.shape[0] in lengths for t in held):
+        return None
+    return any(id(t) in known for t in held)
+
+
+def with_batch(turn: Turn, old: Any, new: Any) -> dict[str, Any]:
+    """The variables with another batch, of the same form, in place of the old one."""
+    pairs = zip(tensors_in(old), tensors_in(new), strict=True)
+    others = {id(one): other for (_, one), (_, other) in pairs}
+    found = {name: turn.names[name] for name in turn.assigned | turn.given if name in turn.names}
+    return {name: _exchanged(value, others) for name, value in found.items()}
+
+
+def _exchanged(value: Any, others: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return others.get(id(value), value)
+    if all(id(t) not in others for t in data_in(value)):
+        return value
+    if isinstance(value, dict | UserDict):
+        make: Any = type(value)
+        return make({key: _exchanged(one, others) for key, one in value.items()})
+    parts = [_exchanged(one, others) for one in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

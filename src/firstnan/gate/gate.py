@@ -6,16 +6,18 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from firstnan.gate.growth_guard import Alarm, Guard
+from firstnan.gate.by_hand import HandWritten
+from firstnan.gate.growth_guard import Alarm, Guard, Weights
+from firstnan.gate.histories import Histories
 from firstnan.observe.gradient_hooks import GradientNorms
-from firstnan.observe.sites import CallSites, Ownership
-from firstnan.records import History, Noticed, StepRecord
+from firstnan.observe.sites import CallSites, Ownership, optimizer_name
+from firstnan.records import History, Noticed, OptimizerHistory, StepRecord
 from firstnan.tensors.finite import (
     TensorVersion,
     is_finite,
@@ -26,11 +28,23 @@ from firstnan.tensors.finite import (
     readable,
     reads_are_free,
 )
-from firstnan.tensors.models import Models, describe, graph_leaves, is_torch_optimizer, learning_rate_of, parameters_of
+from firstnan.tensors.models import (
+    Models,
+    bad_state,
+    describe,
+    is_torch_optimizer,
+    learning_rate_of,
+    leaves_below,
+    parameters_of,
+    state_tensors,
+)
 
-_HISTORY = 64
 _SMALL = 1 << 14
-_LOSS, _GRADIENT, _PARAMETER = Noticed("loss"), Noticed("gradient"), Noticed("parameter")
+_LOSS, _GRADIENT, _PARAMETER, _STATE = Noticed("loss"), Noticed("gradient"), Noticed("parameter"), Noticed("state")
+_STATE_EVERY = 64
+"""Updates of an optimizer after which its state is read; sooner after a large gradient."""
+_LEAST_TO_OVERFLOW, _MAY_OVERFLOW = 64.0, 1e15
+"""Gradient norms from which on squares may overflow: float16, and any other type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +92,25 @@ class Gate:
         self.thorough = thorough
         self.steps = StepCounter()
         self.call_sites = CallSites()
-        self._steps: deque[tuple[Any, ...]] = deque(maxlen=_HISTORY)
-        """The fields of the StepRecords of the last steps."""
+        self._histories = Histories()
+        self._healthy_steps: list[StepRecord] = []
+        """The last steps before a loss left its healthy band."""
         self.optimizers = 0
         self.trained = False
         self.in_step: Any = None
-        self._parameters: list[weakref.ref[Tensor]] = []
+        self._models: Models | None = None
         self._buffers: list[list[Any]] = []
         """Slot, version at the last check, whether it held a NaN then."""
         self.skipping_since: int | None = None
         """The first of the consecutive updates that a gradient scaler has skipped."""
+        self.scale = 1.0
+        """The scale at the last of them."""
+        self._bad_unscaled = False
+        """Whether the gradients of a skipped update are non-finite without the scale too."""
         self.norm: float | None = None
         """The norm of the gradients of the last update."""
         self._loss: float | None = None
-        self._leaves: list[weakref.ref[Tensor]] = []
+        self._by_hand = HandWritten()
         self._rotations: weakref.WeakKeyDictionary[Any, ParameterRotation] = weakref.WeakKeyDictionary()
         self._scaling = False
         """Whether a gradient scaler is used, which handles infinite gradients itself."""
@@ -101,6 +120,7 @@ class Gate:
 
     def optimizer_made(self, optimizer: Any) -> None:
         self.optimizers += 1
+        self._histories.made(optimizer)
         # An optimizer created in the middle of training continues the count; those created before it alternate.
         self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
 
@@ -108,10 +128,15 @@ class Gate:
         """Checks the loss: a non-finite one trips before anything is computed from it."""
         self.trained = True
         trips: list[Trip] = []
-        if self.optimizers == 0 and self._accumulating():
+        self.norm = None
+        if self.is_by_hand and self._by_hand.is_accumulating():
             self.steps.manual -= 1  # The last backward did not end its step after all.
-        elif self.optimizers == 0:
+            self._histories.take_back(None)
+        elif self.is_by_hand:
             trips += self._check_leaves()
+        elif self._may_be_by_hand and (updates := self._by_hand.backward_without_step()) is not None:
+            self.steps.manual = updates
+        before = len(trips)
         for root in roots if self._scaled is None else self._unscaled(self._scaled, roots):
             if reads_are_free(root) and root.numel() == 1 and type(root) is Tensor and root.is_floating_point():
                 self._loss = root.item()
@@ -126,29 +151,73 @@ class Gate:
                 continue
             if not is_finite(plain):
                 trips.append(Trip(_LOSS, [root], before_update=True))
+        if self.optimizers > 1:
+            self.steps.note_loss(self._loss)
+            if len(trips) > before:
+                self.steps.expect_one_of(self._trained_by(roots))
         return trips
+
+    def _trained_by(self, roots: list[Tensor]) -> list[Any]:
+        """The optimizers of what a loss depends on."""
+        leaves = {id(leaf) for leaf in leaves_below(roots)}
+        return [o for o in list(self.steps.done) if any(id(p) in leaves for p in parameters_of(o))]
 
     @property
     def uses_gradients_at_once(self) -> bool:
         """Whether the gradients are used right after backward, inside it or without an optimizer object."""
-        return self.in_step is not None or self.optimizers == 0
+        return self.in_step is not None or self.is_by_hand or self._may_be_by_hand
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the program updates its weights itself: without an optimizer, or with one that makes no steps."""
+        return self.optimizers == 0 or self._by_hand.certain
+
+    @property
+    def _may_be_by_hand(self) -> bool:
+        return self.steps.total == 0 and self._by_hand.is_undecided
 
     def backward_ended(self, roots: list[Tensor]) -> Trips:
         if self.in_step is not None:
             # The optimizer called its closure (LBFGS) and uses these gradients at once.
             return self._check_gradients(self.in_step, parameters_of(self.in_step), before_update=False)
-        if self.optimizers or self._scaling:
+        if self._scaling or not (self.is_by_hand or self._may_be_by_hand):
             return _NONE
-        return self._check_gradients(None, self._leaves_of(roots), before_update=False)
+        leaves = self._by_hand.gradients_written(roots)
+        self._by_hand.note(leaves, [leaf.grad for leaf in leaves])
+        return self._check_gradients(None, leaves, before_update=False) if self.is_by_hand else _NONE
 
-    def gradients_returned(self, outputs: list[Tensor], gradients: list[Tensor]) -> Trips:
-        """`torch.autograd.grad` in a program without an optimizer object is its step."""
+    def is_step(self, place: object, outputs: list[Tensor], targets: list[Tensor]) -> bool:
+        """Whether a `torch.autograd.grad` is the step of a program without an optimizer."""
+        return self.is_by_hand and self._by_hand.is_step(place, outputs, targets)
+
+    def differentiated(self, outputs: list[Tensor], targets: list[Tensor]) -> None:
+        """A `torch.autograd.grad` in a program with optimizers: of its parameters it is that of the loss."""
         self.trained = True
-        if self.optimizers:
-            return _NONE
-        checked = ((_LOSS, outputs), (_GRADIENT, gradients))
+        loss = readable(outputs[0]) if len(outputs) == 1 and outputs[0].numel() == 1 else None
+        if loss is not None and reads_are_free(loss) and any(isinstance(t, torch.nn.Parameter) for t in targets):
+            self._loss = loss.item()
+
+    def gradients_returned(self, outputs: list[Tensor], targets: list[Tensor], gradients: list[Tensor]) -> Trips:
+        """The gradients of a program that updates its weights with what `torch.autograd.grad` returns."""
+        self.trained = True
+        self._histories.amend(None, lr=self._by_hand.rate(targets))
+        self.norm = self._loss = None
+        trips: list[Trip] = []
+        loss = readable(outputs[0]) if len(outputs) == 1 and outputs[0].numel() == 1 else None
+        if loss is not None and reads_are_free(loss):
+            self._loss = loss.item()
+        if len(targets) == len(gradients):
+            self._by_hand.note(targets, gradients)
+        size = self._size(gradients, _GRADIENT, trips)
+        self.norm = size if size is not None and math.isfinite(size) else None
+        checked = ((_LOSS, outputs), (_GRADIENT, gradients if self.norm is None else []))
         found = [(noticed, [t for t in tensors if not is_finite(t)]) for noticed, tensors in checked]
-        return [Trip(noticed, bad, before_update=False) for noticed, bad in found if bad]
+        return trips + [Trip(noticed, bad, before_update=False) for noticed, bad in found if bad]
+
+    def gradients_clipped(self, parameters: list[Tensor], limit: Any, norm: Any) -> None:
+        self.clipping.gradients_clipped(parameters, limit, norm)
+        if self.is_by_hand:
+            self._by_hand.gradients_clipped()
 
     @property
     def scales(self) -> bool:
@@ -181,9 +250,14 @@ class Gate:
         if not self._passed_quick_check or self.in_step is not optimizer:
             return False
         self.in_step = self.skipping_since = None
-        self._steps.append((self.steps.add(optimizer), self._loss, None, learning_rate_of(optimizer)))
+        loss = self._loss_of(optimizer)
+        self._histories.add(optimizer, (self.steps.add(optimizer), loss, None, learning_rate_of(optimizer)))
         self._loss = None
         return True
+
+    def _loss_of(self, optimizer: Any) -> float | None:
+        """The loss whose gradients this optimizer uses: of several backward calls not always the last."""
+        return self._loss if self.optimizers < 2 else self.steps.loss_of(optimizer, self._loss)
 
     def check_update(self, optimizer: Any, closure: bool) -> Trips:
         """What the optimizer is about to use."""
@@ -191,6 +265,7 @@ class Gate:
         self.trained = True
         if optimizer not in self.steps.done:
             self.optimizer_made(optimizer)
+        self.steps.expect(optimizer)
         # With `found_inf` a gradient scaler leaves infinities to the optimizer's own kernel.
         if getattr(optimizer, "found_inf", None) is not None:
             return _NONE
@@ -206,7 +281,8 @@ class Gate:
 
     def update_ended(self, optimizer: Any) -> Trips:
         """What the update has made of the parameters, and the step of the buffers."""
-        self.in_step = self.skipping_since = None
+        self.in_step, self.skipping_since, self._bad_unscaled = None, None, False
+        loss = self._loss_of(optimizer)
         step = self.steps.add(optimizer)
         rounds, size, whole = self._rotations.get(optimizer), None, False
         if rounds is None:
@@ -218,23 +294,47 @@ class Gate:
             parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self._closely)
             size = self._size(parts, _PARAMETER)
         self._closely = self._is_safe = False
-        self._steps.append((step, self._loss, self.norm, learning_rate_of(optimizer), size if whole else None))
+        rate = learning_rate_of(optimizer)
+        self._histories.add(optimizer, (step, loss, self.norm, rate, size if whole else None))
         self._loss = None
         trips: list[Trip] = []
         bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
         if bad:
             trips.append(Trip(_PARAMETER, bad, before_update=False))
+        elif self._is_state_due(optimizer, step):
+            trips += self._bad_state(optimizer)
         if self.thorough or self.steps.total % ROTATION == 1:
             trips += [Trip(*found, before_update=False) for found in self._bad_buffers()]
         return trips
+
+    def _is_state_due(self, optimizer: Any, step: int) -> bool:
+        """Whether to read the optimizer's state: from time to time, and after a gradient whose squares may overflow.
+
+        An infinite second moment makes every later update of its weight 0, and nothing else shows that.
+        """
+        if self.thorough or step % _STATE_EVERY == _STATE_EVERY - 1:
+            return True
+        if self.norm is None or self.norm < _LEAST_TO_OVERFLOW:
+            return False
+        return self.norm >= _MAY_OVERFLOW or any(p.dtype is torch.float16 for p in parameters_of(optimizer))
+
+    def _bad_state(self, optimizer: Any) -> Trips:
+        tensors = [tensor for _, _, tensor in state_tensors(optimizer)]
+        size = self._size(tensors, _STATE)
+        bad = bad_state(optimizer) if size is not None and not math.isfinite(size) else []
+        if not bad:
+            return _NONE
+        parameter, name, _ = bad[0]
+        owner = self._models.name(parameter) if self._models is not None else ""
+        noticed = Noticed("state", f"{name} of {owner or 'a parameter'}")
+        return [Trip(noticed, [tensor for *_, tensor in bad], before_update=False)]
 
     def undo_update(self) -> None:
         """The last update is taken back: it never was a step."""
         optimizer = self.steps.last() if self.steps.last else None
         if optimizer is not None:
             self.steps.take_back(optimizer)
-            if self._steps:
-                self._steps.pop()
+            self._histories.take_back(optimizer)
 
     def drop_update(self, optimizer: Any) -> None:
         """Counts a step whose update was dropped."""
@@ -248,14 +348,25 @@ class Gate:
         """What training has left that is not finite: parameters, or a buffer, also those whose turn had not come."""
         bad = [p for optimizer, rounds in list(self._rotations.items()) for p in _bad_parameters(optimizer, rounds)]
         found = (_PARAMETER, bad) if bad else next(self._bad_buffers(), None)
-        return Trip(*found, before_update=False) if found is not None else None
+        if found is not None:
+            return Trip(*found, before_update=False)
+        return next((trip for o in list(self._rotations) for trip in self._bad_state(o)), None)
+
+    @property
+    def overflows(self) -> int:
+        """How many updates in a row a gradient scaler has skipped."""
+        return self.steps.current - self.skipping_since if self.skipping_since is not None else 0
+
+    def judged_unscaled(self, bad: bool) -> None:
+        """Whether the gradients of the current loss are non-finite without the scale too."""
+        self._bad_unscaled = bad
 
     def update_skipped(self, optimizer: Any, scale: float) -> Trips:
         """A gradient scaler skipped the update: normal while it adapts its scale, but not with a scale below 1."""
-        self._scaling = True
+        self._scaling, self.scale = True, scale
         if self.skipping_since is None:
             self.skipping_since = self.steps.of(optimizer)
-        if scale >= 1.0:
+        if scale >= 1.0 and not self._bad_unscaled:
             return _NONE
         bad = [p.grad for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
         return [Trip(_GRADIENT, bad, before_update=True)] if bad else _NONE
@@ -334,7 +445,11 @@ class Gate:
         guard = self._guards.get(id(optimizer))
         if guard is None:
             guard = self._guards[id(optimizer)] = self._new_guard()
-        return guard.observe(step, self.norm, self._loss)
+            guard.ask_for_weights(watched_weights(self.leaves if optimizer is None else parameters_of(optimizer)))
+        alarm = guard.observe(step, self.norm, self._loss if optimizer is None else self._loss_of(optimizer))
+        if guard.left == step:
+            self._healthy_steps = self._histories.of(optimizer)
+        return alarm
 
     @property
     def explosion(self) -> Alarm | None:
@@ -342,14 +457,22 @@ class Gate:
         found = [alarm for guard in self._guards.values() if (alarm := guard.unrecovered) is not None]
         return min(found, key=lambda alarm: alarm.step, default=None)
 
-    def remember(self, more: int) -> None:
-        """Keeps this many more of the last steps than usual."""
-        self._steps = deque(self._steps, maxlen=_HISTORY + more)
+    @property
+    def divergence(self) -> tuple[Alarm, StepRecord] | None:
+        """The explosion of a loss, together with the weights, that lasted to the end; and the last step."""
+        found = [(alarm, guard.last) for guard in self._guards.values() if (alarm := guard.diverged) is not None]
+        first = min(found, key=lambda one: one[0].since or 0, default=None)
+        return (first[0], StepRecord(*first[1])) if first is not None else None
 
     def watch_models(self, models: Models) -> None:
         """Watches these models from now on; a buffer that already holds a NaN has it on purpose."""
         self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in models.slots]
-        self._parameters = [weakref.ref(p) for p, _ in models.parameters.values()]
+        self._models = models
+        self._by_hand.parameters = [weakref.ref(p) for p, _ in models.parameters.values()]
+
+    def trained_parameters(self) -> set[int]:
+        """The ids of what the optimizers train, or the program by hand."""
+        return {id(p) for o in list(self.steps.done) for p in parameters_of(o)} | set(map(id, self._by_hand.leaves))
 
     def _bad_buffers(self) -> Iterator[tuple[Noticed, list[Tensor]]]:
         """The bad buffers among those written since the last check; small ones are always checked."""
@@ -373,35 +496,19 @@ class Gate:
 
     # Programs without an optimizer object.
 
-    def _leaves_of(self, roots: list[Tensor]) -> list[Tensor]:
-        """The tensors that backward wrote gradients to; the graph is walked again only if some were replaced."""
-        alive = [leaf for ref in self._leaves if (leaf := ref()) is not None]
-        replaced = not alive or len(alive) != len(self._leaves) or any(leaf.grad is None for leaf in alive)
-        known = {id(leaf) for leaf in alive}
-        # Parts of a model may start training later.
-        joined = [p for ref in self._parameters if (p := ref()) is not None and p.grad is not None]
-        new = [leaf for leaf in (graph_leaves(roots) if replaced else joined) if id(leaf) not in known]
-        self._leaves = [weakref.ref(leaf) for leaf in alive + new]
-        return alive + new
-
     def _check_leaves(self) -> Trips:
         """Checks what the program has updated by hand since the last backward."""
-        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        leaves = self._by_hand.leaves
         size = self._size(leaves, _PARAMETER)
+        finite = size if size is not None and math.isfinite(size) else None
+        self._histories.amend(None, lr=self._by_hand.rate(), param_norm=finite)
         bad = [] if size is None or math.isfinite(size) else [leaf for leaf in leaves if not is_finite(leaf)]
         return [Trip(_PARAMETER, bad, before_update=False)] if bad else _NONE
-
-    def _accumulating(self) -> bool:
-        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None and leaf.grad is not None]
-        if not leaves:
-            return False
-        smallest = min((leaf.grad for leaf in leaves if leaf.grad is not None), key=Tensor.numel)
-        return bool(smallest.any())
 
     def end_manual_step(self) -> Alarm | None:
         """Without an optimizer object the gradients end a step; unusual growth is returned."""
         alarm = self._watch_growth(self.steps.manual, None)
-        self._steps.append((self.steps.manual, self._loss, self.norm))
+        self._histories.add(None, (self.steps.manual, self._loss, self.norm))
         self._loss = None
         self.steps.manual += 1
         return alarm
@@ -409,22 +516,85 @@ class Gate:
     @property
     def leaves(self) -> list[Tensor]:
         """The tensors that backward wrote gradients to, in a program without an optimizer object."""
-        return [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        return self._by_hand.leaves
+
+    def reads_freely(self, optimizer: Any) -> bool:
+        """Whether reading its gradients never waits for a device."""
+        return all(reads_are_free(p) for p in parameters_of(optimizer))
+
+    def continue_counting(self, before: Gate) -> None:
+        """Continues the count of steps of an earlier watch."""
+        self.steps = before.steps
 
     def go_on_from(self, history: History) -> None:
         """Continues from the history of another run."""
-        self._steps.clear()
-        self._steps.extend((s.step, s.loss, s.grad_norm, s.lr, s.param_norm) for s in history.steps)
+        self._histories.begin_with(self.steps.current_optimizer(False), history.steps)
 
     def past(self, ownership: Ownership | None = None, *, updated: bool = False) -> History:
         """The last steps, including what is known of the failing one; `updated` if its update was made."""
-        steps = [StepRecord(*numbers) for numbers in self._steps]
+        optimizer, *others = self.with_history(updated=updated)
+        found = self._history(optimizer, ownership)
         if self._loss is not None:
-            steps.append(StepRecord(self.steps.current, self._loss, self.norm))
-        optimizer = self.in_step or self.steps.current_optimizer(updated)
-        places = self.call_sites.of(optimizer, ownership) if ownership is not None else ()
-        about = describe(optimizer) if optimizer is not None else ("", ())
-        return History(tuple(steps), *about, (), *places)
+            rate = learning_rate_of(optimizer) if optimizer is not None else None
+            failing = StepRecord(self.steps.current, self._loss, self.norm, rate)
+            found = replace(found, steps=(*found.steps, failing))
+        fields = {name: getattr(found, name) for name in OptimizerHistory.__slots__}
+        return History(**fields, others=tuple(self._history(o, ownership) for o in others))
+
+    def with_history(self, *, updated: bool) -> list[Any]:
+        """The optimizer of the failing step, None if there is none, and the others that have made steps."""
+        own = self.in_step or self.steps.current_optimizer(updated)
+        if self.is_by_hand and not self.steps.total:
+            own = None
+        others = [o for o in list(self.steps.done) if o is not own and self._histories.of(o)]
+        return [own, *others]
+
+    def steps_of(self, optimizers: list[Any]) -> list[StepRecord]:
+        """The last steps of these optimizers; without any, of the current one."""
+        return [r for o in optimizers for r in self._histories.of(o)] if optimizers else list(self.past().steps)
+
+    def _history(self, optimizer: Any, ownership: Ownership | None) -> OptimizerHistory:
+        steps = tuple(self._histories.of(optimizer))
+        places = self.call_sites.of(optimizer, ownership) if ownership is not None else (None, None, None)
+        if optimizer is None:
+            rate = next((s.lr for s in reversed(steps) if s.lr is not None), None)
+            return OptimizerHistory(steps, "", (("lr", rate),) if rate is not None else (), *places)
+        return OptimizerHistory(steps, *describe(optimizer), *places, name=optimizer_name(places[1]))
+
+    def past_of_explosion(self, ownership: Ownership) -> History:
+        """The last steps, after those before the loss left its healthy band, however long ago that is."""
+        history = self.past(ownership)
+        first = history.steps[0].step if history.steps else 0
+        before = [record for record in self._healthy_steps if record.step < first]
+        return replace(history, steps=(*before, *history.steps))
+
+
+_SMALL_WEIGHT = 0.1
+"""Weights that start at zero or near it count as this much each: they may grow by any factor."""
+
+
+def watched_weights(parameters: list[Tensor]) -> Callable[[], Weights | None]:
+    """A function that says what has become of these weights since now."""
+    weights = [weakref.ref(p) for p in parameters]
+    count = sum(p.numel() for p in parameters)
+
+    def size() -> Tensor | None:
+        values = [r for ref in weights if (p := ref()) is not None and (r := readable(p)) is not None and r.numel()]
+        with torch.no_grad():
+            return norms([v.detach() for v in values]) if values else None
+
+    first = size()  # read when it is needed: on a device that would wait
+
+    def now() -> Weights | None:
+        sizes = size()
+        if first is None or sizes is None:
+            return None
+        before = max(math.hypot(*first.tolist()), _SMALL_WEIGHT * math.sqrt(count))
+        matrices = [p.grad for ref in weights if (p := ref()) is not None and p.dim() > 1 and p.grad is not None]
+        dead = len(matrices) > 1 and not any(bool(g.any()) for g in matrices)
+        return Weights(math.hypot(*sizes.tolist()) / before, dead)
+
+    return now
 
 
 def _bad_parameters(optimizer: Any, rounds: ParameterRotation) -> list[Tensor]:
@@ -660,6 +830,7 @@ def _are_few_and_small(gradients: list[Tensor]) -> bool:
 
 SMALL_MODEL = 1 << 14
 CHUNK = 1 << 18
+_MOST_PLACES = 64
 ROTATION = 8
 """Updates after which every parameter of a large model has been checked."""
 
@@ -678,6 +849,15 @@ class StepCounter:
         """The last two steps were made by the same optimizer."""
         self._number = self._more = 0
         """The number of the last step; and how many steps of its optimizer are not in `_done` yet."""
+        self._expected: weakref.ref[Any] | None = None
+        """The optimizer of the backward call under way, where there are several and that is known."""
+        self._after: dict[object, weakref.ref[Any]] = {}
+        """Place of a backward call -> the optimizer that was stepped after it the last time."""
+        self._places: list[object] = []
+        self._users: list[weakref.ref[Any] | None] = []
+        self._losses: dict[int, float] = {}
+        self._steps_since = 0
+        """The backward calls of this round: places, optimizers expected then, losses; and the steps since."""
 
     @property
     def done(self) -> weakref.WeakKeyDictionary[Any, int]:
@@ -691,6 +871,9 @@ class StepCounter:
     def add(self, optimizer: Any) -> int:
         """Counts one more step of this optimizer and returns its number."""
         self.total += 1
+        if self._places:
+            self._learn(optimizer)
+        self._expected = None
         before = self.last() if self.last else None
         if before is optimizer and self._alone:  # the usual case, kept fast
             self._more += 1
@@ -704,12 +887,59 @@ class StepCounter:
         self.last = weakref.ref(optimizer)
         return step
 
+    # With several optimizers: which of them will use the gradients of a backward call.
+
+    def backward_from(self, place: object) -> None:
+        """A backward call begins at this place of the program."""
+        if self._steps_since:
+            self._places, self._users, self._losses, self._steps_since = [], [], {}, 0
+        self._expected = self._after.get(place)
+        if len(self._places) < _MOST_PLACES:
+            self._places.append(place)
+            self._users.append(self._expected)
+
+    def note_loss(self, loss: float | None) -> None:
+        """The loss of the backward call that has begun."""
+        if self._places and loss is not None:
+            self._losses[len(self._places) - 1] = loss
+
+    def loss_of(self, optimizer: Any, last: float | None) -> float | None:
+        """The loss of this optimizer: that of the last backward call after which it was stepped before.
+
+        The first time it is that of the backward call with the same number as the step, or else the `last` one.
+        """
+        known = [i for i, ref in enumerate(self._users) if ref is not None and ref() is optimizer]
+        if known:
+            return self._losses.get(known[-1], last)
+        return self._losses.get(self._steps_since, last) if None in self._users else last
+
+    def _learn(self, optimizer: Any) -> None:
+        """Several backward calls may be followed by several steps, in the same order."""
+        for place in self._places[self._steps_since :]:
+            if len(self._after) < _MOST_PLACES or place in self._after:
+                self._after[place] = weakref.ref(optimizer)
+        self._steps_since += 1
+
+    def expect(self, optimizer: Any) -> None:
+        """This optimizer is about to make its step."""
+        self._expected = weakref.ref(optimizer)
+
+    def expect_one_of(self, optimizers: list[Any]) -> None:
+        """One of these uses the gradients: if it is not known from earlier steps which, the one with the fewest."""
+        if optimizers and (self._expected is None or self._expected() is None):
+            self.expect(min(optimizers, key=self.of))
+
     def take_back(self, optimizer: Any) -> None:
         """Uncounts the last step."""
         self.done[optimizer] -= 1
         self.total -= 1
         self._number -= 1
         self._alone = False
+
+    @property
+    def latest(self) -> int:
+        """The number of the step whose update was made last."""
+        return self._number if self.total and not self.manual else max(self.manual - 1, 0)
 
     @property
     def updates(self) -> int:
@@ -730,12 +960,16 @@ class StepCounter:
     def current_optimizer(self, updated: bool) -> Any:
         """The optimizer of the current step, or of the last one if the current step's update was made (`updated`)."""
         last = self.last() if self.last else None
+        if not updated and self._expected is not None and (expected := self._expected()) is not None:
+            return expected
         following = self.follows.get(last) if last is not None and not updated else None
         return (following() if following is not None else None) or last or next(iter(self.done.keys()), None)
 
     @property
     def current(self) -> int:
         """The number of the current step, counted for the optimizer that is expected next."""
+        if self._expected is not None and (expected := self._expected()) is not None and not self.manual:
+            return self.of(expected)
         if self.total == 0:
             return self.manual
         last = self.last() if self.last else None

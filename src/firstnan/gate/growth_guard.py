@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 _WINDOW = 64
@@ -36,8 +38,18 @@ _HUGE = 1e15
 _OVERFLOW = 1e19
 """Above this a float32 norm is infinite, although every gradient may be finite."""
 
-_EXPLOSION, _RECOVERED = 1e4, 100.0
+_EXPLOSION = 1e4
 _STEPS_UP = 3
+_OUTSIDE, _FAR_OUTSIDE = 3.0, 100.0
+"""Times the first losses: where the healthy band ends, and where a few steps are enough to suspect divergence."""
+_LONG_OUTSIDE = 16
+"""As many steps in a row above the band are suspicious too."""
+_LATEST = 8
+"""The last losses, by which the end of a run is judged."""
+_WEIGHTS = 10.0
+"""Healthy training makes the weights no more than a few times larger; a loss that is only scaled does not at all."""
+_BEYOND_DOUBT = 1e8
+"""A loss that stays this many times above the first ones has diverged, whatever the weights are."""
 
 _SMALL_NORM, _SMALL_LOSS = 1.0, 0.1
 """Smaller values count as this much: values near zero change by large factors all the time."""
@@ -58,6 +70,30 @@ class Alarm:
     """The norm (for an explosion, the loss) divided by its usual value."""
     loss: float | None
     text: str
+    since: int | None = None
+    """For an explosion: the step from which on the loss stayed outside its healthy band."""
+    before: float | None = None
+    """For an explosion: the largest of the first losses."""
+    weights: Weights | None = None
+    """For an explosion: what has become of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What has become of the weights, for which a loss that only grows is no reason."""
+
+    growth: float
+    """How many times larger they are than before the first step."""
+    dead: bool
+    """Whether every matrix among them has a gradient of exactly 0."""
+
+    @property
+    def are_lost(self) -> bool:
+        return self.dead or not self.growth <= _WEIGHTS
+
+    def __str__(self) -> str:
+        told = f"the weights are {self.growth:.3g} times larger than before the first step"
+        return f"{told}, and no weight matrix has a gradient other than 0" if self.dead else told
 
 
 class Guard:
@@ -78,11 +114,50 @@ class Guard:
         """The norm of the last warning; 0 once it has come down."""
         self._steps_up = 0
         self._explosion: Alarm | None = None
+        self._start = 0.0
+        """The largest of the first losses, as far as they are of one size."""
+        self._band = self._far = math.inf
+        self.left: int | None = None
+        """The step from which on the loss has been above its healthy band."""
+        self._outside = self._steps_outside = self._steps_far = 0
+        """About the losses since then: how many more were above it than not, how many were, and how many far above."""
+        self._asked = 0.0
+        """The loss at which the weights were looked at last."""
+        self.last = (0, 0.0)
+        """The last step of an explosion that lasts, and its loss."""
+        self._latest: deque[float] = deque(maxlen=_LATEST)
+        """The last losses, while an explosion lasts."""
+        self._weights: Callable[[], Weights | None] = lambda: None
+
+    def ask_for_weights(self, weights: Callable[[], Weights | None]) -> None:
+        """`weights` is called when the loss is suspicious."""
+        self._weights = weights
 
     @property
     def unrecovered(self) -> Alarm | None:
         """The explosion that the loss has not recovered from."""
-        return self._explosion
+        if self._explosion is None:
+            return None
+        return self._explosion if median(map(abs, self._latest)) > self._far else self.diverged
+
+    @property
+    def diverged(self) -> Alarm | None:
+        """The explosion after which training is lost: the loss is still above its first values, and so are the weights.
+
+        A loss that falls without bound, or one that only grows because its target, its scale or an opponent does, is
+        not divergence: there the weights stay as they are.
+        """
+        alarm = self._explosion
+        if alarm is None or alarm.since is None or not median(self._latest) > self._healthy:
+            return None
+        lost = alarm.weights is not None and alarm.weights.are_lost
+        return alarm if lost or median(self._latest) > _BEYOND_DOUBT * self._start else None
+
+    @property
+    def _healthy(self) -> float:
+        """The loss below which an explosion is over: that of a model that learns, if its weights were dead."""
+        alarm = self._explosion
+        return 0.5 * self._start if alarm and alarm.weights and alarm.weights.dead else self._band
 
     def observe(self, step: int, norm: float | None, loss: float | None) -> Alarm | None:
         """Judges one step and returns an alarm if there is something new to warn about.
@@ -100,6 +175,10 @@ class Guard:
                 self._norms.append(norm)
         if loss is not None:
             size = abs(loss)
+            if loss > self._band:
+                alarm = self._judge_level(step, norm, loss) or alarm
+            elif self.left is not None and size > 0.0:
+                self._goes_back()
             if size > self._loss_bar or self._explosion is not None:
                 alarm = self._judge_loss(step, norm, loss) or alarm
             elif 0.0 < size < math.inf:
@@ -125,6 +204,9 @@ class Guard:
                 self._spike = max(usual, self._first * _SPIKE, _SMALL_NORM)
             self._bar = min(self._limit, self._spike, max(self._first, _SMALL_NORM) * _GROWTH, _HUGE)
         if self._losses:
+            if len(self._losses) <= _BLOCK and self._losses[-1] <= _OUTSIDE * max(self._losses[0], _SMALL_LOSS):
+                self._start = max(self._start, self._losses[-1], _SMALL_LOSS)
+                self._band, self._far = _OUTSIDE * self._start, _FAR_OUTSIDE * self._start
             self._usual_loss = sorted(self._losses)[len(self._losses) // 2]
             if len(self._losses) <= _BLOCK or not self._first_loss:
                 self._first_loss = self._usual_loss
@@ -166,11 +248,44 @@ class Guard:
         together = times > _GROWTH and loss_times > _LOSS_GROWTH and times * loss_times > enough
         return together or (self._first > 0.0 and times > _GROWTH_ALONE and norm < math.inf)
 
+    def _judge_level(self, step: int, norm: float | None, loss: float) -> Alarm | None:
+        """The alarm for a loss that stays above its first values, its weights lost, however slowly it rises."""
+        if self.left is None:
+            self.left, self._outside, self._steps_outside, self._steps_far, self._asked = step, 0, 0, 0, 0.0
+        self._outside = min(self._outside + 1, _LONG_OUTSIDE)
+        self._steps_outside += 1
+        far = self._far < loss < math.inf
+        self._steps_far += far
+        # Asked again from time to time while the loss still rises: the weights may follow later. If it has fallen
+        # since, it was other data or another scale that made it jump, and training gets over it.
+        count = self._steps_far if far else self._steps_outside if self._outside >= _LONG_OUTSIDE else 0
+        if count < _STEPS_UP or (count > _STEPS_UP and count.bit_count() > 1) or loss < self._asked:
+            return None
+        if self._explosion is not None and (known := self._explosion.weights) is not None and known.are_lost:
+            return None
+        weights, self._asked = self._weights(), loss
+        if weights is None or not weights.are_lost:
+            return None
+        text = f"Step {step}: the loss has exploded to {loss:.3g} and has been above {self._band:.3g} "
+        text += f"since step {self.left}; it was at most {self._start:.3g} in the first steps, and {weights}."
+        return self._exploded(step, norm, loss, self._start, text, weights)
+
+    def _goes_back(self) -> None:
+        """A loss inside the band: as many of them as there were outside end an explosion, at most 16."""
+        self._outside -= 1
+        if not self._outside:
+            self.left = None
+            if self._healthy == self._band:
+                self._explosion, self._steps_up = None, 0
+
     def _judge_loss(self, step: int, norm: float | None, loss: float) -> Alarm | None:
         """The alarm for a loss that stays too high; also notes when it recovers."""
         size = abs(loss)
         if self._explosion is not None:
-            if 0.0 < size < self._loss_bar * _RECOVERED / _EXPLOSION:
+            if size < math.inf:
+                self._latest.append(loss)
+                self.last = step, loss
+            if self.left is None and 0.0 < size <= self._healthy and median(map(abs, self._latest)) <= self._healthy:
                 self._explosion, self._steps_up = None, 0
             return None
         self._steps_up += size < math.inf
@@ -179,5 +294,15 @@ class Guard:
         usual = self._usual_loss
         text = f"Step {step}: the loss has exploded to {loss:.3g} and stayed there for {_STEPS_UP} steps; "
         text += f"it is usually {usual:.3g}."
-        self._explosion = Alarm("explosion", step, norm, usual, size / usual, loss, text)
+        return self._exploded(step, norm, loss, usual, text, self._weights())
+
+    def _exploded(
+        self, step: int, norm: float | None, loss: float, usual: float, text: str, weights: Weights | None
+    ) -> Alarm:
+        self._latest.clear()
+        self._latest.append(loss)
+        self.last = step, loss
+        self._explosion = Alarm(
+            "explosion", step, norm, usual, abs(loss) / usual, loss, text, self.left, self._start, weights
+        )
         return self._explosion

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import ctypes
+import errno
 import gc
 import io
+import os
 import queue
 import re
 import signal
@@ -14,6 +18,10 @@ import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
+
+_CHANGES = (
+    "chmod", "chown", "link", "mkdir", "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink", "utime"
+)  # fmt: skip
 
 
 def end_thread_pools() -> bool:
@@ -41,6 +49,7 @@ def alone_after_fork(*, threads: bool) -> None:
     time.sleep = lambda seconds: sleep(min(float(seconds), 0.001))
     _forget_workers()
     _forget_threads()
+    _forget_ranks()
     _answer_requests()
 
 
@@ -107,6 +116,35 @@ def _forget_threads() -> None:
         pools.ThreadPoolExecutor.submit = submit_anew
 
 
+def _forget_ranks() -> None:
+    """Collectives lead to nobody: each is over at once, with this process's own values."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup
+
+    make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    for group in list(distributed.distributed_c10d._world.pg_map):
+        for device in group._device_types:
+            group._register_backend(device, ProcessGroup.BackendType.CUSTOM, make(group.rank(), group.size()))
+    replicated = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in [one for one in gc.get_objects() if isinstance(one, (replicated, sharded))]:
+        with contextlib.suppress(RuntimeError, AttributeError):  # the program has a hook of its own; an older torch
+            if isinstance(module, replicated):
+                module.register_comm_hook(None, lambda state, bucket: _at_once(bucket.buffer()))
+            else:  # its weights were gathered before the fork
+                module.set_requires_gradient_sync(False)
+                module.set_reshard_after_backward(False)
+                module.set_reshard_after_forward(False)
+
+
+def _at_once(result: Any) -> Any:
+    future = sys.modules["torch"].futures.Future()
+    future.set_result(result)
+    return future
+
+
 class _NoSocket:
     """Takes every request and answers that all is well, with an empty object."""
 
@@ -135,6 +173,78 @@ def _answer_requests() -> None:
 
         client.HTTPConnection.connect = connect
         client.HTTPSConnection.connect = connect
+
+
+def pretend_to_write() -> None:
+    """Lets a program go on that is not allowed to change files: what it writes goes nowhere."""
+    builtins.open = io.open = _opener(io.open)
+    os.open = _descriptor_opener(os.open)
+    for name in _CHANGES:
+        setattr(os, name, _unless_refused(getattr(os, name)))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        save = torch.save
+
+        def save_nowhere(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(file, (str, os.PathLike)):
+                save(value, file, *args, **kwargs)
+
+        torch.save = save_nowhere  # type: ignore[attr-defined]
+    loading = sys.modules.get("torch.utils.data.dataloader")
+    if loading is not None:  # worker processes cannot be started either
+        loading.DataLoader._get_iterator = lambda self: loading._SingleProcessDataLoaderIter(_without_workers(self))
+
+
+def _without_workers(loader: Any) -> Any:
+    vars(loader).update(num_workers=0, timeout=0, prefetch_factor=None, persistent_workers=False)
+    return loader
+
+
+def _unless_refused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; where it is refused because nothing may be changed, it does nothing."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+
+    return call
+
+
+def _opener(original: Callable[..., Any]) -> Callable[..., Any]:
+    def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(file, mode, *args, **kwargs)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            return original(_in_memory(file, copied="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
+
+    return open_
+
+
+def _descriptor_opener(original: Callable[..., int]) -> Callable[..., int]:
+    def open_(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        try:
+            return original(path, flags, *args, **kwargs)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            return _in_memory(path, copied=not flags & os.O_TRUNC)
+
+    return open_
+
+
+def _in_memory(path: Any, *, copied: bool) -> int:
+    """A file in memory in place of one that cannot be opened for writing; `copied`: with its content, if it exists."""
+    number = os.memfd_create("pretended")
+    if copied and os.path.isfile(path):
+        with io.FileIO(path) as file:
+            os.write(number, file.read())
+        os.lseek(number, 0, os.SEEK_SET)
+    return number
 
 
 def calls_one_of(codes: list[CodeType], act: Callable[[], None]) -> bool:

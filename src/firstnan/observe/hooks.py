@@ -7,8 +7,10 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,11 +19,22 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from firstnan.observe import manifest
+from firstnan.observe.compiler import stay_uncompiled
+from firstnan.observe.layers.global_hooks import GlobalHooks, unhookable
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.patches import Hook, Patches
+from firstnan.observe.sites import ends_at_origin
 from firstnan.records.errors import NonFiniteError
 from firstnan.tensors.finite import is_finite
-from firstnan.tensors.models import drop_gradients
+from firstnan.tensors.models import calls_closure_first, drop_gradients
+
+_NO_MODES = nullcontext()
+_function_modes = torch._C._len_torch_function_stack
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """A context in which the program's `TorchFunctionMode`s do not see what we compute."""
+    return torch._C.DisableTorchFunction() if _function_modes() else _NO_MODES
 
 
 class Hooks:
@@ -40,18 +53,23 @@ class Hooks:
         self._depth = threading.local()
         self._trains = False
         self._process = os.getpid()
+        self._after_updates: list[_AfterUpdate] = []
+        self._compile_as_usual: Callable[[], None] = lambda: None
+        self.scalers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The gradient scalers in use."""
 
     def install(self) -> None:
         self.installed, self._process = True, os.getpid()
+        self._compile_as_usual = stay_uncompiled()
         if self._optimizers is None:
             self._handles = [
                 register_optimizer_step_pre_hook(self._before_update),
-                register_optimizer_step_post_hook(self._after_update),
+                register_optimizer_step_post_hook(self._new_after_update(None)),
             ]
         for optimizer in self._optimizers or ():
-            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
-            self._handles.append(optimizer.register_step_post_hook(self._after_update))
-        names = [*manifest.TRAINING, *(manifest.ALL_OPTIMIZERS if self._optimizers is None else ())]
+            self.watch(optimizer)
+        # Where none was named, a framework may make one later.
+        names = [*manifest.TRAINING, *(() if self._optimizers else manifest.ALL_OPTIMIZERS)]
         if self._program:
             self._module_handles = [
                 register_module_forward_pre_hook(self._module_called),
@@ -61,12 +79,22 @@ class Hooks:
         for owner, name in names:
             self._patches.put(owner, name, getattr(self, _AROUND[name]))
 
+    def watch(self, optimizer: Any) -> None:
+        """Watches the updates of this optimizer from now on."""
+        self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+        self._handles.append(optimizer.register_step_post_hook(self._new_after_update(optimizer)))
+
+    def _new_after_update(self, optimizer: Any) -> _AfterUpdate:
+        self._after_updates.append(_AfterUpdate(optimizer, self._after_update))
+        return self._after_updates[-1]
+
     def remove(self) -> None:
         """Leaves torch and the optimizers as they were."""
         self.installed = False
+        self._compile_as_usual()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._after_updates = [], []
         self._patches.remove()
         self._stop_following_modules()
 
@@ -90,37 +118,67 @@ class Hooks:
 
     def guarded(self, act: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
         """Calls our code: its errors are reported once and never reach the program, but findings do."""
+        __tracebackhide__ = True
         if not self.installed:
             return otherwise
         try:
-            with self.observer.unseen():
+            with outside_modes(), self.observer.unseen():
                 return act(*args)
-        except NonFiniteError:
-            raise
+        except NonFiniteError as error:
+            raise ends_at_origin(error) from None
         except Exception as error:
             self.observer.internal_error(error)
             return otherwise
 
     # Optimizers.
 
-    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        __tracebackhide__ = True
+        if torch.compiler.is_compiling():
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._update_begins(optimizer, closure=False)
+            return None
+        if self.idle or not calls_closure_first(optimizer):
+            self._update_begins(optimizer, closure=True)
+            return None
+        # The update would begin with this call. Made here, its gradients can be judged before they are used.
+        with torch.enable_grad():
+            loss = closure()
+        self._update_begins(optimizer, closure=False)
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, lambda: loss, *args[2:]), rest
+
+    def _update_begins(self, optimizer: Any, *, closure: bool) -> None:
+        __tracebackhide__ = True
         if not closure and self._quickly(self.observer.passes_quickly, optimizer):
             return
-        frame = sys._getframe(1)
-        if self.guarded(self.observer.before_update, optimizer, closure, frame) is Decision.DROP:
+        if self.guarded(self.observer.before_update, optimizer, closure, sys._getframe(2)) is Decision.DROP:
             drop_gradients(optimizer)
 
-    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_update(self, optimizer: Any) -> None:
+        __tracebackhide__ = True
         if not self._quickly(self.observer.passed_quickly, optimizer):
             self.guarded(self.observer.after_update, optimizer)
 
+    def compiled_updates(self) -> list[Any]:
+        """The optimizers that were run by compiled code since this was last asked; None for one that is not known."""
+        if not self._after_updates or not any(after.compiled for after in self._after_updates):
+            return []
+        found = [after.optimizer() for after in self._after_updates if after.compiled]
+        for after in self._after_updates:
+            after.compiled = False
+        return found
+
     def _quickly(self, suffices: Callable[[Any], bool], optimizer: Any) -> bool:
         """Asks without the lock, which is expensive and not needed for a step that passes."""
+        __tracebackhide__ = True
         try:
-            return self.installed and suffices(optimizer)
-        except NonFiniteError:
-            raise
+            with outside_modes():
+                return self.installed and suffices(optimizer)
+        except NonFiniteError as error:
+            raise ends_at_origin(error) from None
         except Exception as error:
             self.observer.internal_error(error)
             return False
@@ -136,6 +194,7 @@ class Hooks:
 
     def _backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if torch.compiler.is_compiling() or not self.installed or torch._C._current_autograd_node() is not None:
                 return original(tensors, *args, **kwargs)
             if os.getpid() != self._process:
@@ -156,27 +215,29 @@ class Hooks:
 
     def _grad(self, original: Any) -> Any:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             result = original(outputs, inputs, *args, **kwargs)
             if not torch.compiler.is_compiling() and not self.idle:
                 create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-                self.guarded(self._grad_returned, outputs, inputs, result, create_graph)
+                self.guarded(self._grad_returned, outputs, inputs, result, create_graph, sys._getframe(1))
             return result
 
         return grad
 
-    def _grad_returned(self, outputs: Any, inputs: Any, result: Any, create_graph: bool) -> None:
+    def _grad_returned(self, outputs: Any, inputs: Any, result: Any, create_graph: bool, frame: FrameType) -> None:
         targets = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if create_graph or not all(isinstance(t, Tensor) for t in targets):
             return
         losses = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if isinstance(t, Tensor)]
         if self.observer.concerns(losses):
             self._training_begins()
-            self.observer.gradients_returned(losses, [g for g in result if isinstance(g, Tensor)])
+            self.observer.gradients_returned(losses, targets, [g for g in result if isinstance(g, Tensor)], frame)
 
     # Clipping.
 
     def _total_norm(self, original: Any) -> Any:
         def _get_total_norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             norm = original(tensors, norm_type, *args, **kwargs)
             if isinstance(tensors, list) and norm_type == 2 and not torch.compiler.is_compiling() and not self.idle:
                 self.guarded(self.observer.norm_measured, tensors, norm)
@@ -186,6 +247,7 @@ class Hooks:
 
     def _clip(self, original: Any) -> Any:
         def _clip_grads_with_norm_(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             result = original(parameters, max_norm, total_norm, *args, **kwargs)
             if isinstance(parameters, list) and not torch.compiler.is_compiling() and not self.idle:
                 self.guarded(self.observer.gradients_clipped, parameters, max_norm, total_norm)
@@ -197,13 +259,19 @@ class Hooks:
 
     def _scale(self, original: Any) -> Any:
         def scale(scaler: Any, outputs: Any) -> Any:
+            __tracebackhide__ = True
             result = original(scaler, outputs)
+            if torch.compiler.is_compiling():
+                return result
+            if scaler not in self.scalers:
+                self.scalers.add(scaler)
             return self.guarded(self.observer.loss_scaled, outputs, result, otherwise=result)
 
         return scale
 
     def _scaler_step(self, original: Any) -> Any:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             before = self.observer.update_count()
             result = original(scaler, optimizer, *args, **kwargs)
             ours = self._optimizers is None or any(optimizer is o for o in self._optimizers)
@@ -217,6 +285,7 @@ class Hooks:
 
     def _next_index(self, original: Any) -> Any:
         def _next_index(iterator: Any) -> Any:
+            __tracebackhide__ = True
             indices = original(iterator)
             self.guarded(self.observer.indices_sampled, iterator, indices)
             return indices
@@ -225,6 +294,7 @@ class Hooks:
 
     def _reset(self, original: Any) -> Any:
         def _reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             self.guarded(self.observer.epoch_begins, iterator)
             return original(iterator, *args, **kwargs)
 
@@ -232,9 +302,10 @@ class Hooks:
 
     def _next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
+            __tracebackhide__ = True
             if self.idle:
                 return original(iterator)
-            return self.observer.next_batch(iterator, original)
+            return self.observer.loader_asked(iterator, original)
 
         return following
 
@@ -320,6 +391,22 @@ class Hooks:
         return compile
 
 
+class _AfterUpdate:
+    """Runs after an update. In compiled code it only leaves a mark: nothing else may happen there."""
+
+    def __init__(self, optimizer: Any, act: Callable[[Any], None]) -> None:
+        self.optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+        self.compiled = False
+        self._act = act
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        __tracebackhide__ = True
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        else:
+            self._act(optimizer)
+
+
 class CallHooks:
     """Hooks on the calls of given models, which do not follow them into copies or files."""
 
@@ -328,9 +415,18 @@ class CallHooks:
         self._roots, self._before, self._after = roots, Hook(before), Hook(after)
         self._before_handles: list[Any] = []
         self._after_handles: list[Any] = []
+        self._global = GlobalHooks()
 
     def install(self) -> None:
+        without = unhookable(self._roots)
         for root in self._roots:
+            if id(root) in without:
+                self._global.add(
+                    root,
+                    lambda module, args: self._before(module, args, {}),
+                    lambda module, args, kwargs, output: self._after(module, args, output),
+                )
+                continue
             self._before_handles.append(root.register_forward_pre_hook(self._before, with_kwargs=True))
             self._after_handles.append(root.register_forward_hook(self._after))
 
@@ -341,6 +437,7 @@ class CallHooks:
 
     def remove(self) -> None:
         self.remove_after()
+        self._global.remove()
         for handle in self._before_handles:
             handle.remove()
         self._before_handles = []

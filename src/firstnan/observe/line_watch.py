@@ -1,34 +1,100 @@
-"""Follows the user's code line by line, to find the first line that makes a variable non-finite."""
+"""Follows the user's code line by line, to find the lines that make a value non-finite out of finite ones."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from dataclasses import dataclass, field
+from time import monotonic
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from firstnan.observe.sites import Ownership, Spot
-from firstnan.tensors.finite import is_finite
+from firstnan.observe.sites import Ownership, Spot, names_read, resolve
+from firstnan.tensors.finite import is_finite, readable
+
+_MOST_PARTS = 1024
+_MOST_VALUES = 8
+"""As many values are kept of one line that makes bad ones again and again."""
+_SMALL = 4096
+"""Elements up to which an array is read again after each line, since a write into it leaves no other trace."""
+_LARGE = 1 << 20
+RETURNED = "returned"
+_LITERAL = re.compile(r"(^|[^a-z_])(nan|inf|infinity)([^a-z_]|$)", re.IGNORECASE)
+
+
+class BadLine(NamedTuple):
+    """A line that made a value non-finite, although everything it read was finite."""
+
+    spot: Spot
+    name: str
+    """The variable."""
+    value: Tensor
+
+    @property
+    def is_number(self) -> bool:
+        """An infinite number is often only the start of a minimum, so any other line is preferred."""
+        return self.value.dim() == 0 and bool(torch.isinf(self.value))
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether the source of the line asks for it."""
+        return bool(_LITERAL.search(" ".join(resolve(self.spot).source)))
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What is known of one function that runs."""
+
+    spot: Spot
+    bad: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Its non-finite variables -> the lines, as numbers, that their values come from."""
+    seen: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Identity and version of what was finite when it was read last."""
+    returned: tuple[int, ...] | None = None
+    """The lines that a non-finite value comes from that a function has returned to the statement that runs."""
+    trail: deque[Spot] = field(default_factory=lambda: deque(maxlen=3))
+    """The last lines before."""
 
 
 class LineWatch:
-    """Checks the variables of user code after each line and keeps the first line that makes one non-finite."""
+    """Checks the variables of user code after each line, and what functions return; at most for so many seconds."""
 
-    def __init__(self, ownership: Ownership) -> None:
+    def __init__(self, ownership: Ownership, seconds: float = math.inf) -> None:
         self.ownership = ownership
-        self._found: tuple[Spot, str, Tensor] | None = None
-        self._infinite: tuple[Spot, str, Tensor] | None = None
-        """A Python number that is infinite; often only the start of a minimum, so any other finding is preferred."""
-        self._before: dict[int, tuple[Spot, set[str]]] = {}
+        self.lines: list[BadLine] = []
+        self._frames: dict[int, _Frame] = {}
+        self._made_at: dict[Spot, list[int]] = {}
+        self._sources: dict[tuple[str, int], tuple[int, ...]] = {}
+        """File and line of a statement that made or passed on a non-finite value -> where that comes from."""
+        self._values: list[tuple[Tensor, tuple[int, ...]]] = []
+        """Some of these values, and where they come from."""
+        self._kept: Counter[Spot] = Counter()
+        self._until, self._events = monotonic() + seconds, 0
 
     @property
-    def first(self) -> tuple[Spot, str, Tensor] | None:
-        return self._found or self._infinite
+    def first(self) -> BadLine | None:
+        """The first line that made a value non-finite."""
+        return min(self.lines, key=lambda line: line.is_number, default=None)
+
+    def source_of(self, file: str, line: int) -> BadLine | None:
+        """The first line that the non-finite values come from which the statement on this line has assigned."""
+        found = [self.lines[i] for i in self._sources.get((file, line), ())]
+        return min((f for f in found if not f.is_literal), key=lambda f: f.is_number, default=None)
+
+    def source_in(self, tensors: Iterable[Tensor]) -> BadLine | None:
+        """The line that made what one of these tensors holds, as a whole or in a row; None if several may have."""
+        tensors = list(tensors)
+        came = {i for value, lines in self._values for i in lines if any(_holds(t, value) for t in tensors)}
+        found = [self.lines[i] for i in sorted(came) if not self.lines[i].is_literal]
+        return found[0] if len({line.spot for line in found}) == 1 else None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -39,27 +105,186 @@ class LineWatch:
         finally:
             sys.settrace(previous)
 
+    def begin(self) -> None:
+        """Watches this thread from here on, in the functions that run already too."""
+        frame = sys._getframe(1)
+        sys.settrace(self._call)
+        at: FrameType | None = frame
+        while at is not None:
+            if self.ownership.owns(at.f_code):
+                at.f_trace = self._line
+            at = at.f_back
+
+    def end(self) -> None:
+        if getattr(sys.gettrace(), "__self__", None) is self:
+            sys.settrace(None)
+        self._frames.clear()
+
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if self._found is not None or not self.ownership.owns(frame.f_code):
+        if not self.ownership.owns(frame.f_code) or monotonic() > self._until:
             return None
-        self._before[id(frame)] = ((frame.f_code, frame.f_lasti), self._bad(frame))
+        before = self._frames.get(id(frame))
+        goes_on = frame.f_code.co_flags & _GENERATORS and before is not None and before.spot[0] is frame.f_code
+        if not goes_on:
+            known = self._frames[id(frame)] = _Frame((frame.f_code, frame.f_lasti))
+            # What comes in bad is what the statement that calls has read.
+            caller = self._frames.get(id(frame.f_back))
+            came = self._read_by(caller) if caller is not None else None
+            known.bad = dict.fromkeys(self._bad(frame, known), came or ())
         return self._line
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if self._found is None and event in ("line", "return"):
-            spot, known = self._before.get(id(frame), ((frame.f_code, frame.f_lasti), set()))
-            bad = self._bad(frame)
-            for name in sorted(bad - known):
-                value = frame.f_locals[name]
-                if not (isinstance(value, float) and math.isinf(value)):
-                    self._found = (spot, name, _as_tensor(value))
-                    break
-                self._infinite = self._infinite or (spot, name, _as_tensor(value))
-            self._before[id(frame)] = ((frame.f_code, frame.f_lasti), bad)
+        if event == "exception":
+            return self._line
+        self._events += 1
+        if self._events % 256 == 0 and monotonic() > self._until:
+            self.end()
+            return None
+        known = self._frames.get(id(frame))
+        if known is None:
+            known = self._frames[id(frame)] = _Frame((frame.f_code, frame.f_lasti))
+            known.bad = dict.fromkeys(self._bad(frame, known), ())
+        self._assigned(frame, known)
+        if event == "return":
+            known.trail.append(known.spot)
+            self._returns(frame, known, arg)
+        known.trail.append(known.spot)
+        known.spot, known.returned = (frame.f_code, frame.f_lasti), None
         return self._line
 
-    def _bad(self, frame: FrameType) -> set[str]:
-        return {name for name, value in frame.f_locals.items() if _is_bad(value)}
+    def _assigned(self, frame: FrameType, known: _Frame) -> None:
+        """Notes which variables the last line has made bad."""
+        bad = self._bad(frame, known)
+        new = [name for name in bad if name not in known.bad]
+        if new:
+            came = self._came_from(known)
+            if came is None:
+                name = new[0]
+                came = self._made(known.spot, name, bad[name])
+            self._note(known.spot, came, bad[new[0]])
+            known.bad.update(dict.fromkeys(new, came))
+        for name in [name for name in known.bad if name not in bad]:
+            del known.bad[name]
+
+    def _returns(self, frame: FrameType, known: _Frame, value: Any) -> None:
+        part = _first_bad(value)
+        if part is not None:
+            # Leaving a `with` comes after the statement that returns.
+            spots = [(frame.f_code, frame.f_lasti), *reversed(known.trail)]
+            spot = next((s for s in spots if _is_return(s)), spots[0])
+            held = [came for name, came in known.bad.items() if frame.f_locals.get(name) is value]
+            known.spot = spot
+            came = held[0] if held else self._came_from(known)
+            if came is None:
+                came = self._made(spot, RETURNED, part)
+            self._note(spot, came, part)
+            back = self._frames.get(id(frame.f_back))
+            if back is not None:
+                back.returned = (*(back.returned or ()), *came)
+        if not frame.f_code.co_flags & _GENERATORS:  # those will go on
+            self._frames.pop(id(frame), None)
+
+    def _made(self, spot: Spot, name: str, value: Any) -> tuple[int, ...]:
+        before = self._made_at.setdefault(spot, [])
+        if len(before) < _MOST_VALUES:
+            self.lines.append(BadLine(spot, name, _as_tensor(value)))
+            before.append(len(self.lines) - 1)
+        return (before[-1],)
+
+    def _note(self, spot: Spot, came: tuple[int, ...], value: Any) -> None:
+        self._kept[spot] += 1
+        if self._kept[spot] <= _MOST_VALUES:
+            self._values.append((_as_tensor(value), came))
+        site = resolve(spot)
+        for line in {site.line, site.source_line or site.line}:
+            before = self._sources.get((site.file, line), ())
+            self._sources[site.file, line] = tuple(dict.fromkeys((*before, *came)))
+
+    def _came_from(self, known: _Frame) -> tuple[int, ...] | None:
+        """Where the bad values come from that the statement has read; None if all that it read was finite."""
+        if known.returned is not None:
+            return known.returned
+        return self._read_by(known) if known.bad else None
+
+    def _read_by(self, known: _Frame) -> tuple[int, ...] | None:
+        """The same without what functions have returned to it."""
+        names = names_read(known.spot)
+        read = [came for name, came in known.bad.items() if name in names]
+        return tuple(dict.fromkeys(i for came in read for i in came)) if read else None
+
+    def _bad(self, frame: FrameType, known: _Frame) -> dict[str, Any]:
+        """The non-finite variables of a function, and attributes of the object whose method it is."""
+        bad = {}
+        for name, value in _variables(frame):
+            if type(value) in _PLAIN:
+                continue
+            version = _version(value)
+            if version is not None and known.seen.get(name) == (id(value), version):
+                continue
+            part = _first_bad(value)
+            if part is not None:
+                bad[name] = part
+            elif version is not None:
+                known.seen[name] = (id(value), version)
+        return bad
+
+
+_PLAIN = frozenset({int, str, bool, bytes, type(None), type, ModuleType, FunctionType, BuiltinFunctionType})
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    code = frame.f_code
+    yield from list(frame.f_locals.items())
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount and code.co_name != "<module>" else None
+    if isinstance(owner, torch.nn.Module):
+        yield from ((f"{code.co_varnames[0]}.{k}", v) for k, v in owner.__dict__.get("_buffers", {}).items())
+    if owner is not None and type(owner) not in _PLAIN and not isinstance(owner, Tensor | list | tuple | dict):
+        members = getattr(owner, "__dict__", None)
+        for name, value in list(members.items()) if isinstance(members, dict) else ():
+            if not isinstance(value, dict) or not isinstance(owner, torch.nn.Module):
+                yield f"{code.co_varnames[0]}.{name}", value
+
+
+def _is_return(spot: Spot) -> bool:
+    source = resolve(spot).source
+    return bool(source) and source[0].lstrip().startswith(("return", "yield"))
+
+
+def _version(value: Any) -> int | None:
+    """A number that changes with the content; None where a change leaves no trace and reading again costs little."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else int(value._version)
+    size = getattr(value, "size", None)
+    return 0 if isinstance(size, int) and size > _SMALL else None
+
+
+def _holds(t: Tensor, value: Tensor) -> bool:
+    """Whether these numbers are the tensor, or a row of it; a NaN equals a NaN, and numbers may be rounded."""
+    plain, value = readable(t), value.detach().cpu()
+    if plain is None or t.is_nested or value.dim() == 0:
+        return False
+    rows = plain.detach().cpu()
+    rows = rows[None] if rows.shape == value.shape else rows
+    if rows.shape[1:] != value.shape:
+        return False
+    return any(torch.allclose(row, value.to(row.dtype), equal_nan=True) for row in rows if not is_finite(row))
+
+
+def holds_bad(value: Any) -> bool:
+    """Whether this is a non-finite number, array or tensor, or holds one."""
+    return _first_bad(value) is not None
+
+
+def _first_bad(value: Any, depth: int = 2) -> Any:
+    """The value, or the first member of it, that is non-finite; None if there is none."""
+    if isinstance(value, dict | list | tuple):
+        if depth and len(value) <= _MOST_PARTS:
+            for part in list(value.values()) if isinstance(value, dict) else value:
+                if (found := _first_bad(part, depth - 1)) is not None:
+                    return found
+        return None
+    return value if _is_bad(value) else None
 
 
 def _is_bad(value: Any) -> bool:
@@ -75,8 +300,24 @@ def _is_bad(value: Any) -> bool:
 
 
 def _as_tensor(value: Any) -> Tensor:
+    """A copy, as the program may write into it; a large one is shared."""
     if isinstance(value, Tensor):
-        return value
+        return value.detach().clone() if value.numel() <= _LARGE else value.detach()
     if isinstance(value, float):
         return torch.tensor(value)
-    return torch.as_tensor(sys.modules["numpy"].asarray(value))
+    return torch.as_tensor(sys.modules["numpy"].array(value, copy=value.size <= _LARGE))
+
+
+@contextmanager
+def calls_seen(act: Callable[[FrameType], None]) -> Iterator[None]:
+    """Has `act` called with the frame of every Python function that is called inside the block."""
+
+    def called(frame: FrameType, event: str, arg: Any) -> None:
+        act(frame)
+
+    previous = sys.gettrace()
+    sys.settrace(called)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)

@@ -29,6 +29,7 @@ TRAINING: tuple[Name, ...] = (
     (torch.amp.GradScaler, "step"),
     (_BaseDataLoaderIter, "_next_index"),
     (_BaseDataLoaderIter, "_reset"),
+    (_BaseDataLoaderIter, "__next__"),
 )
 """Replaced while any training is watched."""
 
@@ -36,7 +37,6 @@ ALL_OPTIMIZERS: tuple[Name, ...] = ((Optimizer, "__init__"),)
 """Replaced if all optimizers are watched, not only given ones."""
 
 PROGRAM: tuple[Name, ...] = (
-    (_BaseDataLoaderIter, "__next__"),
     (torch, "compile"),
     (Tensor, "item"),
     (Tensor, "__float__"),
@@ -46,6 +46,9 @@ PROGRAM: tuple[Name, ...] = (
 )
 """Replaced while a whole program is watched."""
 
+LAYERS: tuple[Name, ...] = ((module, "_has_any_global_hook"),) if hasattr(module, "_has_any_global_hook") else ()
+"""Replaced while layers are watched that must not have hooks of their own (`layers/global_hooks.py`)."""
+
 CHANGED_SOURCES: tuple[tuple[str, str], ...] = (
     ("io", "open_code"),
     ("_io", "open_code"),
@@ -54,6 +57,48 @@ CHANGED_SOURCES: tuple[tuple[str, str], ...] = (
 )
 """Replaced for good in a process that only tests a change of the program (`runner.py`); by module, since
 watching a program imports none of them."""
+
+OWN_PROCESS: tuple[tuple[str, str], ...] = (
+    ("os", "_exit"),
+    ("os", "execv"),
+    ("os", "execve"),
+    ("multiprocessing.spawn", "get_preparation_data"),
+)
+"""Replaced for good by `firstnan run` in the process that it has started for the program (`runner.py`)."""
+
+FORKED: tuple[tuple[str, str], ...] = (
+    ("time", "sleep"),
+    ("queue", "Queue.put"),
+    ("queue", "Queue.join"),
+    ("concurrent.futures.thread", "ThreadPoolExecutor.submit"),
+    ("http.client", "HTTPConnection.connect"),
+    ("http.client", "HTTPSConnection.connect"),
+    ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter.__init__"),
+    ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._next_data"),
+    ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._shutdown_workers"),
+)
+"""Replaced for good in a forked child, where threads, workers and servers are gone (`forked.py`)."""
+
+FILTERED: tuple[tuple[str, str], ...] = (
+    ("builtins", "open"),
+    ("io", "open"),
+    ("os", "open"),
+    ("os", "chmod"),
+    ("os", "chown"),
+    ("os", "link"),
+    ("os", "mkdir"),
+    ("os", "remove"),
+    ("os", "rename"),
+    ("os", "replace"),
+    ("os", "rmdir"),
+    ("os", "symlink"),
+    ("os", "truncate"),
+    ("os", "unlink"),
+    ("os", "utime"),
+    ("torch", "save"),
+    ("torch.utils.data.dataloader", "DataLoader._get_iterator"),
+)
+"""Replaced as well in a forked child that the kernel lets change no file (`forked.py`)."""
 
 TRACED: tuple[Name, ...] = ((type(_higher_order_ops["cond"]), "__call__"),) if "cond" in _higher_order_ops else ()
 """Replaced while operators are recorded (`higher_order.py`)."""
@@ -67,7 +112,9 @@ HOOKS: tuple[Name, ...] = (
     (module, "_global_forward_pre_hooks"),
     (module, "_global_forward_hooks"),
     (module, "_global_forward_hooks_always_called"),
+    (module, "_global_forward_hooks_with_kwargs"),
+    (module, "_global_module_registration_hooks"),
 )
 """torch's own registries of global hooks that are written to."""
 
-REPLACED = (*TRAINING, *ALL_OPTIMIZERS, *PROGRAM, *TRACED)
+REPLACED = (*TRAINING, *ALL_OPTIMIZERS, *PROGRAM, *LAYERS, *TRACED)

@@ -53,7 +53,7 @@ class ModuleStack:
             path, outermost = "", weakref.ref(module)
             if torch.is_grad_enabled():
                 self._training()
-                self.batch_size = next((a.shape[0] for a in args if isinstance(a, Tensor) and a.dim()), self.batch_size)
+                self.batch_size = next((a.size(0) for a in args if isinstance(a, Tensor) and a.dim()), self.batch_size)
         else:
             path, outermost = self._path(stack[0][0], stack[-1][1], module), stack[0][3]
         stack.append((module, path, type(module).__name__, outermost))

@@ -64,8 +64,10 @@ class Observer:
 
     def after_backward(self, roots: list[Tensor]) -> None: ...
 
-    def gradients_returned(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
-        """`torch.autograd.grad` returned these."""
+    def gradients_returned(
+        self, losses: list[Tensor], targets: list[Tensor], gradients: list[Tensor], frame: FrameType
+    ) -> None:
+        """`torch.autograd.grad` returned these gradients of the losses with respect to the targets."""
 
     def norm_measured(self, gradients: list[Tensor], norm: Any) -> None:
         """The program measures the 2-norm of its gradients, to clip them."""
@@ -83,8 +85,8 @@ class Observer:
 
     def epoch_begins(self, iterator: Any) -> None: ...
 
-    def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
-        """The program asks a loader for its next batch."""
+    def loader_asked(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+        """The program asks a loader of torch for its next batch."""
         return fetch(iterator)
 
     # What the program reads.

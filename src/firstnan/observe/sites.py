@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from firstnan.records import Site
+from firstnan.records.errors import NonFiniteError
 
 Spot = tuple[CodeType, int]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
@@ -31,7 +35,13 @@ _INTERNAL = (f"torch{os.sep}_dynamo{os.sep}", f"torch{os.sep}_compile.py")
 def directories(frame: FrameType) -> list[str]:
     """The folders of the user's code: those of the main program and of this frame's file."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    folders = (_folder(name) for name in (main, frame.f_code.co_filename) if name)
+    if frame.f_code.co_filename.startswith(_PACKAGE):  # a callback of ours: the user's code is whoever trains with it
+        plain, at = Ownership(), frame.f_back
+        while at is not None and not plain.owns(at.f_code):
+            at = at.f_back
+        frame = at or frame
+    names = (main, frame.f_code.co_filename)
+    folders = (_folder(name) for name in names if name and not name.startswith(_PACKAGE))
     return [folder for folder in folders if folder is not None]
 
 
@@ -49,7 +59,9 @@ class Ownership:
         self._dirs, self._known = _decided(program_dirs)
 
     def owns(self, code: CodeType) -> bool:
-        name = code.co_filename
+        return self.owns_file(code.co_filename)
+
+    def owns_file(self, name: str) -> bool:
         known = self._known.get(name)
         if known is None:
             known = self._known[name] = self._decide(name)
@@ -75,19 +87,24 @@ class Ownership:
         inner: Spot | None = None
         engine = False
         known = self._known
+        wrapper: tuple[Spot, Spot | None, bool] | None = None
         while frame is not None:
             code = frame.f_code
             own = known.get(code.co_filename)
             if own or (own is None and self.owns(code)):
-                return (code, frame.f_lasti), inner, engine
-            if code.co_name == "_engine_run_backward":
+                if not passes_on(code, frame.f_lasti):
+                    return (code, frame.f_lasti), inner, engine
+                wrapper = wrapper or ((code, frame.f_lasti), inner, engine)
+            elif code.co_name == "_engine_run_backward":
+                if wrapper is not None:
+                    break
                 engine = True
             elif code.co_name == _ON_OUR_OWN:
                 return None, inner, engine
             elif inner is None and not _is_internal(code.co_filename):
                 inner = (code, frame.f_lasti)
             frame = frame.f_back
-        return None, inner, engine
+        return wrapper or (None, inner, engine)
 
 
 @lru_cache(maxsize=64)
@@ -135,6 +152,13 @@ def _resolve(name: str, code: CodeType, lasti: int) -> Site:
     return Site(name, line, column, end_line, end_column, code.co_name, text, source, first)
 
 
+def function_site(code: CodeType) -> Site:
+    """The place of a function, or of a lambda: its first line."""
+    line = code.co_firstlineno
+    text = linecache.getline(code.co_filename, line).strip()
+    return Site(code.co_filename, line, function=code.co_name, code=text.rstrip(":"), source_line=line)
+
+
 def _positions(code: CodeType, lasti: int) -> tuple[int | None, int | None, int | None, int | None]:
     try:
         return list(code.co_positions())[lasti // 2]
@@ -165,6 +189,75 @@ def _statement(name: str, line: int, end_line: int) -> tuple[int, int]:
     return first, last
 
 
+def names_read(spot: Spot) -> frozenset[str]:
+    """The variables, and attributes of variables, that the statement with this instruction reads."""
+    code, lasti = spot
+    line, end_line, _, _ = _positions(code, lasti)
+    return _names_read(code.co_filename, line, end_line or line) if line is not None else frozenset()
+
+
+def names_read_on(site: Site) -> frozenset[str]:
+    """The same for a place in the source."""
+    return _names_read(site.file, site.line, site.end_line or site.line)
+
+
+@lru_cache(maxsize=4096)
+def _names_read(name: str, line: int, end_line: int) -> frozenset[str]:
+    tree, (first, last) = _tree(name), _statement(name, line, end_line)
+    names = set()
+    for node in ast.walk(tree) if tree else ():
+        if not first <= getattr(node, "lineno", 0) <= last:
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(f"{node.value.id}.{node.attr}")
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return frozenset(names)
+
+
+_OVERRIDES = ("__torch_function__", "__torch_dispatch__")
+
+
+def passes_on(code: CodeType, lasti: int) -> bool:
+    """Whether this instruction only calls what the function was given, with the arguments that it was given.
+
+    Decorators, function modes and tensor subclasses do so; the line that is meant is their caller's.
+    """
+    name = code.co_name
+    if not code.co_freevars and name not in _OVERRIDES and name != "__call__":
+        return False
+    return _passes_on(code.co_filename, code, lasti)
+
+
+@lru_cache(maxsize=1024)
+def _passes_on(name: str, code: CodeType, lasti: int) -> bool:
+    line, end_line, column, end_column = _positions(code, lasti)
+    place = (line, column, end_line, end_column)
+    tree = _tree(name)
+    call = next((n for n in ast.walk(tree) if isinstance(n, ast.Call) and _place(n) == place), None) if tree else None
+    if call is None:
+        return False
+    given = code.co_argcount + code.co_kwonlyargcount
+    given += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    parameters = code.co_varnames[:given]
+    called = call.func
+    if isinstance(called, ast.Attribute):
+        own = isinstance(called.value, ast.Name) and called.value.id in parameters[:1] and code.co_name == "__call__"
+        if not own and called.attr not in _OVERRIDES:
+            return False
+    elif not (isinstance(called, ast.Name) and called.id in (*parameters, *code.co_freevars)):
+        return False
+    spread = {a.value.id for a in call.args if isinstance(a, ast.Starred) and isinstance(a.value, ast.Name)}
+    plain = {a.id for a in call.args if isinstance(a, ast.Name)} if called.__dict__.get("attr") in _OVERRIDES else set()
+    return not (spread | plain).isdisjoint(parameters)
+
+
+def _place(node: ast.expr) -> tuple[int, int, int | None, int | None]:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
 def whole_statement(site: Site) -> Site:
     """The site of the whole statement, for when no single expression in it is meant."""
     if not site.source or site.source_line is None:
@@ -181,6 +274,9 @@ def whole_statement(site: Site) -> Site:
 
 
 _DEEPEST = 64
+_TELLING = 6
+_NAME = r"([A-Za-z_][\w.]*(?:\[[^\]]*\])?)"
+_STEPPED, _SCALED = re.compile(rf"{_NAME}\.step\(.*", re.DOTALL), re.compile(rf"scaler\.step\(\s*{_NAME}\s*[,)]")
 Chain = tuple[Spot, ...]
 """The callers at that moment, innermost first. Which of them are the user's code is decided for the report."""
 
@@ -224,6 +320,54 @@ def _chain(frame: FrameType | None) -> Chain:
     return tuple(found)
 
 
+def optimizer_name(stepped_at: Site | None) -> str:
+    """What the program calls the optimizer that it steps there: `opt_d` for `opt_d.step()`; empty if it is not seen."""
+    code = stepped_at.code if stepped_at is not None else ""
+    scaled = _SCALED.search(code)
+    found = scaled or _STEPPED.fullmatch(code)
+    return found[1] if found else ""
+
+
+def place_of(frame: FrameType | None) -> object:
+    """The position of a call, with those of its callers: enough of them to tell two calls of a helper apart."""
+    found: list[Spot] = []
+    while frame is not None and len(found) < _TELLING:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
 def _constructs(frame: FrameType, optimizer: Any) -> bool:
     code = frame.f_code
     return code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is optimizer
+
+
+def ends_at_origin(error: NonFiniteError) -> NonFiniteError:
+    """The error with a traceback that ends where the value originated, in the program, and not in our own code."""
+    site = error.report.origin.site if error.report.origin is not None else None
+    if site is None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+            frame = frame.f_back
+        return error.with_traceback(TracebackType(None, frame, frame.f_lasti, frame.f_lineno))
+    error.with_traceback(None)
+    with suppress(Exception):  # an error without its last line is better than none
+        _raise_at(site, error)
+    return error
+
+
+def _raise_at(site: Site, error: NonFiniteError) -> None:
+    """Gives the error the traceback that it would have if this expression had raised it."""
+    lines = linecache.getlines(site.file)
+    start, end = site.column or 0, site.end_column or 0
+    if 0 < site.line <= len(lines):  # the compiler counts columns in bytes
+        start = len(lines[site.line - 1][:start].encode())
+        end = len(lines[min(site.end_line or site.line, len(lines)) - 1][:end].encode())
+    where = {"lineno": site.line, "col_offset": start, "end_lineno": site.end_line or site.line, "end_col_offset": end}
+    statement = ast.Raise(ast.Name("error", ast.Load(), **where), None, **where)
+    code = compile(ast.Module([statement], []), site.file, "exec").replace(co_name=site.function or "<module>")
+    try:
+        exec(code, {"error": error})
+    except NonFiniteError:
+        own = error.__traceback__
+        error.with_traceback(own.tb_next if own is not None else None)

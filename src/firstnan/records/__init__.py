@@ -174,7 +174,7 @@ _WRAPPERS = ("torch/_compile.py", "torch/_tensor.py", "torch/_ops.py", "torch/ut
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """Where the value was first seen: `what` is loss, gradient, parameter, buffer, output, value or exception."""
+    """Where it was seen first: `what` is loss, gradient, parameter, state, buffer, output, value or exception."""
 
     what: str
     name: str = ""
@@ -207,19 +207,32 @@ class LayerTrack:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    """The last steps before the failure, oldest first; the failing one is last if it is known."""
+class OptimizerHistory:
+    """The last steps of one optimizer, oldest first."""
 
     steps: tuple[StepRecord, ...] = ()
     optimizer: str = ""
+    """Its class; empty if the program updates its weights by hand."""
     settings: tuple[tuple[str, Any], ...] = ()
     """The settings of the optimizer's first group: lr, eps, betas, momentum."""
-    layers: tuple[LayerTrack, ...] = ()
-    """If statistics were kept: the layers that grew most, in the order in which they began to grow."""
     made_at: Site | None = None
     """Where the program creates this optimizer, calls its step, and calls backward."""
     stepped_at: Site | None = None
     backward_at: Site | None = None
+    rate_set_at: Site | None = None
+    """Where the program sets the learning rate that was in use: an assignment, a schedule, an update by hand."""
+    name: str = ""
+    """What the program calls the optimizer: `opt_d`; empty if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class History(OptimizerHistory):
+    """The last steps before the failure, of the optimizer whose step failed; the failing one is last if it is known."""
+
+    layers: tuple[LayerTrack, ...] = ()
+    """If statistics were kept: the layers that grew most, in the order in which they began to grow."""
+    others: tuple[OptimizerHistory, ...] = ()
+    """Those of the program's other optimizers, each with its own steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +257,8 @@ class Origin:
     arrived: TensorStat | None = None
     """Phase input, created inside a Dataset: that part of the batch as it reached the step; its name is the label."""
     step: int = 0
+    read_at: Site | None = None
+    """If it was created before the step: where the step reads it first."""
 
     @property
     def library_site(self) -> Site | None:
@@ -293,6 +308,7 @@ class Remedy:
     tried: bool = False
     failing_step_finite: bool | None = None
     steps_finite_after: int | None = None
+    """How many steps after the failing one were finite; None if one of them was not."""
     why: str = ""
     """One sentence: how it changes the numbers."""
     kind: Literal["code", "setting", "data"] = "code"
@@ -302,6 +318,10 @@ class Remedy:
     """Why it was not tried, or how the trial failed."""
     edits: tuple[Edit, ...] = ()
     """What `diff` shows, as data; empty in reports of older versions."""
+    up_to: Literal["", "loop", "program"] = ""
+    """What the trial has reached the end of; "": it was ended before."""
+    fails_in: int | None = None
+    """The later step that is not finite with it."""
 
     @property
     def proven(self) -> bool:
@@ -337,6 +357,18 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True)
+class Element:
+    """One element of a dataset that a loader reads through others: a subset, a split, a concatenation, a wrapper."""
+
+    dataset: str
+    """The class of the dataset that holds it."""
+    index: int
+    """Its index there."""
+    part: str = ""
+    """Which of several datasets of that class: `.datasets[1]`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     index: int | None = None
     size: int | None = None
@@ -350,13 +382,30 @@ class Batch:
     replays: int = 0
     """How many replays of the step it took to find them."""
     note: str = ""
+    elements: tuple[Element, ...] = ()
+    """Where the bad samples are stored, if not in the dataset of the loader itself."""
+    unit: str = "sample"
+    """What a row of this batch is: a sample, a node of a graph, a token of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopTurn:
+    """One of the program's loops around the failing call, and how far it was."""
+
+    file: str
+    line: int
+    variable: str
+    """The variable that counts its turns: `epoch`."""
+    value: int
+    iteration: int | None = None
+    """Which turn it was, counted from 0; None if it is not known where the variable began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was found; `verdict` is "nonfinite" or "clean"."""
+    """Everything that was found; `verdict` is "nonfinite", "diverged" (the loss exploded, but is finite) or "clean"."""
 
-    verdict: Literal["nonfinite", "clean"]
+    verdict: Literal["nonfinite", "diverged", "clean"]
     step: int | None = None
     batch: Batch | None = None
     origin: Origin | None = None
@@ -372,11 +421,21 @@ class Report:
     history: History = field(default_factory=History)
     rank: int = 0
     world_size: int = 1
+    ranks: tuple[RankFinding, ...] = ()
+    """What each rank has found, where several train together."""
     environment: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """Limits of this report, in words."""
     capsule: str = ""
     """The file with the failing step, for `firstnan replay`."""
+    loops: tuple[LoopTurn, ...] = ()
+    """The loops that the step was made in, the outermost first, as far as they count."""
+
+    def __repr__(self) -> str:
+        from firstnan.records.words import headline
+
+        slug = f" [{self.cause.slug}]" if self.cause else ""
+        return f"<Report: {headline(self)}{slug}>"
 
     def with_(self, **changes: Any) -> Report:
         return replace(self, **changes)
@@ -392,10 +451,22 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class RankFinding:
+    """What one of several processes that train together has found."""
+
+    rank: int
+    what: Literal["created", "received", "noticed", "unknown"]
+    """The value was created there; came from another rank; was noticed, no more; the rank did not say."""
+    step: int | None = None
+    where: str = ""
+    """File and line, if it was created there."""
+
+
+@dataclass(frozen=True, slots=True)
 class NaNEvent:
     """One thing that the detector noticed, as data."""
 
-    kind: Literal["nonfinite", "spike", "explosion", "clipped", "skipped", "rolled_back"]
+    kind: Literal["nonfinite", "spike", "explosion", "clipped", "skipped", "rolled_back", "scale"]
     message: str
     """One readable line."""
     step: int | None = None
@@ -403,7 +474,7 @@ class NaNEvent:
     batch: int | None = None
     epoch: int | None = None
     phase: Literal["forward", "backward", "optimizer"] | None = None
-    what: Literal["input", "output", "loss", "gradient", "parameter", "buffer"] | None = None
+    what: Literal["input", "output", "loss", "gradient", "parameter", "state", "buffer"] | None = None
     """Which tensor; in backward, `output` is the gradient a layer receives and `input` the one it passes on."""
     layer: str = ""
     """Readable path of the layer, or the name of the parameter or buffer."""
@@ -419,6 +490,9 @@ class NaNEvent:
     rank: int = 0
     time: float = 0.0
     """Seconds since 1970."""
+
+    def __repr__(self) -> str:
+        return f"<NaNEvent {self.kind}: {self.message}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The event as JSON values."""
@@ -487,7 +561,7 @@ def _read_short_form(data: dict[str, Any], where: str, values: dict[str, Any]) -
 # --- History: the optimizer's settings as an object --------------------------------------------------------------
 
 
-def _write_settings(history: History) -> dict[str, Any]:
+def _write_settings(history: OptimizerHistory) -> dict[str, Any]:
     return {"settings": encode(dict(history.settings))}
 
 
@@ -567,7 +641,12 @@ FORMS.update(
             check=_check_dims,
             read=_read_short_form,
         ),
-        History: Form(own=("settings",), first=("optimizer", "settings"), write=_write_settings, read=_read_settings),
+        OptimizerHistory: (
+            settings := Form(
+                own=("settings",), first=("optimizer", "settings"), write=_write_settings, read=_read_settings
+            )
+        ),
+        History: settings,
         Origin: Form(
             own=("event", "forward_event", "site", "arrived"),
             first=(

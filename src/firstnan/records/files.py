@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from firstnan.records import Report
+from firstnan.records.arguments import require_path
 from firstnan.records.codec import ReportError, loads
 
 LARGEST_FILE = 256 * 2**20
@@ -15,6 +16,7 @@ LARGEST_FILE = 256 * 2**20
 
 def load(path: str | os.PathLike[str]) -> Report:
     """The report in a JSON file; ReportError says in one line why it cannot be read."""
+    require_path("path", path)
     name = os.fspath(path)
     try:
         with open(name, "rb") as file:

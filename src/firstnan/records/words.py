@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 
-from firstnan.records import Noticed, Origin, Report, Site, TensorStat
+from firstnan.records import Noticed, OptimizerHistory, Origin, Report, Site, TensorStat
 
-_NOTICED = {"gradient": "the gradient of", "parameter": "parameter", "buffer": "buffer", "output": "the output of"}
+_NOTICED = {
+    "gradient": "the gradient of",
+    "parameter": "parameter",
+    "buffer": "buffer",
+    "output": "the output of",
+    "state": "the optimizer's state,",
+}
 
 
 def number(value: float | None) -> str:
@@ -38,7 +45,35 @@ def short_path(path: str) -> str:
 
 def place(site: Site) -> str:
     """`train.py:10`."""
-    return f"{short_path(site.file)}:{site.line}"
+    return line_of(site.file, site.line)
+
+
+def line_of(path: str, line: int) -> str:
+    """`train.py:10`; `Cell In[3], line 10` in a notebook."""
+    cell = cell_name(path)
+    return f"{cell}, line {line}" if cell else f"{short_path(path)}:{line}"
+
+
+def cell_name(path: str) -> str:
+    """The name of a notebook cell by that of its source, as the notebook shows it; empty if it is none."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    naming = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = naming(path) if naming is not None else None
+    return " ".join(map(str, found)) if found else ""
+
+
+def shortened(code: str, most: int = 80) -> str:
+    """Code in one short line."""
+    text = " ".join(code.split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def optimizer_words(history: OptimizerHistory) -> str:
+    """An optimizer as the program knows it: `opt_d (SGD)`, or `the SGD made at train.py:12`."""
+    if history.name:
+        return f"{history.name} ({history.optimizer})"
+    at = f" made at {place(history.made_at)}" if history.made_at is not None else ""
+    return f"the {history.optimizer or 'optimizer'}{at}"
 
 
 def kind(stat: TensorStat | None) -> str:
@@ -62,10 +97,17 @@ def headline(report: Report) -> str:
         until = "" if report.step is None else f" up to step {report.step}"
         return f"clean, no NaN or Inf{until}"
     step = "" if report.step is None else f", step {report.step}"
+    if step and report.history.others:
+        step += f" of {optimizer_words(report.history)}"
     origin = report.origin
+    if report.verdict == "diverged":
+        made = f", optimizer made at {place(origin.site)}" if origin and origin.site else ""
+        return f"training diverged from step {report.step} on; no NaN or Inf{made}"
     if origin is None:
         where = f" in {noticed(report.noticed)}" if report.noticed else ""
-        return f"a non-finite value{where}{step}; its origin is unknown"
+        received = report.cause is not None and report.cause.slug == "collective"
+        rest = "it came from another rank" if received else "its origin is unknown"
+        return f"a non-finite value{where}{step}; {rest}"
     at = f", at {place(origin.site)}" if origin.site else ""
     return f"{kind(origin.produced)} {_creation(origin)}{step}{at}{_layer(origin)}"
 
@@ -75,11 +117,15 @@ def _creation(origin: Origin) -> str:
     match origin.phase:
         case "optimizer":
             return "created in the optimizer's update" + (f" of {origin.label}" if origin.label else "")
+        case "input" if origin.read_at is not None and origin.role in ("buffer", None):
+            return "created before the step" + (f" ({label})" if label else "")
+        case "input" if origin.read_at is not None:
+            return "created in the data" + (f" ({origin.label})" if origin.label else "")
         case "input":
             where = "a buffer" if origin.role == "buffer" else "the data"
             return f"{'created in' if origin.op else 'came in with'} {where}" + (f" ({label})" if label else "")
         case "parameter":
-            kept = origin.role if origin.role in ("buffer", "state") else "parameter"
+            kept = {"buffer": "buffer", "state": "the optimizer's state,"}.get(origin.role or "", "parameter")
             return f"{'created' if origin.op else 'was already'} in {kept} {label}".rstrip()
         case phase:
             return f"created in {phase}"

@@ -173,8 +173,10 @@ class Binding:
 
 def binding(context: FailureContext, source: SourceFile, node: ast.expr, operand: str) -> Binding | None:
     """The assignment of the guarded name, if several expressions read its value and none compares it."""
-    read = [i for i in context.event.inputs if i.name == operand] if context.event is not None else []
-    made = any(i.producer is not None and i.role not in ("parameter", "input") for i in read)
+    event = context.event
+    read = [i for i in event.inputs if i.name == operand] if event is not None else []
+    early = event is not None and event.region == "setup"  # healthy operators before the first step are forgotten
+    made = any((early or i.producer is not None) and i.role not in ("parameter", "input") for i in read)
     if not isinstance(node, ast.Name) or not made:  # weights and data are not computed here
         return None
     stores = [n for n in _named(source, node) if not isinstance(n.ctx, ast.Load)]

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from firstnan.records import Edit, OpEvent, Remedy, TensorStat
 from firstnan.repair.context import FailureContext, remedies_for
-from firstnan.repair.literals import format_number
 from firstnan.repair.source import SourceFile, insert_after, insert_before, replace_node
 
-FILLED = "Missing values become an ordinary number; all other values are unchanged."
+FILLED = "Missing values become 0; all other values are unchanged."
 LEFT_OUT = "Samples with a bad value are left out of the loss; all others are unchanged."
 LOADS = ("torch.load", "numpy.load", "pickle.load", "joblib.load")
 TABLES = ("numpy.genfromtxt", "numpy.loadtxt", "numpy.load", "numpy.fromfile", "numpy.memmap")
@@ -59,11 +58,11 @@ def _filled_at_origin(context: FailureContext) -> Iterator[Remedy]:
     if stat is not None and stat.shape == () and source.expr(value).library != "torch":
         yield from _filled_number(context, source, value)
     if isinstance(value, ast.Call) and source.called(value) in LOADS and stat is not None and stat.shape != ():
-        fill = _nan_to_num("torch", source, value, "v", stat)
+        fill = _nan_to_num("torch", source, value, "v")
         text = f"{{k: {fill} for k, v in {source.code(value)}.items()}}"
         yield context.remedy(title, FILLED, replace_node(source, value, text), kind="data")
     for library in _libraries(source, value):
-        text = _nan_to_num(library, source, value, source.code(value), stat)
+        text = _nan_to_num(library, source, value, source.code(value))
         yield context.remedy(title, FILLED, replace_node(source, value, text), kind="data")
 
 
@@ -103,14 +102,9 @@ def _libraries(source: SourceFile, value: ast.expr) -> list[str]:
     return known or [*numpy, "torch"]
 
 
-def _nan_to_num(library: str, source: SourceFile, at: ast.AST, text: str, stat: TensorStat | None) -> str:
-    """A call of `nan_to_num` that replaces infinities by the largest finite value of the data, not of the dtype."""
-    ends = []
-    if stat is not None and stat.posinf:
-        ends.append(f"posinf={format_number(stat.max or 0.0)}")
-    if stat is not None and stat.neginf:
-        ends.append(f"neginf={format_number(stat.min or 0.0)}")
-    return f"{source.spell(f'{library}.nan_to_num', at)}({', '.join([text, *ends])})"
+def _nan_to_num(library: str, source: SourceFile, at: ast.AST, text: str) -> str:
+    """A call of `nan_to_num` with 0 for infinities too: the largest number of the dtype would overflow later."""
+    return f"{source.spell(f'{library}.nan_to_num', at)}({text}, posinf=0.0, neginf=0.0)"
 
 
 def _dropped_from_table(context: FailureContext) -> Iterator[Remedy]:
@@ -181,7 +175,7 @@ def _dropped_in_loop(context: FailureContext) -> Iterator[Remedy]:
 
 def _filled_in_loop(context: FailureContext) -> Iterator[Remedy]:
     for bound in _batch_bindings(context):
-        text = _nan_to_num("torch", bound.source, bound.statement, bound.bad, _bad(context))
+        text = _nan_to_num("torch", bound.source, bound.statement, bound.bad)
         edit = bound.followed_by(f"{bound.bad} = {text}")
         if edit is not None:
             yield context.remedy("Fill in the missing values of each batch", FILLED, edit, kind="data")

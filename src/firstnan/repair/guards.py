@@ -195,16 +195,33 @@ def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None
 
 def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
     """The same guard at every operation of this kind in the function: the others may fail in the same way."""
-    source, node = found.location.source, found.expr.node
-    around = source.within(node) if node is not None else []
-    like = [source.expr(n) for n in around if isinstance(n, ast.Call | ast.BinOp)]
-    like = [e for e in like if e.op == found.expr.op and e.library == found.expr.library and e.args]
-    firsts = [next(GUARDS[e.op](replace(found, expr=e)), None) for e in like]
-    guards = {(guard.edit.line, guard.edit.column): guard for guard in firsts if guard is not None}
+    guards = alike(found, found.expr.op)
     if 1 < len(guards) <= MOST_ALIKE:
-        why = next(iter(guards.values())).why
         title = f"The same for all {len(guards)} uses of `{found.expr.op}` in this function"
-        yield found.context.remedy(title, why, *(guard.edit for guard in guards.values()))
+        yield found.context.remedy(title, guards[0].why, *(guard.edit for guard in guards))
+
+
+def alike(found: FailingOperation, op: str) -> list[Guard]:
+    """The first guard of each operation of this kind in the function."""
+    source = found.location.source
+    like = [source.expr(n) for n in source.within(found.location.node) if isinstance(n, ast.Call | ast.BinOp)]
+    like = [e for e in like if e.op == op and e.args and (op != found.expr.op or e.library == found.expr.library)]
+    if op == "div":
+        like = [e for e in like if _divides_by_a_tensor(found, e)]
+    firsts = [next(GUARDS[e.op](replace(found, expr=e)), None) for e in like]
+    return list({(guard.edit.line, guard.edit.column): guard for guard in firsts if guard is not None}.values())
+
+
+def _divides_by_a_tensor(found: FailingOperation, expr: Expr) -> bool:
+    """Whether a division was recorded there: in Python it may divide numbers, or by one."""
+    if found.writer.numpy or expr.node is found.expr.node:
+        return True
+    for event in found.context.failure.trace.events:
+        if event.op == "div" and any(i.name == "other" for i in event.inputs):
+            location = found.context.location_of(event.site)
+            if location is not None and location.node is expr.node:
+                return True
+    return False
 
 
 # --- one function per kind of operator ---------------------------------------------------------------------------
@@ -436,5 +453,8 @@ def guard_numpy_code(context: FailureContext) -> Iterator[Remedy]:
 
 @remedies_for("exploding_gradient", "overflow", "low_precision_overflow")
 def guard_a_steep_function(context: FailureContext) -> Iterator[Remedy]:
-    if context.location is not None and context.location.expr.op in STEEP:
+    expr = context.location.expr if context.location is not None else None
+    # A square is too large because its base is: no lower bound helps.
+    power = literal_value(expr.arg(1, "exponent")) if expr is not None and expr.op == "pow" else None
+    if expr is not None and expr.op in STEEP and (power is None or power < 1):
         yield from guarded(context)

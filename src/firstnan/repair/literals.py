@@ -72,7 +72,14 @@ def _assigned_to_name(files: SourceFiles, source: SourceFile, node: ast.Name) ->
     if found is not None and found.value is not None:
         yield Location(source, found.value)
         return
-    for function in (f for f in source.parents(node) if isinstance(f, Function)):
+    around = source.parents(node)
+    loops = [g for n in around for g in getattr(n, "generators", ())] + [n for n in around if isinstance(n, ast.For)]
+    for loop in loops:
+        parts = list(_turns(source, loop.target, loop.iter, node.id))
+        if parts:
+            yield from parts
+            return
+    for function in (f for f in around if isinstance(f, Function)):
         if node.id in parameter_names(function):
             yield from _passed(source, function, node.id)
             return
@@ -85,6 +92,19 @@ def _assigned_to_name(files: SourceFiles, source: SourceFile, node: ast.Name) ->
     path = source.imported(node.id, node)
     if path is not None and "." in path:
         yield from _in_module(files, source, *path.rsplit(".", 1))
+
+
+def _turns(source: SourceFile, target: ast.expr, values: ast.expr, name: str) -> Iterator[Location[ast.expr]]:
+    """What a loop over a written list gives to one of its names, turn by turn; also through `zip`."""
+    if isinstance(target, ast.Name) and target.id == name and isinstance(values, ast.Tuple | ast.List):
+        yield from (Location(source, value) for value in values.elts)
+    elif isinstance(target, ast.Tuple) and isinstance(values, ast.Call) and source.called(values) == "zip":
+        for part, one in zip(target.elts, values.args, strict=False):
+            yield from _turns(source, part, source.value(one), name)
+    elif isinstance(target, ast.Tuple) and isinstance(values, ast.Tuple | ast.List):
+        for row in (r for r in values.elts if isinstance(r, ast.Tuple | ast.List)):
+            parts = zip(target.elts, row.elts, strict=False)
+            yield from (Location(source, v) for part, v in parts if isinstance(part, ast.Name) and part.id == name)
 
 
 def _bound(statement: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

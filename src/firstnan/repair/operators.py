@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.records.operator_families import CARRIERS, NORMALISERS, SOFTMAXES, SPECTRAL, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.guards import GUARDS, GuardWriter, failing_operation, why_below
+from firstnan.repair.guards import GUARDS, FailingOperation, GuardWriter, alike, failing_operation, why_below
 from firstnan.repair.literals import nonfinite_constants
+from firstnan.repair.log_domain import with_logarithms
 from firstnan.repair.source import (
     Expr,
     SourceFile,
@@ -197,9 +199,14 @@ def exponential_inside_a_known_formula(context: FailureContext) -> Iterator[Reme
             yield from _sigmoid_by_hand(context, location, expr)
 
 
+@remedies_for("log_of_zero", "exp_overflow", "overflow", "low_precision_overflow", "div_by_zero", "zero_over_zero")
+def logarithm_at_the_end(context: FailureContext) -> Iterator[Remedy]:
+    yield from with_logarithms(context, recursion=False)
+
+
 def _softmax_by_hand(context: FailureContext, location: Location[ast.AST], expr: Expr) -> Iterator[Remedy]:
     source = location.source
-    top, below = source.meaning(expr.args[0]), source.meaning(expr.args[1])
+    top, below = source.meaning(expr.args[0]), source.expr(_denominator(source, expr.args[1]))
     if top.op != "exp" or below.op != "sum" or not below.args or not isinstance(expr.node, ast.expr):
         return
     inner, dim = source.meaning(below.args[0]), below.arg(1, "dim") or below.keywords.get("axis")
@@ -212,8 +219,44 @@ def _softmax_by_hand(context: FailureContext, location: Location[ast.AST], expr:
     yield context.remedy(
         "Use softmax instead of exp(x) / exp(x).sum()",
         "softmax subtracts the largest entry first, so no exponential overflows.",
-        replace_node(source, expr.node, f"{source.spell('torch', expr.node)}.softmax({argument})"),
+        *replaced(source, (expr.node, f"{source.spell('torch', expr.node)}.softmax({argument})")),
     )
+
+
+AROUND_A_SUM = words("unsqueeze add expand_as clamp_min clamp view reshape maximum")
+
+
+def _denominator(source: SourceFile, node: ast.expr) -> ast.expr:
+    """What is divided by, through names, new axes and small numbers that keep it away from 0."""
+    at = source.value(node)
+    while isinstance(at, ast.Subscript) or (source.expr(at).op in AROUND_A_SUM and source.expr(at).args):
+        at = source.value(at.value if isinstance(at, ast.Subscript) else source.expr(at).args[0])
+    return at
+
+
+def replaced(source: SourceFile, *changes: tuple[ast.expr, str]) -> list[Edit]:
+    """New code for each of these expressions; assignments that nothing reads any more are taken out."""
+    edits = [replace_node(source, node, text) for node, text in changes]
+    gone = {n for node, _ in changes for n in ast.walk(node)}
+    kept = {word for _, text in changes for word in re.findall(r"\w+", text)}
+    around = source.within(changes[0][0]) if source.function(changes[0][0]) is not None else source.nodes
+    names = {n.id for n in gone if isinstance(n, ast.Name)}
+    while names:
+        name = names.pop()
+        if name in kept:
+            continue
+        uses = [n for n in around if isinstance(n, ast.Name) and n.id == name]
+        stores = [n for n in uses if not isinstance(n.ctx, ast.Load)]
+        statement = source.statement(stores[0]) if len(stores) == 1 else None
+        if not isinstance(statement, ast.Assign) or statement.targets != stores or statement in gone:
+            continue
+        pure = all(source.called(c).startswith((".", "torch.")) for c in ast.walk(statement) if isinstance(c, ast.Call))
+        deleted = delete_statement(source, statement)
+        if pure and deleted is not None and all(n in gone or n in stores for n in uses):
+            edits.append(deleted)
+            gone.update(ast.walk(statement))
+            names |= {n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name)}
+    return edits
 
 
 def _sigmoid_by_hand(context: FailureContext, location: Location[ast.AST], expr: Expr) -> Iterator[Remedy]:
@@ -234,28 +277,189 @@ def _sigmoid_by_hand(context: FailureContext, location: Location[ast.AST], expr:
         )
 
 
-@remedies_for("zero_over_zero", "div_by_zero", "where_grad_trap", "sqrt_grad_at_zero")
+@dataclass(frozen=True)
+class Normalised:
+    """A division of a vector by its own norm."""
+
+    whole: ast.expr
+    vector: ast.expr
+    factor: str
+    """What else the vector is multiplied by before the division; "" for nothing."""
+    dim: str
+    norm: ast.expr
+
+    def text(self, source: SourceFile, eps: str) -> str:
+        function = source.spell("torch.nn.functional.normalize", self.whole)
+        return f"{self.factor}{function}({source.code(self.vector)}, dim={self.dim}{eps})"
+
+
+def _normalised(context: FailureContext, source: SourceFile, node: ast.AST) -> Normalised | None:
+    """The division at a node as a call of `normalize`, if it is one by the 2-norm of what is divided."""
+    expr = source.expr(node)
+    if expr.op != "div" or len(expr.args) < 2 or not isinstance(node, ast.expr):
+        return None
+    top, norm = expr.args[0], _denominator(source, expr.args[1])
+    found = _two_norm(source, norm)
+    if found is None:
+        return None
+    vector, dim = found
+    product, factor = source.expr(top), ""
+    if product.op == "mul" and ast.dump(product.args[1]) == ast.dump(vector) and isinstance(top, ast.BinOp):
+        top, factor = product.args[1], f"{source.code(product.args[0])} * "
+    if ast.dump(top) != ast.dump(vector) or not source.unchanged(vector, node):
+        return None
+    text = source.code(dim) if dim is not None else "0" if _dimensions(context, source, norm) == 1 else ""
+    return Normalised(node, vector, factor, text, norm) if text else None
+
+
+def _two_norm(source: SourceFile, node: ast.expr) -> tuple[ast.expr, ast.expr | None] | None:
+    """The vector and the dimension of its 2-norm: `x.norm(dim=1)`, `x.pow(2).sum(1).sqrt()`..."""
+    norm = source.expr(node)
+    if norm.op == "norm" and norm.args:
+        order = norm.arg(1, "p") or norm.keywords.get("ord")
+        dim = norm.keywords.get("dim") or (norm.args[2] if len(norm.args) > 2 else None)
+        return (norm.args[0], dim) if order is None or literal_value(order) == 2 else None
+    half = norm.op == "pow" and len(norm.args) > 1 and literal_value(norm.args[1]) == 0.5
+    total = source.meaning(norm.args[0]) if norm.args and (norm.op == "sqrt" or half) else Expr("")
+    total = source.expr(_denominator(source, total.node)) if isinstance(total.node, ast.expr) else total
+    square = source.meaning(total.args[0]) if total.op == "sum" else Expr("")
+    twice = square.op == "mul" and ast.dump(square.args[0]) == ast.dump(square.args[1])
+    power = square.op == "pow" and len(square.args) > 1 and literal_value(square.args[1]) == 2
+    if not (twice or power or square.op == "square"):
+        return None
+    return square.args[0], total.arg(1, "dim") or total.keywords.get("axis")
+
+
+def _dimensions(context: FailureContext, source: SourceFile, node: ast.AST) -> int | None:
+    """How many dimensions the tensor has that was read there."""
+    for event in context.failure.trace.events:
+        location = context.location_of(event.site) if event.phase == "forward" else None
+        if location is not None and location.node is node:
+            return next((len(i.stat.shape) for i in event.inputs if i.stat is not None), None)
+    return None
+
+
+@remedies_for("zero_over_zero", "div_by_zero", "where_grad_trap", "sqrt_grad_at_zero", "infinite_derivative")
 def division_by_its_own_norm(context: FailureContext) -> Iterator[Remedy]:
-    found = failing_operation(context, "div")
-    if found is None or not isinstance(found.expr.node, ast.expr) or found.writer.numpy:
+    location = context.location
+    if location is None or (location.expr.library == "numpy"):
         return
-    source, (top, below) = found.location.source, found.expr.args[:2]
-    at = source.value(below)
-    while isinstance(at, ast.Subscript) or source.expr(at).op in ("unsqueeze", "add", "expand_as", "clamp_min"):
-        at = source.value(at.value if isinstance(at, ast.Subscript) else source.expr(at).args[0])
-    norm = source.expr(at)
-    dim, order = norm.keywords.get("dim") or (norm.args[2] if len(norm.args) > 2 else None), norm.arg(1, "p")
-    if norm.op != "norm" or dim is None or (order is not None and literal_value(order) != 2):
-        return
-    if ast.dump(norm.args[0]) != ast.dump(top):
+    source = location.source
+    divisions = [n for n in source.within(location.node) if isinstance(n, ast.BinOp | ast.Call)]
+    found = [one for n in divisions if (one := _normalised(context, source, n)) is not None]
+    here = set(ast.walk(source.statement(location.node)))
+    own = [one for one in found if one.whole in here or location.node in ast.walk(one.norm)]
+    if not own:
         return
     eps = ", eps=1e-4" if context.dtype == "float16" else ""
-    text = f"{source.spell('torch.nn.functional', top)}.normalize({source.code(top)}, dim={source.code(dim)}{eps})"
-    yield context.remedy(
-        "Use normalize, which keeps the norm above 0",
-        "A vector of zeros stays zero; all others are divided by their norm as before.",
-        replace_node(source, found.expr.node, text),
-    )
+    title = "Use normalize, which keeps the norm above 0"
+    why = "A vector of zeros stays zero; all others are divided by their norm as before."
+    edits = replaced(source, *((one.whole, one.text(source, eps)) for one in found))
+    yield context.remedy(title, why, *edits)
+    others = _other_divisions(context, location, found)
+    if others:
+        yield context.remedy(f"{title}, and guard the other denominators", why, *edits, *others)
+    if len(found) > len(own):
+        edits = replaced(source, *((one.whole, one.text(source, eps)) for one in own))
+        yield context.remedy(f"{title}, only here", why, *edits)
+
+
+@remedies_for("zero_over_zero", "div_by_zero", "where_grad_trap", "sqrt_grad_at_zero")
+def cosine_by_hand(context: FailureContext) -> Iterator[Remedy]:
+    """`(a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))`."""
+    location = context.location
+    if location is None:
+        return
+    source, here = location.source, set(ast.walk(location.source.statement(location.node)))
+    for node in source.within(location.node):
+        expr = source.expr(node)
+        if expr.op != "div" or len(expr.args) < 2 or not isinstance(node, ast.expr):
+            continue
+        total, below = source.meaning(expr.args[0]), source.expr(_denominator(source, expr.args[1]))
+        product = source.meaning(total.args[0]) if total.op == "sum" else Expr("")
+        norms = [_two_norm(source, source.value(a)) for a in below.args[:2]] if below.op == "mul" else []
+        dim = total.arg(1, "dim")
+        if product.op != "mul" or dim is None or len(norms) != 2 or None in norms:
+            continue
+        vectors = sorted(ast.dump(n[0]) for n in norms if n is not None)
+        dims = {ast.dump(n[1]) for n in norms if n is not None and n[1] is not None}
+        if vectors != sorted(ast.dump(a) for a in product.args) or dims != {ast.dump(dim)}:
+            continue
+        parts = {n for a in (expr.args[0], expr.args[1]) for n in ast.walk(source.value(a))}
+        if not (node in here or location.node in parts) or not all(source.unchanged(a, node) for a in product.args):
+            continue
+        a, b = (source.code(one) for one in product.args)
+        text = f"{source.spell('torch.nn.functional.cosine_similarity', node)}({a}, {b}, dim={source.code(dim)})"
+        yield context.remedy(
+            "Use cosine_similarity, which keeps the norms above 0",
+            "The similarity to a vector of zeros is 0; all others are unchanged.",
+            *replaced(source, (node, text)),
+        )
+        return
+
+
+def _other_divisions(context: FailureContext, location: Location[ast.AST], known: list[Normalised]) -> list[Edit]:
+    """Guards for the other divisions by a tensor in the same function."""
+    done = {n for one in known for n in ast.walk(one.whole)}
+    found = FailingOperation(context, location, location.expr, GuardWriter(location.source))
+    return [guard.edit for guard in alike(found, "div") if guard.node not in done]
+
+
+@remedies_for("log_of_zero", "zero_times_inf", "xlogy_grad_at_zero", "where_grad_trap")
+def product_with_its_own_logarithm(context: FailureContext) -> Iterator[Remedy]:
+    """`p * (log(p) - log_q)` where p is 0: its limit is 0, which kl_div and xlogy know."""
+    location = context.location
+    if location is None or location.expr.library == "numpy":
+        return
+    source = location.source
+    here = set(ast.walk(source.statement(location.node)))
+    for node in source.within(location.node):
+        expr = source.expr(node)
+        if not isinstance(node, ast.BinOp) or expr.op != "mul":
+            continue
+        for p, other in (expr.args, expr.args[::-1]):
+            found = _divergence(source, p, source.meaning(other), node)
+            if found is None or not (node in here or location.node in ast.walk(found[1])):
+                continue
+            if _is_trained(context, source, found[1]):  # the derivative of p * log(p) at 0 is infinite
+                continue
+            text, _, name = found
+            title = f"Use {name}, which takes 0 * log(0) as 0"
+            yield context.remedy(title, "Where p is above 0, the result is unchanged.", *replaced(source, (node, text)))
+            return
+
+
+def _divergence(source: SourceFile, p: ast.expr, other: Expr, use: ast.AST) -> tuple[str, ast.AST, str] | None:
+    """The code of `p * other`, the logarithm of p in it, and the function that is used."""
+    if isinstance(other.node, ast.expr) and not source.unchanged(other.node, use):
+        return None
+    functional, code = source.spell("torch.nn.functional", use), source.code
+    log = source.meaning(other.args[0]) if other.op == "sub" else other
+    if log.op != "log" or not log.args or not log.node:
+        return None
+    quotient = source.expr(log.args[0])
+    if other.op == "sub" and ast.dump(log.args[0]) == ast.dump(p):
+        return f'{functional}.kl_div({code(other.args[1])}, {code(p)}, reduction="none")', log.node, "kl_div"
+    if other.op == "log" and quotient.op == "div" and ast.dump(quotient.args[0]) == ast.dump(p):
+        form = LogForm(source, use)
+        below = form.of(quotient.args[1]) or f"{source.spell('torch', use)}.log({code(quotient.args[1])})"
+        return f'{functional}.kl_div({below}, {code(p)}, reduction="none")', log.node, "kl_div"
+    if other.op == "log" and ast.dump(log.args[0]) == ast.dump(p):
+        return f"{source.spell('torch', use)}.xlogy({code(p)}, {code(p)})", log.node, "xlogy"
+    return None
+
+
+def _is_trained(context: FailureContext, source: SourceFile, log: ast.AST) -> bool:
+    """Whether p has a gradient, in `log(p)` or `log(p / q)`."""
+    argument = source.expr(log).args[0]
+    node = argument if source.expr(argument).op == "div" else log
+    events = context.failure.trace.events
+    for event in (e for e in events if e.grad and e.phase == "forward" and e.op in ("log", "div")):
+        location = context.location_of(event.site)
+        first = event.inputs[0] if event.inputs else None
+        if location is not None and location.node is node and first is not None:
+            return first.role == "parameter" or (first.producer is not None and events[first.producer].grad)
+    return False
 
 
 # --- masks of -inf: a finite number instead, or a lower bound for the scores -------------------------------------
@@ -299,6 +503,66 @@ def _why(context: FailureContext, low: str) -> str:
     }
     effect = effects.get(context.cause.slug, "only fully masked rows change, and their result is finite")
     return f"exp({low}) is 0 too; {effect}."
+
+
+@remedies_for("fully_masked_softmax")
+def attend_to_nothing(context: FailureContext) -> Iterator[Remedy]:
+    """A finite mask, and a weight of 0 for what is masked: a fully masked row would attend to all of it otherwise."""
+    location = context.location
+    found = failing_operation(context, "softmax")
+    layer = context.event.module_type if context.event is not None else ""
+    call = found.expr.node if found is not None else location.node if location is not None else None
+    if location is None or not isinstance(call, ast.Call) or (found is None and layer != "Softmax"):
+        return
+    source, low = location.source, context.epsilon("-1e9", "-1e4")
+    given = source.expr(call).args if found is not None else tuple(call.args)
+    if not given:
+        return
+    scores = given[0]
+    why = "A fully masked row then attends to nothing, instead of to padding or the future; other rows are unchanged."
+    masks = [m for event in mask_events(context) if (m := _mask_of(context, event, call)) is not None]
+    whole = len(masks) == len(mask_events(context))
+    if masks and whole and sum(len(source.code(mask)) for _, mask, _ in masks) <= LONGEST_MASK:
+        edits = [replace_node(source, value, low) for _, _, value in masks]
+        inside = [edit for edit in edits if _is_inside(source, edit, call)]
+        text = source.code(call)
+        for edit in inside[:1]:
+            text = changed_call(source, call, edit)
+        codes = [parenthesized(source, mask) for _, mask, _ in masks]
+        mask = " | ".join(codes) if len(codes) > 1 else source.code(masks[0][1])
+        if len(inside) < 2:
+            weights = replace_node(source, call, f"{text}.masked_fill({mask}, 0.0)")
+            title = f"Mask with {low} instead of -inf, and give what is masked a weight of 0"
+            yield context.remedy(title, why, *(edit for edit in edits if edit not in inside), weights)
+            return
+    if isinstance(scores, ast.Name | ast.Attribute):
+        name = source.code(scores)
+        text = changed_call(source, call, replace_node(source, scores, f"{name}.clamp_min({low})"))
+        yield context.remedy(
+            f"Keep the scores at {low} or above, and give what is masked a weight of 0",
+            why,
+            replace_node(source, call, f"{text}.masked_fill({name}.isneginf(), 0.0)"),
+        )
+
+
+LONGEST_MASK = 48
+
+
+def _mask_of(context: FailureContext, event: OpEvent, use: ast.AST) -> tuple[ast.Call, ast.expr, ast.expr] | None:
+    """The call of `masked_fill` that writes a mask, with its mask and its value, if both mean the same at `use`."""
+    location = context.location_of(event.site)
+    if location is None or location.expr.op != "masked_fill" or not isinstance(location.node, ast.Call):
+        return None
+    mask, value = location.expr.arg(1, "mask"), location.expr.arg(2, "value")
+    if mask is None or value is None or not location.source.unchanged(mask, use):
+        return None
+    constants = [node for node, number in nonfinite_constants(location.source, location.node) if number == -math.inf]
+    return (location.node, mask, value) if value in constants else None
+
+
+def _is_inside(source: SourceFile, edit: Edit, node: ast.AST) -> bool:
+    (start, end), (a, b) = source.span(node), source.edit_span(edit)
+    return start <= a and b <= end
 
 
 @remedies_for(
@@ -349,6 +613,14 @@ def unmask_empty_rows(context: FailureContext) -> Iterator[Remedy]:
     if location is None or not isinstance(location.node, ast.Call):
         return
     source, expr = location.source, location.expr
+    layer = context.event.module_type if context.event is not None else ""
+    if layer == "MultiheadAttention" and _weights_are_unused(source, location.node):
+        yield context.remedy(
+            "Do not compute the attention weights (need_weights=False)",
+            "scaled_dot_product_attention, which is used then, gives a fully masked row a result of 0; other rows are "
+            "unchanged.",
+            set_argument(source, location.node, "need_weights", "False"),
+        )
     for name in PADDING:
         mask = expr.keywords.get(name)
         if mask is not None:
@@ -366,6 +638,17 @@ def unmask_empty_rows(context: FailureContext) -> Iterator[Remedy]:
         title, why = "Unmask fully masked rows", "Only fully masked rows change."
         yield context.remedy(title, why, replace_node(source, mask, f"{plain} | ~{plain}.any(-1, keepdim=True)"))
         yield context.remedy(title, why, replace_node(source, mask, f"{plain}.clamp_min({low})"))
+
+
+def _weights_are_unused(source: SourceFile, call: ast.Call) -> bool:
+    """Whether nothing reads the second result of the call."""
+    parent = source.parent(call)
+    if isinstance(parent, ast.Subscript):
+        return literal_value(parent.slice) == 0
+    target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
+    if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or not isinstance(target.elts[1], ast.Name):
+        return False
+    return not source.reads(target.elts[1].id, call)
 
 
 @remedies_for("masked_label")
@@ -447,12 +730,15 @@ def loss_of_nothing(context: FailureContext) -> Iterator[Remedy]:
     if not context.event.op.startswith(("nll_loss", "cross_entropy")):
         return
     source, call = location.source, location.node
-    logits, target = location.expr.arg(0, "input"), location.expr.arg(1, "target")
+    passed = Expr("", tuple(call.args), location.expr.keywords) if location.expr.op not in NLL else location.expr
+    logits, target = passed.arg(0, "input"), passed.arg(1, "target")
     if logits is None or target is None:
         return
     ignored = dict(context.event.scalars).get("ignore_index", -100)
     given = location.expr.keywords.get("ignore_index")
     index = source.code(given) if given is not None else str(ignored)
+    if location.expr.op not in NLL:  # a layer, which has the number
+        index = f"{source.code(call.func)}.ignore_index"
     counts = f"({parenthesized(source, target)} != {index})"
     inside = f"{source.code(call)} if {counts}.any() else {parenthesized(source, logits)}.sum() * 0.0"
     if location.expr.op in NLL and "weight" not in location.expr.keywords and "reduction" not in location.expr.keywords:
@@ -655,31 +941,51 @@ def tell_equal_values_apart(context: FailureContext) -> Iterator[Remedy]:
 
 @remedies_for("where_grad_trap")
 def double_where(context: FailureContext) -> Iterator[Remedy]:
-    """`where(c, log(x), y)`: the log reads 1 where its branch is not taken."""
+    """`where(c, log(x), y)`: the log reads 1 where its branch is not taken; also with a name for `log(x)`."""
     found = failing_operation(context)
     if found is None or not isinstance(found.expr.node, ast.expr):
         return
     source, node = found.location.source, found.expr.node
     argument = found.expr.args[1 if found.expr.op == "div" else 0]
+    taken = _where_around(source, node)
+    if taken is None:
+        return
+    condition, first = taken
+    if {n.id for n in ast.walk(condition) if isinstance(n, ast.Name)} & _assigned_between(source, node, condition):
+        return  # it is not known yet where the operation stands
+    one = "0.0" if found.expr.op in ("exp", "acos", "asin", "atanh") else "1.0"
+    pair = (source.code(argument), one) if first else (one, source.code(argument))
+    text = f"{source.spell('torch', node)}.where({source.code(condition)}, {pair[0]}, {pair[1]})"
+    yield context.remedy(
+        f"Give {found.expr.op or 'it'} a harmless argument where its branch is not taken",
+        "Backward runs through both branches; now the gradient is finite in the one not taken, too.",
+        replace_node(source, argument, text),
+    )
+
+
+def _where_around(source: SourceFile, node: ast.expr) -> tuple[ast.expr, bool] | None:
+    """The condition of the `where` that discards some of a value, and whether the value is its first branch."""
     inner: ast.AST = node
     for outer in source.parents(node):
         expr = source.expr(outer)
-        if expr.op == "where" and len(expr.args) == 3 and expr.called != ".where":
-            branch = expr.args.index(inner) if isinstance(inner, ast.expr) and inner in expr.args else 0
-            condition = source.code(expr.args[0])
-            if branch and source.unchanged(expr.args[0], node):
-                one = "0.0" if found.expr.op in ("exp", "acos", "asin", "atanh") else "1.0"
-                pair = (source.code(argument), one) if branch == 1 else (one, source.code(argument))
-                text = f"{source.spell('torch', node)}.where({condition}, {pair[0]}, {pair[1]})"
-                yield context.remedy(
-                    f"Give {found.expr.op or 'it'} a harmless argument where its branch is not taken",
-                    "Backward runs through both branches; now the gradient is finite in the one not taken, too.",
-                    replace_node(source, argument, text),
-                )
-            return
-        inner = outer
+        if expr.op == "where" and len(expr.args) == 3:
+            condition, *branches = expr.args if expr.called != ".where" else (expr.args[1], expr.args[0], expr.args[2])
+            return (condition, inner is branches[0]) if inner in branches else None
+        if isinstance(outer, ast.Assign) and len(outer.targets) == 1 and isinstance(outer.targets[0], ast.Name):
+            name = outer.targets[0]
+            uses = [n for n in source.within(node) if isinstance(n, ast.Name) and n.id == name.id and n is not name]
+            return _where_around(source, uses[0]) if len(uses) == 1 and isinstance(uses[0].ctx, ast.Load) else None
         if isinstance(outer, ast.stmt):
-            return
+            return None
+        inner = inner if isinstance(outer, ast.Attribute) else outer
+    return None
+
+
+def _assigned_between(source: SourceFile, first: ast.AST, last: ast.AST) -> set[str]:
+    """The names that are assigned from one statement up to another."""
+    start, end = source.statement(first).lineno, source.statement(last).lineno
+    stores = [n for n in source.within(first) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
+    return {n.id for n in stores if start <= source.statement(n).lineno < end}
 
 
 @remedies_for("sqrt_grad_at_zero", "where_grad_trap", "infinite_derivative")
@@ -724,7 +1030,9 @@ def fill_before_the_arithmetic(context: FailureContext) -> Iterator[Remedy]:
             yield context.remedy(
                 "Replace missing values before computing with them",
                 "What the mask removes later is finite, so its gradient of 0 stays 0.",
-                replace_node(location.source, node, f"{torch}.nan_to_num({location.code(node)})"),
+                replace_node(
+                    location.source, node, f"{torch}.nan_to_num({location.code(node)}, posinf=0.0, neginf=0.0)"
+                ),
             )
 
 

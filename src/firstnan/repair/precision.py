@@ -6,7 +6,7 @@ import ast
 import math
 from collections.abc import Iterator
 
-from firstnan.records import Edit, Remedy
+from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.literals import format_number, scale_number
@@ -42,7 +42,50 @@ def in_float32(context: FailureContext) -> Iterator[Remedy]:
         block = _outside_autocast(source, location, device)
         if block is not None:
             yield context.remedy("Run this operation in float32, outside autocast", why, block, *casts)
+    back = _back(context, location) if casts and device is None else None
+    if back is not None:  # a matrix product takes no tensors of different dtypes
+        yield context.remedy("Run this operation in float32, and convert its result back later", why, *casts, back)
     yield context.remedy("Run this operation in float32", why, *casts)
+
+
+def _back(context: FailureContext, location: Location[ast.AST]) -> Edit | None:
+    """The conversion back before the first matrix product or convolution that reads the result with other tensors."""
+    source, product = location.source, _product_after(context)
+    operand = next((o for o in _operands(location) if isinstance(o, ast.Name | ast.Attribute)), None)
+    function = source.function(location.node)
+    if product is None or operand is None:
+        return None
+    event, number = product
+    user = context.location_of(event.site)
+    dtype = f"{source.code(operand)}.dtype"
+    if user is not None and source.scope(user.node) is source.scope(location.node) and user.source is source:
+        given = user.expr.args if user.expr.op else tuple(getattr(user.node, "args", ()))
+        at = number if len(given) > 1 else 0
+        return _converted(source, given[at], dtype) if at < len(given) else None
+    returned = [n for n in source.within(location.node) if isinstance(n, ast.Return) and n.value is not None]
+    value = returned[0].value if len(returned) == 1 and function is not None else None
+    if value is None or isinstance(value, ast.Tuple | ast.Dict | ast.List) or not source.unchanged(operand, value):
+        return None
+    return _converted(source, value, dtype)
+
+
+def _converted(source: SourceFile, node: ast.expr, dtype: str) -> Edit:
+    return replace_node(source, node, f"{parenthesized(source, node)}.to({dtype})")
+
+
+def _product_after(context: FailureContext) -> tuple[OpEvent, int] | None:
+    """The first product in forward that reads what the failing operator wrote, and the number of that argument."""
+    start = context.event
+    reached = {start.index} if start is not None else set()
+    for event in context.failure.trace.events:
+        if event.phase != "forward" or start is None or event.index <= start.index:
+            continue
+        for number, operand in enumerate(event.inputs):
+            if operand.producer in reached:
+                if event.op in MATRIX_PRODUCTS or event.op.startswith("conv"):
+                    return event, number
+                reached.add(event.index)
+    return None
 
 
 def _operands(location: Location[ast.AST]) -> list[ast.expr]:

@@ -7,9 +7,9 @@ import math
 import statistics
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
-from firstnan.records import Edit, Remedy
+from firstnan.diagnose.rules.base import RATE_ROSE, Growth
+from firstnan.records import Edit, OptimizerHistory, Remedy
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.literals import (
     default_of,
@@ -19,6 +19,16 @@ from firstnan.repair.literals import (
     nonfinite_constants,
     replace_number,
     scale_number,
+)
+from firstnan.repair.rates import (
+    RATES,
+    RateSetter,
+    assigned_rates,
+    function_at,
+    is_computed,
+    is_rate,
+    manual_rates,
+    returned,
 )
 from firstnan.repair.source import (
     Function,
@@ -39,7 +49,10 @@ class OptimizerSetup:
     """The optimizer of a failing step in the user's source."""
 
     def __init__(self, context: FailureContext) -> None:
-        self.context, self.history = context, context.failure.history
+        self.context = context
+        self.history: OptimizerHistory = context.failure.history
+        if context.cause.slug == "divergence_lr":
+            self.history = context.failure.diverging
         self.settings = dict(self.history.settings)
 
     @cached_property
@@ -58,7 +71,16 @@ class OptimizerSetup:
             return location.source, location.node
         name = self.history.optimizer
         calls = [(s, c) for s in self.sources if name for c in s.calls if s.called_name(c) == name]
-        return calls[0] if calls else None
+        if len(calls) > 1:  # not the first of its class, but the one with this learning rate
+            calls = [(s, c) for s, c in calls if self._has_its_rate(s, c)]
+        return calls[0] if len(calls) == 1 else None
+
+    def _has_its_rate(self, source: SourceFile, call: ast.Call) -> bool:
+        lr = self.settings.get("initial_lr", self.settings.get("lr"))
+        given = rate_of(call)
+        if given is None or not isinstance(lr, int | float):
+            return False
+        return find_literal(self.context.files, Location(source, given), float(lr)) is not None
 
     def setting(self, *names: str, position: int | None = None) -> Location[ast.expr] | None:
         """The argument of the constructor for one of the optimizer's settings."""
@@ -93,6 +115,25 @@ class OptimizerSetup:
             return False
         source, call = self.call
         return source.called_name(call) == self.history.optimizer and self._own_setting(source, call, (name,)) is None
+
+    @cached_property
+    def setters(self) -> list[RateSetter]:
+        """The expressions that the program itself assigns to the learning rate, or updates its weights with."""
+        site = self.history.rate_set_at
+        known = [site.file] if site is not None else []
+        if not self.history.optimizer:
+            return manual_rates(self.context.files, [*known, *(s.file for s in self.sources)])
+        found = assigned_rates(self.context.files, [*known, *(s.file for s in self.sources)], self.history.name)
+        same = [s for s in found if site is not None and (s.site.file, s.site.line) == (site.file, site.line)]
+        return same if site is not None else []
+
+    @cached_property
+    def schedule(self) -> tuple[SourceFile, Function] | None:
+        """The function that computes the factor of a schedule."""
+        site = self.history.rate_set_at
+        source = self.context.files.get(site.file) if site is not None else None
+        function = function_at(source, site.line) if source is not None and site is not None else None
+        return (source, function) if source is not None and function is not None else None
 
     @cached_property
     def step(self) -> tuple[SourceFile, ast.Call] | None:
@@ -170,6 +211,7 @@ def _same_name(source: SourceFile, name: ast.Name, use: ast.AST) -> bool:
     return here is source.tree and not hidden
 
 
+_NO_STEPS = "A schedule without steps divides by 0."
 PEAKS = {"OneCycleLR": 1, "CyclicLR": 2}
 """Schedules with a peak, and its position among their arguments."""
 
@@ -185,6 +227,24 @@ def guarded_schedule(context: FailureContext) -> Iterator[Remedy]:
                     inner, text, why = found
                     title = f"Keep `{' '.join(source.code(inner).split())}` in range"
                     yield context.remedy(title, why, replace_node(source, inner, text), kind="setting")
+
+
+@remedies_for("nan_lr")
+def guarded_denominators(context: FailureContext) -> Iterator[Remedy]:
+    """The same guard at every use of a denominator in a function that computes the rate."""
+    for source in OptimizerSetup(context).sources:
+        for scope in {source.scope(e): None for e in _schedules(source)}:
+            if scope is source.tree:
+                continue
+            inside = list(ast.walk(scope))
+            below = [n.right for n in inside if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
+            for name in dict.fromkeys(ast.unparse(b) for b in below if isinstance(b, ast.Name | ast.Attribute)):
+                uses = [n for n in inside if isinstance(n, ast.Name | ast.Attribute) and ast.unparse(n) == name]
+                reads = [n for n in uses if isinstance(n.ctx, ast.Load)]
+                if len(reads) < 2 or len(reads) < len(uses):
+                    continue
+                edits = [replace_node(source, n, f"max({name}, 1)") for n in reads]
+                yield context.remedy(f"Use at least 1 for `{name}`", _NO_STEPS, *edits, kind="setting")
 
 
 @remedies_for("nan_lr")
@@ -208,20 +268,17 @@ def _schedules(source: SourceFile) -> Iterator[ast.expr]:
         for function in (f for g in given for f in _functions(source, g)):
             yield from _returned(function)
     for node in source.nodes:
-        if isinstance(node, ast.Assign) and any(_is_rate(t) for t in node.targets):
+        if isinstance(node, ast.Assign) and any(is_rate(t) for t in node.targets):
             yield node.value
             # `group["lr"] = schedule(step)`, or a name assigned before
             for function in _functions(source, node.value):
                 yield from _returned(function)
-            if isinstance(node.value, ast.Name) and (value := source.value(node.value)) is not node.value:
-                yield value
-                yield from (r for f in _functions(source, value) for r in _returned(f))
+            for name in (n for n in ast.walk(node.value) if isinstance(n, ast.Name)):  # `float(lr)` as well
+                if (value := source.value(name)) is not name:
+                    yield value
+                    yield from (r for f in _functions(source, value) for r in _returned(f))
     for own in (n for n in source.nodes if isinstance(n, ast.FunctionDef) and n.name == "get_lr"):
         yield from _returned(own)
-
-
-def _is_rate(node: ast.expr) -> bool:
-    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == "lr"
 
 
 def _functions(source: SourceFile, node: ast.expr, depth: int = 3) -> Iterator[Function]:
@@ -258,7 +315,7 @@ def _guard(source: SourceFile, node: ast.AST) -> tuple[ast.expr, str, str] | Non
         why = "After the planned number of steps the argument becomes negative, and the result is not a real number."
         return first, f"max({source.code(first)}, {floor})", why
     if expr.op == "div" and (below := expr.arg(1, "other")) is not None and literal_value(below) is None:
-        return below, f"max({source.code(below)}, 1)", "A schedule without steps divides by 0."
+        return below, f"max({source.code(below)}, 1)", _NO_STEPS
     return None
 
 
@@ -279,36 +336,102 @@ def lower_peak(context: FailureContext) -> Iterator[Remedy]:
 
 
 @remedies_for("divergence_lr")
-def capped_schedule(context: FailureContext) -> Iterator[Remedy]:
-    """A schedule that stops raising the learning rate while training is still healthy."""
-    rates = [(s.step, s.lr) for s in context.failure.history.steps if s.lr is not None and math.isfinite(s.lr)]
-    growth = context.failure.growth
-    initial: Any = dict(context.failure.history.settings).get("initial_lr")
-    if len(rates) < 3 or growth is None or not isinstance(initial, int | float) or not initial:
+def capped_rate(context: FailureContext) -> Iterator[Remedy]:
+    """A bound on what sets the learning rate, where the program raised it: a rate that was healthy."""
+    setup, rise = OptimizerSetup(context), context.failure.rate_rise
+    if rise is None and not setup.history.optimizer:
+        yield from _bounded_by_hand(context, setup)
+    healthy = _healthy_rate(context, rise) if rise is not None else None
+    if rise is None or healthy is None:
         return
-    healthy = [r for step, r in rates if step <= growth.first_step]
-    if not healthy or rates[-1][1] < 3 * min(r for _, r in rates):
+    raised = f"The program raised it to {rise.last:.3g}"
+    limits = [(healthy / 10, "a tenth of the rate at which the loss began to grow"), (healthy, "the rate before that")]
+    given = setup.settings.get("lr_at_start")
+    if isinstance(given, int | float) and 0 < given <= healthy:
+        limits = [
+            (float(given), "this is the rate that the optimizer was made with"),
+            (healthy, "the last healthy rate"),
+        ]
+    for limit, why in limits:
+        edits = _bounded(setup, limit)
+        if edits:
+            title = f"Keep the learning rate at {format_number(limit)} or below"
+            yield context.remedy(title, f"{raised}; {why}.", *edits, kind="setting")
+
+
+def _bounded_by_hand(context: FailureContext, setup: OptimizerSetup) -> Iterator[Remedy]:
+    """A bound on the rate of an update by hand whose rates are not known: at the number that it began with."""
+    setter, rate = next(iter(setup.setters), None), context.failure.lr()
+    if setter is None or rate is None or not is_computed(setter.value):
         return
-    cap = healthy[-1] / initial
-    for source in OptimizerSetup(context).sources:
-        for call in (c for c in source.calls if source.called(c).endswith("LambdaLR") and len(c.args) > 1):
-            for function in _functions(source, call.args[1]):
-                ends = [function.body] if isinstance(function, ast.Lambda) else _return_values(function)
-                edits = [replace_node(source, e, f"min({source.code(e)}, {format_number(cap)})") for e in ends]
-                yield context.remedy(
-                    f"Limit the schedule to {format_number(cap)} times the base learning rate",
-                    f"The loss began to grow when the learning rate exceeded {format_number(healthy[-1])}.",
-                    *edits,
-                    kind="setting",
-                )
+    found = find_literal(context.files, setter.value)
+    value = literal_value(found.node) if found is not None else None
+    if value is not None and 0 < value <= rate / RATE_ROSE:
+        source, node = setter.value.source, setter.value.node
+        limit = format_number(value)
+        yield context.remedy(
+            f"Keep the learning rate at {limit} or below",
+            f"The program raised it from {limit} to {rate:.3g}.",
+            replace_node(source, node, f"min({source.code(node)}, {limit})"),
+            kind="setting",
+        )
 
 
-def _return_values(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
-    return [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
+def _healthy_rate(context: FailureContext, rise: Growth) -> float | None:
+    """The greatest rate of the steps before anything grew, with two digits."""
+    history, growth = context.failure.diverging, context.failure.growth
+    last = growth.first_step if growth is not None else rise.first_step
+    rates = [s.lr for s in history.steps if s.lr is not None and math.isfinite(s.lr) and s.step <= last]
+    greatest = max((r for r in rates if r > 0), default=None)
+    if greatest is None:
+        return None
+    unit = 10.0 ** (math.floor(math.log10(greatest)) - 1)
+    return math.floor(greatest / unit * (1 + 1e-9)) * unit
 
 
-RATES = ("lr", "learning_rate", "rate", "step_size", "eta")
-UPDATES = ("add_", "sub_", "addcdiv_", "addcmul_")
+def _bounded(setup: OptimizerSetup, limit: float) -> list[Edit]:
+    """The edits that keep the rate at a limit, wherever it is set."""
+    for setter in setup.setters[:1]:
+        source, node, statement = setter.value.source, setter.value.node, setter.at.node
+        if isinstance(statement, ast.AugAssign) and is_rate(statement.target):
+            target, operator = source.code(statement.target), _symbol(statement.op)
+            bounded = f"{target} = min({target} {operator} {parenthesized(source, node)}, {format_number(limit)})"
+            return [source.edit(*source.span(statement), bounded)] if operator else []
+        return [replace_node(source, node, f"min({source.code(node)}, {format_number(limit)})")]
+    initial = setup.settings.get("initial_lr")
+    if setup.schedule is None or not isinstance(initial, int | float) or not initial:
+        return []
+    source, function = setup.schedule
+    if getattr(function, "name", "") == "get_lr":  # it returns a list of rates, one for each group
+        rates = [e.elt for e in returned(function) if isinstance(e, ast.ListComp)]
+        return [replace_node(source, r, f"min({source.code(r)}, {format_number(limit)})") for r in rates]
+    factor = format_number(limit / initial)
+    return [replace_node(source, end, f"min({source.code(end)}, {factor})") for end in returned(function)]
+
+
+def _symbol(operator: ast.operator) -> str:
+    return {ast.Mult: "*", ast.Div: "/", ast.Add: "+", ast.Sub: "-"}.get(type(operator), "")
+
+
+@remedies_for("divergence_lr")
+def inverted_factor(context: FailureContext) -> Iterator[Remedy]:
+    """A schedule that multiplies the rate by more than 1: the inverse, which lowers it."""
+    if context.failure.rate_rise is None:
+        return
+    setup = OptimizerSetup(context)
+    location = context.location_of(setup.history.rate_set_at)
+    call = location.node if location is not None and isinstance(location.node, ast.Call) else None
+    for name in ("gamma", "factor", "end_factor"):
+        given = next((k.value for k in call.keywords if k.arg == name), None) if call is not None else None
+        found = find_literal(context.files, Location(location.source, given)) if location and given else None
+        value = literal_value(found.node) if found is not None else None
+        if found is not None and value is not None and value > 1:
+            inverse = format_number(1 / value)
+            why = f"{name}={format_number(value)} raises the learning rate each time; {inverse} lowers it."
+            edit = replace_node(found.source, found.node, inverse)
+            yield context.remedy(f"Use {name}={inverse}", why, edit, kind="setting")
+
+
 FACTORS = (0.1, 0.01, 0.001)
 EPS = {"float16": 1e-4, "bfloat16": 1e-6}
 USUAL_NORM = 1.0
@@ -339,22 +462,53 @@ def smaller_rate(context: FailureContext) -> Iterator[Remedy]:
 def _slower(setup: OptimizerSetup, factor: float) -> tuple[list[Edit], float | None]:
     context, lr = setup.context, setup.settings.get("initial_lr", setup.settings.get("lr"))
     expected = float(lr) if isinstance(lr, int | float) else None
-    if setup.call is None:
-        given = _manual_rate(setup)
-        if given is None:
-            return [], None
-        edit, value = scale_number(context.files, given, factor)
+    for setter in setup.setters:  # what is in use: the constructor's rate is overwritten, or there is none
+        statement = setter.at.node
+        if isinstance(statement, ast.AugAssign) and is_rate(statement.target):
+            continue
+        constant = expected if setup.history.optimizer else context.failure.lr()
+        constant = constant if context.failure.rate_rise is None else None
+        if is_computed(setter.value):
+            source, node = setter.value.source, setter.value.node
+            return [replace_node(source, node, f"{parenthesized(source, node)} * {format_number(factor)}")], None
+        edit, value = scale_number(context.files, setter.value, factor, constant)
         return [edit], value
+    if setup.call is None:
+        return [], None
     source, call = setup.call
     rate = setup.setting(*RATES, position=1)
     groups = _groups(source, call)
     edits = [scale_number(context.files, g, factor)[0] for g in groups]
-    if rate is not None:
+    if rate is not None and not _is_shared(setup, rate):
         edit, value = scale_number(context.files, rate, factor, None if groups else expected)
         return [edit, *edits], value
+    if rate is not None:
+        text = f"{parenthesized(source, rate.node)} * {format_number(factor)}"
+        return [replace_node(rate.source, rate.node, text), *edits], expected * factor if expected else None
     if expected is not None and setup.takes("lr"):
         return [set_argument(source, call, "lr", format_number(expected * factor)), *edits], expected * factor
     return edits or _groups_afterwards(source, call, factor), None
+
+
+def rate_of(call: ast.Call) -> ast.expr | None:
+    """The learning rate among the arguments of an optimizer's constructor."""
+    given = next((k.value for k in call.keywords if k.arg in RATES), None)
+    return given if given is not None else call.args[1] if len(call.args) > 1 else None
+
+
+def _is_shared(setup: OptimizerSetup, rate: Location[ast.expr]) -> bool:
+    """Whether another optimizer has its rate from the same name: a change of its number would change both."""
+    if setup.call is None or not isinstance(rate.node, ast.Name | ast.Attribute):
+        return False
+    source, own = setup.call
+    kind = source.called(own)
+    others = [
+        c for c in source.calls if c is not own and source.called(c).rpartition(".")[0] == kind.rpartition(".")[0]
+    ]
+    wanted = ast.unparse(rate.node)
+    rates = [given for c in others if source.called_name(c)[:1].isupper() and (given := rate_of(c)) is not None]
+    read = {ast.unparse(n) for given in rates for n in ast.walk(given) if isinstance(n, ast.Name | ast.Attribute)}
+    return wanted in read
 
 
 def _groups(source: SourceFile, call: ast.Call) -> list[Location[ast.expr]]:
@@ -377,53 +531,6 @@ def _groups_afterwards(source: SourceFile, call: ast.Call, factor: float) -> lis
         return []
     loop = f"for group in {target}.param_groups:"
     return [insert_after(source, call, loop, f'    group["lr"] *= {format_number(factor)}')]
-
-
-def _manual_rate(setup: OptimizerSetup) -> Location[ast.expr] | None:
-    """The learning rate of a program that updates its weights itself: `w -= rate * w.grad`."""
-    for source in setup.sources:
-        for node in source.nodes:
-            factor = _update_factor(source, node)
-            if factor is not None and find_literal(setup.context.files, Location(source, factor)) is not None:
-                return Location(source, factor)
-    return None
-
-
-def _update_factor(source: SourceFile, node: ast.AST) -> ast.expr | None:
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Sub | ast.Add):
-        return _factor(node.value) if _writes_weights(source, node, node.target) else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in UPDATES:
-        given = next((k.value for k in node.keywords if k.arg in ("alpha", "value")), None)
-        if given is not None:
-            return given.operand if isinstance(given, ast.UnaryOp) else given
-        if node.args and _writes_weights(source, node, node.func.value):
-            return _factor(node.args[0])
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Sub):
-        return _factor(node.value.right) if _mentions_grad(node.value.right) else None
-    return None
-
-
-def _writes_weights(source: SourceFile, node: ast.AST, target: ast.expr) -> bool:
-    guarded = (source.code(i.context_expr) for w in source.parents(node) if isinstance(w, ast.With) for i in w.items)
-    return "data" in source.code(target) or any("no_grad" in text for text in guarded)
-
-
-def _mentions_grad(node: ast.expr) -> bool:
-    return any(isinstance(n, ast.Attribute) and n.attr == "grad" for n in ast.walk(node))
-
-
-def _factor(node: ast.expr) -> ast.expr | None:
-    """The factor of a product that is not the gradient."""
-    if isinstance(node, ast.UnaryOp):
-        return _factor(node.operand)
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult | ast.Div):
-        return None
-    sides = [node.left] if isinstance(node.op, ast.Div) else [node.left, node.right]
-    for side in sides:
-        if isinstance(side, ast.BinOp) and (inner := _factor(side)) is not None:
-            return inner
-    plain = [s for s in sides if not _mentions_grad(s) and isinstance(s, ast.Name | ast.Attribute | ast.Constant)]
-    return plain[0] if plain else None
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------

@@ -214,8 +214,17 @@ class SourceFile:
                 nearest = node
         if not isinstance(nearest, ast.Assign | ast.AnnAssign) or nearest.value is None:
             return None
+        if self._is_assigned_again(text, here, nearest):
+            return None
         alone = nearest.target if isinstance(nearest, ast.AnnAssign) else nearest.targets[0]
         return nearest if ast.unparse(alone) == text else None
+
+    def _is_assigned_again(self, text: str, here: ast.stmt, nearest: ast.stmt) -> bool:
+        """Whether a loop around `here`, but not around the assignment, assigns the name too, in the turn before."""
+        inner = [n for n in self.parents(here) if isinstance(n, ast.For | ast.While) and n not in self.parents(nearest)]
+        scope = self.scope(here)
+        inside = [n for loop in inner if self.scope(loop) is scope for n in ast.walk(loop) if isinstance(n, ast.stmt)]
+        return any(ast.unparse(t) == text for n in inside for t in _targets(n))
 
     def value(self, node: ast.expr) -> ast.expr:
         """The expression that was assigned to a name, followed through other names; otherwise the node itself."""
@@ -389,7 +398,7 @@ def replace_node(source: SourceFile, node: ast.expr, text: str) -> Edit:
     """Another expression in place of this one, in parentheses if it needs them there."""
     start, end = source.span(node)
     around = _parentheses(source, node)
-    if _is_atom(text) and around is not None and "\n" not in text:
+    if is_atom(text) and around is not None and "\n" not in text:
         return source.edit(*around, text)
     return source.edit(start, end, text if around is not None or _fits_bare(source, node, text) else f"({text})")
 
@@ -405,7 +414,7 @@ def delete_statement(source: SourceFile, statement: ast.stmt) -> Edit | None:
 def parenthesized(source: SourceFile, node: ast.expr) -> str:
     """The code of an expression, in parentheses if a dot, a power or a sign next to it would split it."""
     text = source.code(node)
-    return text if _is_atom(text) else f"({text})"
+    return text if is_atom(text) else f"({text})"
 
 
 def insert_before(source: SourceFile, node: ast.AST, *lines: str) -> Edit:
@@ -491,7 +500,8 @@ def _block(source: SourceFile, node: ast.AST, lines: Iterable[str]) -> str:
     return "".join(source.indent(node) + line + "\n" for line in lines)
 
 
-def _is_atom(text: str) -> bool:
+def is_atom(text: str) -> bool:
+    """Whether no operator next to the code could split it."""
     try:
         node = ast.parse(f"({text})", mode="eval").body
     except SyntaxError:
@@ -514,7 +524,7 @@ def _fits_bare(source: SourceFile, node: ast.expr, text: str) -> bool:
     parent = source.parent(node)
     if isinstance(parent, ast.stmt):
         return "\n" not in text
-    if _is_atom(text) or isinstance(parent, ast.keyword):
+    if is_atom(text) or isinstance(parent, ast.keyword):
         return True
     if isinstance(parent, ast.Call) and node in parent.args:
         return True

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from firstnan.records import Noticed, Remedy, Report
 
 _ROUNDING = 1e-3
 _ROUNDING_OF_HALF = {"float16": 5e-2, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a changed program is run: to its end, as far as time allows."""
+
+    last: int
+    """The step that is reached in any case, if the program has so many."""
+    far: int = 0
+    """Ten times as far as the unchanged program came."""
+    further: float = 0.0
+    """Seconds after the failing step in which `far` should be reached; 0 to stop after `last`."""
+    end: float = 0.0
+    """Seconds after the failing step in which the end of the program should be reached."""
+
+    def is_enough(self, passed: int, seconds: float) -> bool:
+        """Whether so many completed steps, so long after the failing one, are enough."""
+        if passed <= self.last:
+            return False
+        return seconds >= (self.further if passed < self.far else min(self.further, self.end))
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,8 @@ class TrialOutcome:
     exit: str = ""
     """The exit code, if the program ended itself with one other than 0."""
     trained: bool = False
+    ended: Literal["", "loop", "program"] = ""
+    """What came to its own end."""
     exploded: str = ""
     frozen: str = ""
     """Why training learns nothing any more, if it does not."""
@@ -34,10 +57,13 @@ class TrialOutcome:
     at_step: bool = False
     """Whether the run began with the failing step, which the unchanged program fails again."""
     losses: tuple[tuple[int, float], ...] = ()
+    latest: tuple[tuple[int, float], ...] = ()
+    """The last losses of the run."""
 
     @staticmethod
     def of(data: Any) -> TrialOutcome:
-        return TrialOutcome(**{**data, "losses": tuple((step, float(loss)) for step, loss in data["losses"])})
+        pairs = {name: tuple((step, float(loss)) for step, loss in data.get(name, ())) for name in ("losses", "latest")}
+        return TrialOutcome(**{**data, **pairs})
 
 
 def last_bad_step(report: Report) -> int:
@@ -48,7 +74,16 @@ def last_bad_step(report: Report) -> int:
 
 def untried(remedy: Remedy) -> Remedy:
     """The remedy without the result of any trial."""
-    return replace(remedy, tried=False, failing_step_finite=None, steps_finite_after=None, loss_change=None, note="")
+    return replace(
+        remedy,
+        tried=False,
+        failing_step_finite=None,
+        steps_finite_after=None,
+        up_to="",
+        fails_in=None,
+        loss_change=None,
+        note="",
+    )
 
 
 def judged(remedy: Remedy, outcome: TrialOutcome | None, report: Report, stopped: str = "") -> Remedy:
@@ -63,7 +98,14 @@ def judged(remedy: Remedy, outcome: TrialOutcome | None, report: Report, stopped
     finite, after, note = _verdict(remedy, outcome, report)
     note = "; ".join(part for part in (note, "" if outcome.noticed else stopped) if part)
     return replace(
-        remedy, tried=True, failing_step_finite=finite, steps_finite_after=after, loss_change=change, note=note
+        remedy,
+        tried=True,
+        failing_step_finite=finite,
+        steps_finite_after=after,
+        up_to=outcome.ended if after is not None and not stopped else "",
+        fails_in=outcome.bad_step if finite and outcome.noticed else None,
+        loss_change=change,
+        note=note,
     )
 
 
@@ -79,8 +121,10 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.error:
         return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"
+    if report.verdict == "diverged" and not outcome.exploded and reached and outcome.latest:
+        return _verdict_on_loss(outcome, report)
     if outcome.frozen and reached:
-        return True, None, f"finite, but training stops learning: {outcome.frozen}"
+        return True, None, f"training stops learning: {outcome.frozen}"
     if outcome.exploded and reached:
         return True, None, outcome.exploded[:1].lower() + outcome.exploded[1:].rstrip(".")
     if reached:
@@ -92,6 +136,16 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return True, 0, f"with less data the program ends after {steps}, all of them finite"
     how = f" with {outcome.exit}" if outcome.exit else ""
     return None, None, f"the program ended{how} after {steps}, before the failing one"
+
+
+def _verdict_on_loss(outcome: TrialOutcome, report: Report) -> tuple[bool, int | None, str]:
+    """Whether the loss of a training that diverged stays in its healthy range with the change."""
+    first = max((r.loss for r in report.history.steps if r.loss is not None and r.step < (report.step or 0)), default=0)
+    last = statistics.median(loss for _, loss in outcome.latest)
+    step = outcome.latest[-1][0]
+    if last > first:
+        return True, None, f"the loss is still {last:.4g} in step {step}, at first at most {first:.4g}"
+    return True, outcome.passed - 1 - last_bad_step(report), f"the loss stays in its range, {last:.4g} in step {step}"
 
 
 def loss_change(outcome: TrialOutcome, report: Report) -> float | None:
@@ -142,13 +196,23 @@ def keeps_numbers(remedy: Remedy, report: Report) -> bool:
     return remedy.loss_change is None or remedy.loss_change <= rounding
 
 
+def far_enough(report: Report) -> int:
+    """The step up to which a change has to hold where the program does not end before: ten times as far as it came."""
+    return 10 * (last_bad_step(report) + 1)
+
+
 def ranked(remedies: list[Remedy], report: Report) -> tuple[Remedy, ...]:
-    """Proven ones first, those that keep the healthy losses before the others; failed ones last."""
+    """Proven ones first, those that keep the healthy losses before the others; failed ones last.
+
+    One that holds for long, until something fails much later, comes before those that were not tried.
+    """
 
     def rank(remedy: Remedy) -> int:
         if remedy.proven:
             return 0 if keeps_numbers(remedy, report) else 1
-        return 2 if not remedy.tried else 3 if remedy.failing_step_finite else 4
+        if not remedy.tried:
+            return 3
+        return 2 if (remedy.fails_in or 0) >= far_enough(report) else 4 if remedy.failing_step_finite else 5
 
     return tuple(sorted(remedies, key=rank))
 
@@ -156,7 +220,12 @@ def ranked(remedies: list[Remedy], report: Report) -> tuple[Remedy, ...]:
 def described(noticed: Noticed | None) -> str:
     """What was non-finite, in a few words."""
     what = noticed.what if noticed else "value"
-    told = {"loss": "the loss", "value": "a value that the program reads", "exception": "an exception"}
+    told = {
+        "loss": "the loss",
+        "state": "the optimizer's state",
+        "value": "a value that the program reads",
+        "exception": "an exception",
+    }
     return told.get(what, f"an {what}" if what == "output" else f"a {what}")
 
 

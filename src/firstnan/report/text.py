@@ -21,10 +21,24 @@ from rich.table import Table
 from rich.text import Text
 
 from firstnan.diagnose.causes import catalogue
-from firstnan.records import Batch, Cause, Feature, NaNEvent, Origin, PathStep, Remedy, Report, Site, TensorStat
+from firstnan.records import (
+    Batch,
+    Cause,
+    Element,
+    Feature,
+    NaNEvent,
+    Origin,
+    PathStep,
+    RankFinding,
+    Remedy,
+    Report,
+    Site,
+    TensorStat,
+)
 from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
-from firstnan.records.words import count, headline, kind, noticed, number, place, short_path
+from firstnan.records.words import cell_name, count, headline, kind, line_of, noticed, number, place, short_path
+from firstnan.repair.verdict import last_bad_step
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
@@ -111,6 +125,7 @@ class _Page:
             shown.append(self._headline())
             if report.origin and (source := source_lines(report.origin, self.chars, self.width)):
                 shown += [Text(), *source]
+                shown += read_lines(report.origin, self.chars, self.width)
         first, rest = (self._cause(), self._numbers()), (self._remedies(), self._footer(saved))
         for section in first if parts == "first" else rest if parts == "rest" else (*first, *rest):
             if rows := list(section):
@@ -173,12 +188,13 @@ class _Page:
         batch = self.report.batch
         if batch is None:
             return
+        label = f"{batch.unit}s"
         for feature in batch.features[: MOST["features"]]:
-            yield "samples", self._text(feature_line(feature))
+            yield label, self._text(feature_line(feature, batch.unit))
         if (left_out := len(batch.features) - MOST["features"]) > 0:
-            yield "samples", Text(f"and {count(left_out, 'more value')} in the JSON", style="dim")
+            yield label, Text(f"and {count(left_out, 'more value')} in the JSON", style="dim")
         if batch.note:
-            yield "samples", self._text(batch.note)
+            yield label, self._text(batch.note)
 
     def _layers(self) -> Rows:
         """The first bad layer, and the layers that grew."""
@@ -249,7 +265,7 @@ class _Page:
             label = "fix" if len(remedies) == 1 else f"fix {i + 1}"
             result = remedy_result(remedy, self.report)
             tone = "green" if remedy.proven else "yellow"
-            in_full = remedy.diff and (i == 0 if helps else not remedy.tried)
+            in_full = remedy.diff and (i == 0 if helps or remedy.fails_in else not remedy.tried)
             title = (self.chars.prose(remedy.title), "bold")
             if not in_full:
                 yield label, Text.assemble(title, "  (", (self.chars.prose(result), tone), ")")
@@ -272,7 +288,12 @@ class _Page:
         if len(lines) > MOST["diff"]:
             yield Text(f"and {count(len(lines) - MOST['diff'], 'more line')}", style="dim")
 
+    def _ranks(self) -> Rows:
+        if self.report.ranks:
+            yield "ranks", self._text(ranks_line(self.report.ranks))
+
     def _footer(self, saved: str) -> Rows:
+        yield from self._ranks()
         if replay := replay_line(self.report):
             yield "replay", self._text(replay)
         yield from self._notes()
@@ -297,21 +318,26 @@ GROWTH = frozenset(
     ("divergence_lr", "exploding_gradient", "overflow", "exp_overflow", "low_precision_overflow", "optimizer_overflow")
 )
 """Causes that the steps before help to explain."""
+DRAWN = 40
+"""The most steps that a history shows."""
 
 
 def history_head(report: Report) -> str:
-    """`steps 0 to 11, SGD, lr 10, momentum 0.9`."""
-    history = report.history
-    words = [f"steps {history.steps[0].step} to {history.steps[-1].step}", history.optimizer]
+    """`steps 0 to 11, SGD, lr 10, momentum 0.9`, of the steps that are drawn."""
+    history, steps = report.history, report.history.steps[-DRAWN:]
+    first, last, points = steps[0].step, steps[-1].step, len(steps)
+    # Several optimizers count their own steps, so there may be more updates than steps.
+    updates = f"{points} updates in " if points > last - first + 1 else ""
+    words = [f"{updates}steps {first} to {last}", history.optimizer]
     words += [
         f"{name} {argument(value)}" for name, value in history.settings[:4] if value is not None and value is not False
     ]
     return ", ".join(w for w in words if w)
 
 
-def history_rows(report: Report, most: int = 40) -> list[tuple[str, list[float], str]]:
+def history_rows(report: Report) -> list[tuple[str, list[float], str]]:
     """(name, values, `first -> last`) of what grew in the steps before, if the cause is one of growth."""
-    steps = report.history.steps[-most:]
+    steps = report.history.steps[-DRAWN:]
     if len(steps) < 3 or report.cause is None or report.cause.slug not in GROWTH:
         return []
     rows = []
@@ -456,10 +482,23 @@ def source_lines(origin: Origin, chars: Charset, width: int) -> list[Text]:
     """Where the value was created, the statement there, and the guilty expression underlined."""
     if origin.site is None:
         return []
-    rows = excerpt(origin.site)
+    where = _location(origin.site, origin.library_site)
+    return _shown_source(excerpt(origin.site), where, at_expression(origin), chars, width)
+
+
+def read_lines(origin: Origin, chars: Charset, width: int) -> list[Text]:
+    """For a value created before the step: the statement in which the step reads it first."""
+    site = origin.read_at
+    if site is None or site == origin.site:
+        return []
+    return _shown_source(
+        [row for row in excerpt(site) if row.mark], _location(site, None), "read here first", chars, width
+    )
+
+
+def _shown_source(rows: list[Row], where: str, remark: str, chars: Charset, width: int) -> list[Text]:
     gutter = max([len(str(row.number)) for row in rows if row.number is not None], default=1) + 2
-    where = chars.prose(_location(origin.site, origin.library_site), width - 12)
-    lines = [Text(" " * (gutter - 1) + "--> " + where, style="dim")]
+    lines = [Text(" " * (gutter - 1) + "--> " + chars.prose(where, width - 12), style="dim")]
     room = max(width - gutter - 3, 20)
     rows_of_cells = _dedented([_cells(row, chars) for row in rows])
     final = max((i for i, row in enumerate(rows) if row.mark), default=-1)
@@ -468,8 +507,8 @@ def source_lines(origin: Origin, chars: Charset, width: int) -> list[Text]:
         code, carets = _cropped(cells, room, chars)
         lines.append(_line(name.rjust(gutter), code, "bold" if row.mark else "", chars))
         if row.mark:
-            remark = chars.prose(at_expression(origin)) if i == final else ""
-            lines += [_line(" " * gutter, text, "bold red", chars) for text in _underline(carets, remark, room)]
+            said = chars.prose(remark) if i == final else ""
+            lines += [_line(" " * gutter, text, "bold red", chars) for text in _underline(carets, said, room)]
     return lines
 
 
@@ -653,7 +692,7 @@ def shown(diff: str) -> list[tuple[str, str]]:
             out += _block(path, number, hunk)
             hunk = []
             if line.startswith("--- "):
-                path, number = short_path(line[4:].split("\t")[0].strip().removeprefix("a/")), 0
+                path, number = line[4:].split("\t")[0].strip().removeprefix("a/"), 0
             elif found := re.match(r"@@ -\d{1,9}(?:,\d+)? \+(\d{1,9})", line):
                 number = int(found[1])
         elif not line.startswith("\\"):
@@ -666,7 +705,7 @@ def _block(path: str, number: int, hunk: list[str]) -> list[tuple[str, str]]:
     changes = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
     if not changes:
         return []
-    place = [("", f"{path}:{number + changes[0]}" if number else path)] if path else []
+    place = [("", line_of(path, number + changes[0]) if number else short_path(path))] if path else []
     first, last = max(changes[0] - AROUND, 0), changes[-1] + AROUND
     # An empty line around a change says nothing.
     lines = [x for i, x in enumerate(hunk[: last + 1]) if i >= first and (x.strip() or changes[0] <= i <= changes[-1])]
@@ -681,9 +720,19 @@ def _block(path: str, number: int, hunk: list[str]) -> list[tuple[str, str]]:
 def batch_line(report: Report) -> str:
     """The batch, its bad samples, and the rank, as far as they are known."""
     parts = [_batch(report.batch)] if report.batch else []
+    if loops := loop_words(report):
+        parts.append(loops)
     if report.world_size > 1:
         parts.append(f"rank {report.rank} of {report.world_size}")
     return ", ".join(p for p in parts if p)
+
+
+def loop_words(report: Report) -> str:
+    """`epoch = 3, i = 17`: how far the program's loops were, unless one of them counts as the steps are counted."""
+    values = {turn.value for turn in report.loops}
+    if report.step in values and not report.history.others:
+        return ""
+    return ", ".join(f"{turn.variable} = {turn.value}" for turn in report.loops[-3:] if turn.variable != "_")
 
 
 def _batch(batch: Batch) -> str:
@@ -691,29 +740,60 @@ def _batch(batch: Batch) -> str:
     size = "" if batch.size is None else f" of {batch.size}"
     if batch.bad_samples:
         few = _few(batch.bad_samples)
-        many = f"{len(batch.bad_samples)}{size} samples: " if len(batch.bad_samples) > 8 else ""
-        noun = "sample" if len(batch.bad_samples) == 1 else "samples"
+        noun = batch.unit if len(batch.bad_samples) == 1 else f"{batch.unit}s"
+        many = f"{len(batch.bad_samples)}{size} {noun}: " if len(batch.bad_samples) > 8 else ""
         words.append(many + few if many else f"{noun} {few}{size}")
-        if batch.dataset_indices:
+        if batch.elements:
+            words.append(_elements(batch.elements))
+        elif batch.dataset_indices:
             index = "index" if len(batch.dataset_indices) == 1 else "indices"
             words.append(f"dataset {index} {_few(batch.dataset_indices)}")
         if batch.confirmed:
             words.append(f"confirmed by {count(batch.replays, 'replay')}")
     elif batch.size is not None:
-        words.append(count(batch.size, "sample"))
+        words.append(count(batch.size, batch.unit))
     return ", ".join(words)
+
+
+def _elements(elements: tuple[Element, ...]) -> str:
+    """`dataset index 77 of Tiles`; of several datasets, each with its indices."""
+    places = dict.fromkeys((e.dataset, e.part) for e in elements)
+    words = []
+    for name, part in list(places)[:3]:
+        found = tuple(e.index for e in elements if (e.dataset, e.part) == (name, part))
+        index = "index" if len(found) == 1 else "indices"
+        words.append(f"dataset {index} {_few(found)} of {name}" + (f" ({part})" if part else ""))
+    return ", ".join(words) + (", …" if len(places) > 3 else "")
+
+
+_ON_RANKS = {
+    "created": "created on {}",
+    "received": "received from another by {}",
+    "noticed": "noticed, with unknown origin, on {}",
+    "unknown": "nothing is known of {}",
+}
+
+
+def ranks_line(ranks: Sequence[RankFinding]) -> str:
+    """`created on rank 1; received from another by ranks 0, 2, 3`."""
+    found = {what: tuple(one.rank for one in ranks if one.what == what) for what in _ON_RANKS}
+    return "; ".join(
+        _ON_RANKS[what].format(f"rank{'s' if len(which) > 1 else ''} {_few(which)}")
+        for what, which in found.items()
+        if which
+    )
 
 
 def _few(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
 
 
-def feature_line(feature: Feature) -> str:
-    """`sample 6: batch[0][3] = 0, other samples 0.25 … 2`."""
+def feature_line(feature: Feature, unit: str = "sample") -> str:
+    """`sample 6: batch[0][3] = 0, other samples 0.25 … 2`; `unit` if they are not samples."""
     where = feature.member + ("" if not feature.index else str(list(feature.index)))
     what = f"{where} = {number(feature.value)}" + (" everywhere" if feature.index is None else "")
     spread = number(feature.low) + ("" if feature.low == feature.high else f" … {number(feature.high)}")
-    return f"sample {feature.sample}: {what}, other samples {spread}"
+    return f"{unit} {feature.sample}: {what}, other {unit}s {spread}"
 
 
 def at_expression(origin: Origin) -> str:
@@ -725,9 +805,11 @@ def at_expression(origin: Origin) -> str:
             return f"this produced {what}, in a custom backward"
         case "backward":
             return f"the derivative of this expression produced {what}" + (f" ({node})" if node else "")
+        case "optimizer" if not (origin.op or origin.produced):
+            return "its updates made the loss explode"
         case "optimizer":
             return f"the update produced {what}"
-        case "input" if not origin.op:
+        case "input" if not origin.op and origin.read_at is None:
             return f"the non-finite {'buffer' if origin.role == 'buffer' else 'data'} enters the step here"
         case "parameter" if not origin.op:
             return f"{origin.label or 'this tensor'} already held {what} before this line ran"
@@ -739,6 +821,8 @@ def path_line(report: Report) -> str:
     """The path from the origin to where the value was noticed, shortened in the middle."""
     origin, steps, before = report.origin, _whole_path(report), ""
     home = origin.site.file if origin and origin.site else ""
+    if report.verdict == "diverged":
+        return ""
     words = [origin.label or "the non-finite value"] if origin and not origin.op else []
     phase = steps[0].phase if steps else ""
     keep_head, keep_tail = 3, 2
@@ -748,8 +832,10 @@ def path_line(report: Report) -> str:
                 words.append(f"… {len(steps) - keep_head - keep_tail} more …")
             before = ""
             continue
-        file = os.path.basename(home) if step.file in ("", home) else short_path(step.file)
-        where = f"{file}:{step.line}" if step.line is not None and file else ""
+        file = step.file or home
+        if file == home and not cell_name(home):
+            file = os.path.basename(home)
+        where = line_of(file, step.line) if step.line is not None and file else ""
         turn = "backward of " if step.phase == "backward" and (step.phase != phase or not i) else ""
         words.append(f"{turn}{step.op}" + (f" ({where})" if where and where != before else ""))
         before, phase = where, step.phase
@@ -773,7 +859,7 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
     if not remedy.tried:
         how = "; firstnan run script.py would try it" if remedy.diff else ""
         return f"not tried: {remedy.note}" if remedy.note else f"not tried{how}"
-    if remedy.failing_step_finite is None:
+    if remedy.failing_step_finite is None or report.verdict == "diverged":
         return f"tried: {remedy.note}" if remedy.note else "tried"
     if not remedy.failing_step_finite:
         return f"tried: {step} is still not finite" + (f" ({remedy.note})" if remedy.note else "")
@@ -781,7 +867,10 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
         return f"tried: {step} is finite" + (f", but {remedy.note}" if remedy.note else "")
     after = remedy.steps_finite_after
     steps = {0: "", 1: ", and so is the step after it"}.get(after, f", and so are the {after} steps after it")
-    return "; ".join(part for part in (f"tried: {step} is finite{steps}", remedy.note, _loss_change(remedy)) if part)
+    end = f", to the end of the {remedy.up_to}" if remedy.up_to and after else ""
+    beyond = "" if remedy.up_to or not after else f"not tried beyond step {last_bad_step(report) + after}"
+    parts = (f"tried: {step} is finite{steps}{end}", remedy.note, beyond, _loss_change(remedy))
+    return "; ".join(part for part in parts if part)
 
 
 def _loss_change(remedy: Remedy) -> str:
@@ -795,6 +884,8 @@ def _loss_change(remedy: Remedy) -> str:
 
 def replay_line(report: Report) -> str:
     """How the trace was made, and whether the replay reproduced the failure."""
+    if report.verdict == "diverged":
+        return ""
     every_time = " every time" if report.origin else ""
     result = {
         "deterministic": "the failure was reproduced",

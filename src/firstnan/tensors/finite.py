@@ -33,12 +33,16 @@ def readable(t: Any) -> Tensor | None:
     """
     kind = type(t)
     if (kind is Tensor or kind is torch.nn.Parameter) and t.dtype in _USUAL and t.layout is torch.strided:
-        return t.detach() if not (t.is_meta or t.is_nested or _in_transform(t)) else None
+        if t.is_nested:
+            return readable(nested_values(t))
+        return t.detach() if not (t.is_meta or _in_transform(t)) else None
     if not isinstance(t, Tensor):
         return None
     if kind is Tensor or kind is torch.nn.Parameter:
         return _plain(t)
     with torch._C.DisableTorchFunctionSubclass():  # a subclass may redefine any operator
+        if t.is_nested:
+            return readable(nested_values(t))
         local = getattr(t, "_local_tensor", None)
         if isinstance(local, Tensor):
             return readable(local)
@@ -49,6 +53,17 @@ def readable(t: Any) -> Tensor | None:
         ):
             return None
         return _plain(t.as_subclass(Tensor) if t.layout is torch.strided else t)
+
+
+def nested_values(t: Tensor) -> Tensor:
+    """The numbers of a nested tensor, one after the other."""
+    values = getattr(t, "_values", None)  # of the jagged layout; a method of others
+    return values.detach() if isinstance(values, Tensor) else t.detach().values()
+
+
+def shape_of(t: Tensor) -> tuple[int, ...]:
+    """The shape; that of all its numbers together for a nested tensor, which has none that is made of numbers."""
+    return tuple(nested_values(t).shape) if t.is_nested else tuple(t.shape)
 
 
 def _plain(t: Tensor) -> Tensor | None:
@@ -107,6 +122,19 @@ def surely_finite(t: Tensor) -> bool:
     return math.isfinite(torch.dot(flat, flat).item())
 
 
+def has_nan_or_positive_inf(t: Tensor) -> bool:
+    """Whether it holds a NaN or a positive infinity; negative infinities alone are often an intended mask."""
+    if is_finite(t):
+        return False
+    plain = readable(t)
+    if plain is None:
+        return False
+    if plain.is_complex():
+        return True
+    with torch.no_grad():
+        return bool((torch.isnan(plain) | torch.isposinf(plain)).any())
+
+
 def is_finite(t: Any) -> bool:
     """Whether every element is finite; a tensor that cannot be read counts as finite."""
     plain = readable(t)
@@ -128,7 +156,7 @@ def stat(name: str, t: Tensor) -> TensorStat:
 
 def _stat(name: str, t: Tensor) -> TensorStat:
     plain = readable(t)
-    shape, dtype = tuple(t.shape), dtype_name(t)
+    shape, dtype = shape_of(t), dtype_name(t)
     if plain is None or plain.numel() == 0:
         if plain is None and t.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
             return _integer_stat(name, t, shape, dtype)
@@ -172,7 +200,7 @@ def _first_index(t: Tensor, bad: Tensor) -> tuple[int, ...] | None:
     at = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(bad.shape))
     if t.layout is torch.sparse_coo:
         return (*t.detach()._indices()[:, at[0]].tolist(), *at[1:])
-    return at if bad.shape == t.shape else None
+    return at if tuple(bad.shape) == shape_of(t) else None
 
 
 def _integer_stat(name: str, t: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStat:

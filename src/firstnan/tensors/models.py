@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
-from firstnan.tensors.finite import is_plain, norms, plain_norm, readable
+from firstnan.tensors.finite import is_finite, is_plain, norms, plain_norm, readable
 
 # Prefixes that wrappers (compile, data parallel, checkpointing) add to every name.
-_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+IN_COPY, FROZEN = "(in a copy of the model that is not trained)", "(frozen)"
 
 Parts = Mapping[int, tuple[Module, str]]
 """Id of a module -> the module and its path in the model that it is part of."""
@@ -36,14 +38,26 @@ class Slot:
 
     def tensor(self) -> Tensor | None:
         module = self.module()
-        return module._buffers.get(self.name) if module is not None else None
+        if module is None:
+            return None
+        if isinstance(module._buffers, dict):
+            return module._buffers.get(self.name)
+        # A scripted module has a wrapper that can do less.
+        return module._buffers[self.name] if self.name in module._buffers else None  # noqa: SIM401
 
     def restore(self, old: Tensor, value: Tensor) -> None:
         """Puts the former tensor back into the module, with its former values."""
         module = self.module()
         if module is not None:
             old.data.copy_(value)
-            module._buffers[self.name] = old
+            if isinstance(module._buffers, dict):
+                module._buffers[self.name] = old
+
+    def put(self, tensor: Tensor | None) -> None:
+        """Puts this tensor into the module, in the place of the one that is there."""
+        module = self.module()
+        if module is not None and self.name in module._buffers and isinstance(module._buffers, dict):
+            module._buffers[self.name] = tensor
 
 
 class Models:
@@ -54,6 +68,8 @@ class Models:
         self.buffers: dict[int, tuple[Tensor, str]] = {}
         self.slots: list[Slot] = []
         self._roots: list[weakref.ref[Any]] = []
+        self.copied: list[Tensor] = []
+        """The parameters of copies of a trained model, such as an average of its weights; see `tell_apart`."""
         for prefix, root in outermost_modules() if roots is None else roots.items():
             self._collect(root, prefix)
 
@@ -64,8 +80,23 @@ class Models:
         for name, buffer in root.named_buffers(prefix, remove_duplicate=False):
             self.buffers.setdefault(id(buffer), (buffer, readable_path(name)))
         for path, module in root.named_modules(prefix=prefix):
-            for name in module._buffers:
+            for name in module._buffers.keys():  # noqa: SIM118  # a scripted module's wrapper has no iterator
                 self.slots.append(Slot(module, name, readable_path(f"{path}.{name}" if path else name)))
+
+    def tell_apart(self, trained: set[int]) -> None:
+        """Says of the parameters that are not among the trained ones (by id) what they are: a copy's, or frozen."""
+        self.copied = []
+        named = {name: None for key, (_, name) in self.parameters.items() if key in trained}
+        for root in [one for ref in self._roots if (one := ref()) is not None]:
+            own = [id(p) for p in root.parameters() if id(p) in self.parameters]
+            is_copy = not any(key in trained for key in own)
+            for key in own if named else ():
+                parameter, name = self.parameters[key]
+                if is_copy and name in named:
+                    self.parameters[key] = (parameter, f"{name} {IN_COPY}")
+                    self.copied.append(parameter)
+                elif not is_copy and key not in trained and not parameter.requires_grad and FROZEN not in name:
+                    self.parameters[key] = (parameter, f"{name} {FROZEN}")
 
     def parts(self) -> Parts:
         """Every submodule of these models."""
@@ -159,6 +190,9 @@ def describe(optimizer: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
             value = value.item()
         if value is not None:
             settings.append((name, list(value) if isinstance(value, tuple) else value))
+    given = getattr(optimizer, "defaults", {}).get("lr")
+    if isinstance(given, int | float) and given != group.get("lr"):
+        settings.append(("lr_at_start", given))
     return type(optimizer).__name__, tuple(settings)
 
 
@@ -187,6 +221,15 @@ def leaves_below(roots: list[Tensor]) -> Iterator[Tensor]:
         stack += [n for n, _ in node.next_functions]
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that makes the updates, inside what accelerate, Lightning or Fabric put around it."""
+    fields = getattr(optimizer, "__dict__", {})
+    inner = fields.get("_optimizer", fields.get("optimizer"))
+    if "_optimizer_step_pre_hooks" in fields or not isinstance(inner, Optimizer):
+        return optimizer
+    return unwrapped(inner)
+
+
 def parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -194,6 +237,23 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 def learning_rate_of(optimizer: Any) -> float | None:
     value = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
     return float(value) if value is not None else None
+
+
+def state_tensors(optimizer: Any) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """What an optimizer keeps for each element of a parameter: the parameter, the name and the tensor.
+
+    Numbers that it counts with are left out; one of its own may well be infinite.
+    """
+    for parameter in parameters_of(optimizer):
+        kept = optimizer.state.get(parameter)
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                yield parameter, str(name), value
+
+
+def bad_state(optimizer: Any) -> list[tuple[Tensor, str, Tensor]]:
+    """The tensors of an optimizer's state that are not finite."""
+    return [one for one in state_tensors(optimizer) if not is_finite(one[2])]
 
 
 # Above the first, squares overflow; below the second, eps rounds to zero. bfloat16 has the range of float32.
@@ -213,6 +273,11 @@ _LARGEST_BETA = 0.99999
 def is_torch_optimizer(optimizer: Any) -> bool:
     """Whether this is an optimizer of torch itself, whose updates stay finite with usual settings and gradients."""
     return type(optimizer).__module__.startswith("torch.optim")
+
+
+def calls_closure_first(optimizer: Any) -> bool:
+    """Whether `step(closure)` is a call of the closure, once, followed by an ordinary update."""
+    return is_torch_optimizer(optimizer) and not isinstance(optimizer, LBFGS)
 
 
 def is_risky(optimizer: Any, grad_norm: float | None) -> bool:
@@ -298,7 +363,7 @@ class Model:
         named = [(readable_path(n), p) for n, p in root.named_parameters() if not is_lazy(p)]
         slots: dict[str, Slot] = {}
         for path, module in root.named_modules():
-            for name in module._buffers:
+            for name in module._buffers.keys():  # noqa: SIM118  # a scripted module's wrapper has no iterator
                 label = readable_path(f"{path}.{name}" if path else name)
                 slots[label] = Slot(module, name, label)
         return cls(type(getattr(root, "_orig_mod", root)).__name__, dict(named), slots)

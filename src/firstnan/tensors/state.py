@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ from firstnan.tensors.models import Slot, find_live_objects
 
 _WORDS = 624  # the state of the Mersenne Twister, which both Python and numpy use
 _BYTES = 4 * (_WORDS + 1)
+_MOST_VALUES, _MOST_MEMBERS = 5000, 64
+_READ_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
+_LIBRARIES = ("firstnan.", "torch.", "importlib.", "runpy")
 
 
 @dataclass(slots=True, eq=False)
@@ -32,11 +38,14 @@ class RandomState:
     numpy: Any
     cpu: Tensor
     cuda: list[Tensor]
+    own: list[tuple[Any, Any]] = field(default_factory=list)
+    """Generators that the program has made itself, and their states."""
 
     @classmethod
-    def now(cls) -> RandomState:
+    def now(cls, own: Iterable[Any] = ()) -> RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(_python.state(), _numpy.state(), torch.get_rng_state(), cuda)
+        states = [(generator, _state_of(generator)) for generator in own]
+        return cls(_python.state(), _numpy.state(), torch.get_rng_state(), cuda, states)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -46,6 +55,8 @@ class RandomState:
             and _same_numpy(self.numpy, other.numpy)
             and len(self.cuda) == len(other.cuda)
             and all(map(torch.equal, self.cuda, other.cuda))
+            and len(self.own) == len(other.own)
+            and all(_bytes(one) == _bytes(two) for (_, one), (_, two) in zip(self.own, other.own, strict=True))
         )
 
     def restore(self) -> None:
@@ -55,6 +66,78 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
+        for generator, state in self.own:
+            _set_state_of(generator, state)
+
+
+def own_generators(frame: FrameType | None) -> list[Any]:
+    """The random generators in the variables of these functions, and in the objects that they hold."""
+    found: dict[int, Any] = {}
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    budget, seen = _MOST_VALUES, set[int]()
+
+    def look(values: Iterable[Any], depth: int) -> None:
+        nonlocal budget
+        for value in values:
+            if budget <= 0:
+                return
+            budget -= 1
+            if isinstance(value, kinds):
+                found[id(value)] = value
+            elif depth and id(value) not in seen and not isinstance(value, (type, ModuleType, FunctionType)):
+                seen.add(id(value))
+                members = value if type(value) is dict else getattr(value, "__dict__", None)
+                if type(members) is dict:
+                    look(list(members.values()), depth - 1)
+                elif type(value) in (list, tuple):
+                    look(list(value[:_MOST_MEMBERS]), depth - 1)
+
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith(_LIBRARIES):
+            look(_local_values(frame), 2)
+            if id(frame.f_globals) not in seen:
+                seen.add(id(frame.f_globals))
+                look(list(frame.f_globals.values()), 1)
+        frame = frame.f_back
+    return list(found.values())
+
+
+def _local_values(frame: FrameType) -> list[Any]:
+    """The values of a running function's variables, without keeping any of them alive.
+
+    Until Python 3.13 a frame keeps the dictionary that it makes here, which is also the one that `locals()` returns.
+    """
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
+        return list(frame.f_locals.values())
+    if not _READ_LOCALS.isdisjoint(frame.f_code.co_names):
+        return []
+    variables = frame.f_locals
+    values = list(variables.values())
+    variables.clear()
+    return values
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return bits.state if bits is not None else generator.get_state(legacy=False)
+
+
+def _set_state_of(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif (bits := getattr(generator, "bit_generator", None)) is not None:
+        bits.state = state
+    else:
+        generator.set_state(state)
 
 
 def _same_numpy(one: Any, other: Any) -> bool:
@@ -65,6 +148,8 @@ def _same_numpy(one: Any, other: Any) -> bool:
 def _bytes(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _bytes(value) for name, value in state.items()}
+    if isinstance(state, Tensor):
+        state = state.numpy()
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
@@ -208,7 +293,7 @@ def copy_batch(batch: Any) -> Any:
 
 def batch_size(batch: Any) -> int | None:
     """The most frequent first dimension of the tensors in a batch."""
-    sizes = [t.shape[0] for _, t in tensors_in(batch) if t.dim()]
+    sizes = [t.size(0) for _, t in tensors_in(batch) if t.dim()]  # a nested tensor may have no shape
     return max(set(sizes), key=sizes.count) if sizes else None
 
 
@@ -218,7 +303,7 @@ def sample_count(batch: Any, indices: Any) -> int | None:
         return batch_size(batch)
     if isinstance(batch, list | tuple) and len(batch) == len(indices):
         return len(indices)  # not collated
-    rows = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}
+    rows = {t.size(0) for _, t in tensors_in(batch) if t.dim()}
     return rows.pop() if len(rows) == 1 and rows_are_samples(min(rows), len(indices)) else len(indices)
 
 
@@ -329,9 +414,7 @@ class Snapshot:
         """Restores everything in the same tensors; optimizer state that was created since is dropped."""
         self._copy.restore()
         for slot, buffer in self._slots:
-            module = slot.module()
-            if module is not None and slot.name in module._buffers:
-                module._buffers[slot.name] = buffer
+            slot.put(buffer)
         for optimizer, state in self._states:
             if "state" in vars(optimizer):  # `load_state_dict` creates a new one.
                 optimizer.state = state
@@ -351,6 +434,12 @@ def _all_finite(tensors: Collection[Tensor]) -> bool:
 
 def _any_nan(tensors: Collection[Tensor]) -> bool:
     return math.isnan(_sum_of_norms(tensors))
+
+
+def restart_scalers() -> None:
+    """Gradient scalers forget what they have done in the current step: a second `step` would be an error."""
+    for scaler in find_live_objects(GradScaler):
+        vars(scaler).get("_per_optimizer_states", {}).clear()
 
 
 class Schedules:
@@ -377,16 +466,48 @@ class Schedules:
             self._copy.add(settings)
         self._copy.copy()
 
-    @classmethod
-    def of(cls, optimizers: Iterable[Any]) -> Schedules:
-        """Copies every scheduler of these optimizers in the process, nested ones too (slow: it visits all objects)."""
-        optimizers = list(optimizers)
-        found = find_live_objects(LRScheduler, GradScaler)
-        schedulers = [s for s in found if any(vars(s).get("optimizer") is o for o in optimizers)]
-        return cls(schedulers, optimizers, [s for s in found if isinstance(s, GradScaler)])
-
     def restore(self) -> None:
         """Restores everything as if no scheduler had been stepped since."""
         self._copy.restore()
         for group, settings in self._groups:
             group.update(settings)
+
+
+class ScheduleSearch:
+    """Finds the schedulers of optimizers, nested ones too, and all gradient scalers of the process.
+
+    That visits all objects, which takes far longer than a step, so it is repeated only if there may be new ones. A
+    scheduler holds its optimizer: as long as equally many references to the optimizers exist at the same place of a
+    step, there is no other.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[Any]] = []
+        self._references: dict[str, list[int]] = {}
+        """Place in the step -> the number of references to each optimizer there, since the last search."""
+
+    def copy(self, optimizers: Iterable[Any], place: str, scalers: Iterable[GradScaler] = ()) -> Schedules:
+        """Copies their state; `scalers` are those known to be used."""
+        optimizers = list(optimizers)
+        references = [sys.getrefcount(optimizer) for optimizer in optimizers]
+        found = [thing for ref in self._found if (thing := ref()) is not None]
+        if len(found) < len(self._found) or not self._references:
+            found, self._references = self._search(optimizers), {}
+        elif self._references.get(place) != references:
+            found = self._search(optimizers)
+            if place in self._references:  # what was counted elsewhere is out of date too
+                self._references = {}
+        self._references[place] = references
+        kept = {id(s): s for s in (*found, *scalers)}.values()
+        return Schedules(
+            [s for s in kept if isinstance(s, LRScheduler)], optimizers, [s for s in kept if isinstance(s, GradScaler)]
+        )
+
+    def _search(self, optimizers: list[Any]) -> list[Any]:
+        found = [
+            thing
+            for thing in find_live_objects(LRScheduler, GradScaler)
+            if isinstance(thing, GradScaler) or any(vars(thing).get("optimizer") is o for o in optimizers)
+        ]
+        self._found = list(map(weakref.ref, found))
+        return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from firstnan.records import Role
-from firstnan.tensors.finite import is_finite, surely_finite
+from firstnan.tensors.finite import is_finite, nested_values, surely_finite
 
 _MAX_EXACT = 1 << 22  # Elements; in a larger storage, views that interleave count as overlapping.
 
@@ -92,7 +92,7 @@ class Memory:
 
     def key(self, t: Tensor) -> int | None:
         """A number for this tensor's storage that is never given to another one."""
-        if type(t) is not Tensor:
+        if type(t) is not Tensor or t.is_nested:
             t = _local(t)
         if t.layout is not torch.strided:
             values = _values(t)
@@ -126,6 +126,8 @@ class Memory:
         if key is None or key in self._bad or key in self._unwritten:
             return True
         if key not in self.writer and key not in self._outside:
+            if t.dtype is torch.uint8:
+                return False  # maybe the bytes of other numbers, of which they say nothing
             # A finite part says nothing about the rest.
             self._outside[key] = not (_is_whole(t) and (surely_finite(t) or is_finite(t)))
         return self._outside.get(key, False)
@@ -169,11 +171,15 @@ class Memory:
         self._outside.pop(key, None)
 
     def arrived(self, t: Tensor) -> None:
-        """Notes a storage filled elsewhere, for example by a worker process."""
+        """Notes a storage filled elsewhere, for example by a worker process; what is known of one stays true."""
         key = self.key(t)
-        if key is not None:
+        if key is not None and (key not in self.writer or key in self._unwritten):
             for table in (self.writer, self._bad, self._unwritten, self._outside):
                 table.pop(key, None)
+
+    def copied_bytes(self, key: int, t: Tensor, writers: tuple[int, ...]) -> None:
+        """Notes that these elements are, byte by byte, those of a storage in which `writers` left bad values."""
+        self._bad.setdefault(key, []).extend((index, Region.of(t)) for index in writers)
 
     def roots(self) -> set[int]:
         """The events that left non-finite or unwritten values in storages still in use; forgets the others."""
@@ -196,7 +202,9 @@ class Memory:
 
 
 def _local(t: Tensor) -> Tensor:
-    """The part of a sharded tensor that this process holds."""
+    """The part of a sharded tensor that this process holds; the numbers of a nested one."""
+    if t.is_nested:
+        return nested_values(t)
     if type(t) is not Tensor:
         local = getattr(t, "_local_tensor", None)
         if isinstance(local, Tensor):

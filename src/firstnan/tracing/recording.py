@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from typing import Any, Literal, NamedTuple, overload
@@ -154,6 +155,7 @@ class Events(Sequence[OpEvent]):
         role, label = next((roles[k] for k in raw.writes if k in roles), (None, ""))
         forms = enumerate(call.forms)
         site, module = self._places.get(id(call)) or self._place(call)
+        by_chance = _multiplies_by_chance(finding, call, site)
         return OpEvent(
             index=index,
             op=_constructor_name(raw) if call.func.name == "tensor" else call.func.name,
@@ -169,9 +171,9 @@ class Events(Sequence[OpEvent]):
             module_type=call.module[1],
             node=call.node,
             forward=raw.forward,
-            born=detail.born if detail else 0,
+            born=(detail.born or by_chance * sum(o.bad for o in detail.outputs)) if detail else 0,
             nan_from_inf=detail.nan_from_inf if detail else 0,
-            on_purpose=detail.on_purpose if detail else False,
+            on_purpose=detail is not None and detail.on_purpose and not by_chance,
             uninitialized=raw.uninitialized,
             witness=detail.witness if detail else (),
             bad_rows=detail.bad_rows if detail else (),
@@ -204,6 +206,13 @@ class Events(Sequence[OpEvent]):
         # If no event left a bad value, it is from before the trace.
         *also, last = finding.bad_writers[position] or (None,)
         return Operand(name, given, last, role, label, guilty, tuple(i for i in also if i is not None))
+
+
+def _multiplies_by_chance(finding: Finding | None, call: Call, site: Site | None) -> bool:
+    """Whether it multiplies with an infinite number that the source does not ask for."""
+    if finding is None or call.func.name not in ("mul", "div") or site is None or "inf" in site.code.lower():
+        return False
+    return any(isinstance(v, float) and math.isinf(v) for _, v in finding.scalars)
 
 
 def _constructor_name(raw: Raw) -> str:

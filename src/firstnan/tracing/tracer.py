@@ -21,7 +21,7 @@ from firstnan.observe.module_stack import ModuleStack
 from firstnan.observe.patches import Patches
 from firstnan.observe.sites import Ownership
 from firstnan.records import Role, TensorStat, Trace
-from firstnan.tensors.finite import extremes, readable, surely_finite
+from firstnan.tensors.finite import extremes, readable, shape_of, surely_finite
 from firstnan.tensors.models import Parts, is_safe
 from firstnan.tracing.examine import Detail, examine, in_float64, numbers_in
 from firstnan.tracing.memory import Memory
@@ -316,7 +316,7 @@ class Tracer:
         raw = Raw()
         raw.region, raw.fingerprint, raw.finding, raw.numbers, raw.ranges = self.region, None, None, tuple(reads), ()
         names = tuple([name for name, _ in done.tensors])
-        forms = tuple([(t.shape, t.dtype) for t in results]) if op.name != "set" else ()
+        forms = tuple([(shape_of(t) if t.is_nested else t.shape, t.dtype) for t in results]) if op.name != "set" else ()
         frame = sys._getframe(3)
         asked = self._nodes < _MAX_NODES
         self._locate(raw, op, names, forms, grad, frame, asked)
@@ -348,6 +348,8 @@ class Tracer:
                     self.memory.allocated(key, index)
                 else:
                     self.memory.wrote(key, t, index, wrong)
+                    if dirty and t.dtype is torch.uint8 and op.name == "copy":  # as `deepcopy` copies a buffer
+                        self.memory.copied_bytes(key, t, dirty.get(len(done.tensors) - 1, ()))
         raw.numbers = tuple(reads)
         if ranges.count(None) < len(ranges):
             raw.ranges = tuple(ranges)

@@ -8,9 +8,10 @@ from firstnan.diagnose.causes import catalogue
 from firstnan.diagnose.rules import data, operators, overflow
 from firstnan.diagnose.rules.base import RULES, Failure, growth, nonfinite
 from firstnan.diagnose.rules.user_rules import rule
-from firstnan.records import Cause, History, Origin, Trace
+from firstnan.records import Cause, History, Origin, StepRecord, Trace
+from firstnan.records.words import number
 
-__all__ = ["explain", "from_history", "rule", "transient"]
+__all__ = ["divergence", "explain", "from_history", "rule", "transient"]
 
 RULE_MODULES = (data, operators, overflow)
 """Imported for the rules that they register."""
@@ -52,6 +53,29 @@ def from_history(history: History) -> Cause | None:
     return Cause(entry.slug, entry.title, why, rise.lines(), SECOND, entry.link)
 
 
+def divergence(history: History, left: int, before: float | None, weights: str, last: StepRecord) -> Cause:
+    """The cause of a divergence that stayed finite: from step `left` on the loss was outside its healthy band.
+
+    `before` is the largest of the first losses, `weights` says what has become of the weights, and `last` is the last
+    step of the run.
+    """
+    losses = [(s.step, s.loss) for s in history.steps if s.loss is not None]
+    highest = max((loss for _, loss in losses), default=None)
+    end = f", and in step {last.step}, the last one, it is {number(last.loss)}"
+    why = f"The loss left its healthy range in step {left}: it was at most {number(before)} in the first steps, "
+    why += f"rose to {number(highest)} by step {losses[-1][0]}{end}." if losses else f"and has stayed above since{end}."
+    lr = dict(history.settings).get("lr")
+    if isinstance(lr, int | float):
+        why += f" The learning rate is {number(lr)}."
+    why += " No number overflowed, but training is lost."
+    rise = growth(history)
+    evidence = list(rise.lines()) if rise is not None else []
+    if weights:
+        evidence.append(weights)
+    entry = catalogue()["divergence_lr"]
+    return Cause(entry.slug, entry.title, why, tuple(evidence), 0.9, entry.link)
+
+
 def transient(replay: str, difference: str = "", *, programs_own: bool | None = None) -> Cause:
     """The cause if `replay` (in words) gave another result; `difference` is the first operator that differed.
 
@@ -66,6 +90,13 @@ def transient(replay: str, difference: str = "", *, programs_own: bool | None = 
     evidence = (f"the first difference: {difference}",) if difference else ()
     entry = catalogue()["transient"]
     return Cause(entry.slug, entry.title, f"{replay}. {rest}", evidence, 0.6 if difference else 0.5, entry.link)
+
+
+def received(rank: int, size: int) -> Cause:
+    """The cause if all that this rank computes itself is finite."""
+    entry = catalogue()["collective"]
+    why = f"The step is finite with what rank {rank} computes itself. The value came from another of the {size} ranks."
+    return Cause(entry.slug, entry.title, why, (), 0.9, entry.link)
 
 
 def _all(failure: Failure) -> list[Cause]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from firstnan.diagnose.causes import catalogue, link_to
-from firstnan.records import Cause, History, Operand, OpEvent, Origin, Phase, TensorStat, Trace
+from firstnan.records import Cause, History, Operand, OpEvent, OptimizerHistory, Origin, Phase, TensorStat, Trace
 from firstnan.records.operator_families import (
     CARRIERS,
     COMPARISONS,
@@ -215,13 +215,30 @@ class Failure:
         return dtype_max(self.dtype)
 
     @cached_property
+    def diverging(self) -> OptimizerHistory:
+        """The history of the optimizer whose numbers grew: with several, not always the one whose step failed."""
+        found: list[OptimizerHistory] = [h for h in self.history.others if growth(h) is not None]
+        if growth(self.history, failing=self.origin.step) is not None:
+            found.insert(0, self.history)
+        return max(found, key=_divergence, default=self.history)
+
+    @cached_property
     def growth(self) -> Growth | None:
-        return growth(self.history, failing=self.origin.step)
+        return self._growth(gradients=True)
 
     @cached_property
     def growth_of_loss(self) -> Growth | None:
         """The same without the gradients: loss and weights."""
-        return growth(self.history, gradients=False, failing=self.origin.step)
+        return self._growth(gradients=False)
+
+    def _growth(self, *, gradients: bool) -> Growth | None:
+        failing = self.origin.step if self.diverging is self.history else None
+        return growth(self.diverging, gradients=gradients, failing=failing)
+
+    @cached_property
+    def rate_rise(self) -> Growth | None:
+        """How the learning rate rose up to the failure, if it did."""
+        return rate_rise(self.diverging)
 
     def witness_lines(self) -> tuple[str, ...]:
         """The values at the first bad element, as one line of evidence."""
@@ -285,10 +302,15 @@ class Failure:
 
     def lr(self) -> float | None:
         """The learning rate, from the optimizer's settings or the last step that recorded one."""
-        given = dict(self.history.settings).get("lr")
+        given = dict(self.diverging.settings).get("lr")
         if isinstance(given, int | float):
             return float(given)
-        return next((s.lr for s in reversed(self.history.steps) if s.lr is not None), None)
+        known = next((s.lr for s in reversed(self.diverging.steps) if s.lr is not None), None)
+        if known is None and self.phase == "optimizer" and not self.history.optimizer:
+            # The factor of an update that the user wrote.
+            factor = self.scalar("alpha", "value", *(("other",) if self.op == "mul" else ()))
+            known = abs(float(factor)) if isinstance(factor, int | float) else None
+        return known
 
 
 # --- why a number is 0 or large, and words for numbers -----------------------------------------------------------
@@ -442,6 +464,7 @@ def describe(stat: TensorStat, name: str = "") -> str:
 # --- growth: did the loss, the gradients or the weights grow over the steps before? ------------------------------
 
 WINDOW = 40
+RATE_ROSE = 10.0
 TINY = 1e-12
 BAND = 3.0
 """Up to this multiple of its earlier maximum a series still counts as ordinary."""
@@ -488,13 +511,16 @@ class Growth:
 
     def sentences(self) -> str:
         how_often = "every step" if self.rises == self.moves else f"{self.rises} of {self.moves} steps"
+        return f"{self.sentence()} It rose in {how_often}."
+
+    def sentence(self) -> str:
         return (
             f"The {self.what} rose from {self.first:.4g} in step {self.first_step} to {self.last:.4g} in step "
-            f"{self.last_step}, a factor of {self.factor:.3g}. It rose in {how_often}."
+            f"{self.last_step}, a factor of {self.factor:.3g}."
         )
 
 
-def growth(history: History, *, gradients: bool = True, failing: int | None = None) -> Growth | None:
+def growth(history: OptimizerHistory, *, gradients: bool = True, failing: int | None = None) -> Growth | None:
     """The clearest sustained rise of loss or parameter norm (or, if `gradients`, gradient norm); None if none rose.
 
     A series that was flat until the `failing` step did not grow: no update lies between, so this batch differs.
@@ -509,17 +535,40 @@ def growth(history: History, *, gradients: bool = True, failing: int | None = No
     return max(found, key=lambda g: g.factor, default=None)
 
 
+def rate_rise(history: OptimizerHistory) -> Growth | None:
+    """How the learning rate rose to the end of the history, by a factor of 10 or more; None if it did not."""
+    points = [(s.step, s.lr) for s in history.steps if s.lr is not None and math.isfinite(s.lr) and s.lr > 0]
+    if len(points) < 2:
+        return None
+    values = [v for _, v in points]
+    # Where it is lowest for the last time before its greatest value.
+    top = max(range(len(values)), key=lambda i: (values[i], i))
+    low = min(range(top + 1), key=lambda i: (values[i], -i))
+    if values[top] < RATE_ROSE * values[low] or values[-1] < 0.3 * values[top]:
+        return None
+    moves = list(itertools.pairwise(values[low : top + 1]))
+    rises = sum(b > a for a, b in moves)
+    return Growth("learning rate", *points[low], *points[top], rises=rises, moves=len(moves))
+
+
+def _divergence(history: OptimizerHistory) -> tuple[bool, float, float]:
+    """How clearly this optimizer is the one that diverges: its rate rose, its weights grew, its loss grew."""
+    weights, rise = _rise("", _series(history)["parameter norm"][-WINDOW:]), growth(history)
+    return rate_rise(history) is not None, weights.factor if weights else 0.0, rise.factor if rise else 0.0
+
+
 def not_growing(history: History) -> str:
     """A sentence with a space before it that says which recorded numbers did not grow; "" if any of them did."""
     recorded = {what: [v for _, v in points] for what, points in _series(history).items() if len(points) > 1}
     layers = [list(track.max_abs) for track in history.layers]
-    if not recorded or any(_greatest_rise(values) > BAND for values in (*recorded.values(), *layers)):
+    elsewhere = [[v for _, v in points] for other in history.others for points in _series(other).values()]
+    if not recorded or any(_greatest_rise(values) > BAND for values in (*recorded.values(), *layers, *elsewhere)):
         return ""
     *others, last = recorded
     return f" The {', '.join(others) + ' and ' if others else ''}{last} did not grow over the recorded steps."
 
 
-def _series(history: History) -> dict[str, Points]:
+def _series(history: OptimizerHistory) -> dict[str, Points]:
     """The finite magnitudes of each recorded number, by step."""
     numbers = {
         "loss": [(s.step, s.loss) for s in history.steps],

@@ -12,6 +12,7 @@ from firstnan.records.operator_families import CONSTRUCTORS, LOSSES, words
 
 INPUT: frozenset[Phase] = frozenset({"input"})
 PARAMETER: frozenset[Phase] = frozenset({"parameter"})
+WRITES = words("copy fill index_copy index_fill index_put masked_fill scatter")
 READ_TARGETS = LOSSES | words("ctc_loss eq isnan mul ne rsub sub xlogy")
 LABEL_WORDS = re.compile(r"(^|[^a-z])(labels?|targets?|y|ys|gt|truth|answers?)([^a-z]|$)", re.IGNORECASE)
 NAN_LITERAL = re.compile(r"(^|[^a-z_])nan([^a-z_]|$)", re.IGNORECASE)
@@ -82,9 +83,28 @@ def _is_label(failure: Failure) -> bool:
     return label.endswith("[1]") and bool(readers) and all(e.op in READ_TARGETS for e in readers)
 
 
+def _is_number(failure: Failure) -> bool:
+    """Whether it is a number of the program's own, made before the step, and not data."""
+    origin = failure.origin
+    return origin.role is None and not origin.op and origin.read_at is not None
+
+
+@rule("nan_input", title="Non-finite number made before the step", phases=INPUT)
+def nan_number(failure: Failure) -> Finding | None:
+    origin = failure.origin
+    if not _is_number(failure) or origin.read_at is None:
+        return None
+    name, value = origin.label or "the number", origin.produced.posinf if origin.produced else 1
+    why = (
+        f"{name} is {'Inf' if value else '-Inf'} from the line above on, before the first step. "
+        f"`{origin.read_at.code}` (line {origin.read_at.line}) computes with it, so its result is non-finite."
+    )
+    return Finding(why, 0.8)
+
+
 @rule("nan_label", phases=INPUT)
 def nan_label(failure: Failure) -> Finding | None:
-    if failure.origin.role == "buffer" or not _is_label(failure):
+    if failure.origin.role == "buffer" or _is_number(failure) or not _is_label(failure):
         return None
     name = failure.origin.label or _data_use(failure).label or "targets"
     why = (
@@ -96,7 +116,7 @@ def nan_label(failure: Failure) -> Finding | None:
 
 @rule("nan_input", phases=INPUT)
 def nan_input(failure: Failure) -> Finding | None:
-    if failure.origin.role == "buffer":
+    if failure.origin.role == "buffer" or _is_number(failure):
         return None
     name = failure.origin.label or _data_use(failure).label or "input"
     why = (
@@ -131,12 +151,28 @@ def uninitialized_memory(failure: Failure) -> Finding | None:
     return _found(failure, name, why, 0.96, 0.96)
 
 
+def writes_nan(failure: Failure) -> bool:
+    """Whether the program itself writes a NaN that the code asks for into a parameter; an update does not."""
+    event = failure.origin.event
+    if failure.phase != "parameter" or event is None or not _literal(failure, event):
+        return False
+    if any(i.role in ("gradient", "state") or i.label.endswith(".grad") for i in event.inputs):
+        return False
+    site = event.site or failure.origin.site
+    return event.op in CONSTRUCTORS | WRITES or (site is not None and bool(NAN_LITERAL.search(site.code)))
+
+
 @rule("nan_parameter", phases=PARAMETER)
 def nan_parameter(failure: Failure) -> Finding | None:
     name = failure.origin.label or "of the model"
     step = failure.origin.step
+    if writes_nan(failure):
+        when = f"after {step} updates" if step else "before the first update"
+        why = f"`{failure.code}` writes {_content(failure)} into the parameter {name}, {when}; no optimizer did."
+        return _found(failure, name, why, 0.97, 0.97)
     source = "It was written after an earlier step" if step else "It came with the weights, as from a checkpoint"
-    why = f"The parameter {name} contains {_content(failure)}, before step {step} computes anything. {source}."
+    what = f"The optimizer's state, {name}," if failure.origin.role == "state" else f"The parameter {name}"
+    why = f"{what} contains {_content(failure)}, before step {step} computes anything. {source}."
     return _found(failure, name, why, 0.6, 0.35)
 
 

@@ -18,8 +18,9 @@ from firstnan.diagnose.rules.base import (
     rule,
     why_large,
 )
+from firstnan.diagnose.rules.data import writes_nan
 from firstnan.diagnose.rules.operators import div_by_zero, zero_over_zero
-from firstnan.records import OpEvent, Phase, TensorStat, Trace
+from firstnan.records import OpEvent, OptimizerHistory, Phase, TensorStat, Trace
 from firstnan.records.operator_families import (
     COPIES,
     DIVISIONS,
@@ -30,7 +31,7 @@ from firstnan.records.operator_families import (
     STATE_UPDATES,
     VIEWS,
 )
-from firstnan.records.words import number
+from firstnan.records.words import number, optimizer_words, place, shortened
 
 ORDINARY_WEIGHT = 50.0
 """Default initialisers stay near 1; a larger weight in the first steps was put there."""
@@ -42,6 +43,11 @@ EXP_LIMIT = 88.7
 STEPS_BACK = 5
 """How many operators back the magnitudes are shown."""
 NEAR = 1e-3
+JUST_BEFORE = 8
+"""So many steps before the failure a rate may begin to rise that leaves no time for growth."""
+ABSURD_RATE = 10.0
+LOST = 1e3
+"""A loss or weights that grew by this factor over some steps have no way back."""
 
 
 def overflowed(failure: Failure) -> bool:
@@ -141,16 +147,62 @@ def divergence_lr(failure: Failure) -> Finding | None:
     # An exponential overflows near 88, which a healthy run with an outlier can reach: ask for much clearer growth.
     if failure.op in EXPONENTIALS and (growth.factor < 1e3 or growth.steps < 4):
         return None
-    lr = failure.lr()
-    rate = f" The learning rate is {number(lr)}." if lr is not None else ""
     why = (
-        f"{growth.sentences()}{rate} {_operator(failure)} is only where the numbers left the range of {failure.dtype}."
+        f"{_whose(failure)}{growth.sentences()}{rate_in_use(failure)} {_operator(failure)} is only where the numbers "
+        f"left the range of {failure.dtype}."
     )
     # Gradients that grow while loss and weights do not: the depth of the graph, not the learning rate.
     only_gradients = failure.phase == "backward" and failure.growth_of_loss is None
-    state = failure.phase == "optimizer" and failure.op in STATE_UPDATES
+    state = failure.phase == "optimizer" and failure.op in STATE_UPDATES and not _is_lost(failure)
     confidence = 0.6 if failure.narrow or state or only_gradients else 0.93
     return Finding(why, confidence, (*growth.lines(), *failure.input_lines()))
+
+
+def _is_lost(failure: Failure) -> bool:
+    """Whether loss and weights are so far gone that where they overflow does not matter."""
+    rise = failure.growth_of_loss
+    return rise is not None and rise.factor >= LOST and rise.steps >= JUST_BEFORE
+
+
+def _whose(failure: Failure) -> str:
+    """Names the optimizer if it is not the one whose step failed."""
+    history = failure.diverging
+    if history is failure.history:
+        return ""
+    return f"It is not this step's optimizer that diverges, but {optimizer_words(history)}. "
+
+
+def rate_in_use(failure: Failure) -> str:
+    """The learning rate, how it rose and where the program sets it, as sentences with a space before them."""
+    rise, lr, history = failure.rate_rise, failure.lr(), failure.diverging
+    if lr is None:
+        return ""
+    told = f" {rise.sentence()}" if rise is not None else f" The learning rate is {number(lr)}."
+    return f"{told} {_set_by(history)}".rstrip()
+
+
+def _set_by(history: OptimizerHistory) -> str:
+    """The line that sets the learning rate, as a sentence; empty if only the constructor does."""
+    site = history.rate_set_at
+    verb = "sets" if history.optimizer else "uses"
+    return f"{place(site)} {verb} it: `{shortened(site.code)}`." if site is not None else ""
+
+
+@rule("divergence_lr", title="The learning rate rose too far", phases=ANY - {"input"})
+def risen_rate(failure: Failure) -> Finding | None:
+    """The rate jumps so far that the next step overflows: there is no time for anything to grow."""
+    rise = failure.rate_rise
+    if rise is None or failure.growth is not None or not overflowed(failure):
+        return None
+    if failure.origin.step - rise.first_step > JUST_BEFORE and rise.moves > JUST_BEFORE:
+        return None
+    found = _largest_weight(failure)
+    moved = found is not None and ORDINARY_WEIGHT <= found[2] <= _moved(failure)
+    if not moved and (failure.phase != "optimizer" or rise.last < ABSURD_RATE):
+        return None
+    weight = f" The parameter {found[0]} has magnitudes up to {number(found[2])}." if found is not None else ""
+    why = f"{rate_in_use(failure).strip()}{weight} Its updates are that large, and {_operator(failure)} overflows."
+    return Finding(why, 0.6 if failure.narrow else 0.92, rise.lines()[:1])
 
 
 @rule("divergence_lr", title="The first updates are far too large", phases=ANY - {"optimizer", "input"})
@@ -162,8 +214,7 @@ def first_updates(failure: Failure) -> Finding | None:
     name, stat, size = found
     why = (
         f"The updates before step {failure.origin.step} took the parameter {name} to magnitudes up to "
-        f"{number(size)}. The learning rate is {number(failure.lr())}. Products with {name} overflow "
-        f"{failure.dtype} at {_operator(failure)}."
+        f"{number(size)}.{rate_in_use(failure)} Products with {name} overflow {failure.dtype} at {_operator(failure)}."
     )
     return Finding(why, 0.6 if failure.narrow else 0.9, (describe(stat, name),))
 
@@ -202,9 +253,10 @@ def _gain(stat: TensorStat) -> float:
 
 def _moved(failure: Failure) -> float:
     """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1."""
-    before = [s.grad_norm for s in failure.history.steps if s.step < failure.origin.step]
-    slopes = [slope for slope in before if slope is not None and math.isfinite(slope)]
-    return 2 * (failure.lr() or 0.0) * sum(max(1.0, slope) for slope in slopes)
+    lr = failure.lr() or 0.0
+    before = [s for s in failure.diverging.steps if s is not failure.history.steps[-1] or s.step < failure.origin.step]
+    known = [(lr if s.lr is None else s.lr, s.grad_norm) for s in before]
+    return 2 * sum(rate * max(1.0, n) for rate, n in known if n is not None and math.isfinite(n) and rate == rate)
 
 
 def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]]:
@@ -303,13 +355,14 @@ def nan_lr(failure: Failure) -> Finding | None:
     names = (*RATE_NAMES, "other") if failure.op == "mul" else RATE_NAMES
     used = [(n, v) for n in names for v in _numbers(given.get(n))] + [("lr", v) for v in _numbers(failure.lr())]
     bad = next(((n, v) for n, v in used if not math.isfinite(v)), None)
-    if bad is None:
+    if bad is None or (bad[0] != "lr" and writes_nan(failure)):
         return None
     before = next((s.lr for s in reversed(failure.history.steps) if s.lr is not None and math.isfinite(s.lr)), None)
     was = f" The last finite learning rate was {number(before)}." if before is not None else ""
+    set_by = _set_by(failure.history)
     why = (
         f"The learning rate is not finite: the update in step {failure.origin.step} was scaled by {bad[1]} ({bad[0]})."
-        f"{was} Look at the schedule, or at the code that sets the learning rate."
+        f"{was} {set_by or 'Look at the schedule, or at the code that sets the learning rate.'}"
     )
     return Finding(why, 0.99, (f"{bad[0]} = {bad[1]}",))
 
@@ -377,9 +430,13 @@ def optimizer_overflow(failure: Failure) -> Finding | None:
     if not failure.bad or not (failure.op in FUSED_UPDATES or overflowed(failure)):
         return None
     squared = " This squares the gradient." if failure.op in ("addcmul", "square", "pow") else ""
+    stuck = ""
+    if squared and failure.origin.role == "state":
+        stuck = " The state stays infinite, so these weights are never updated again, and no NaN shows it."
     why = (
         f"{failure.history.optimizer or 'The optimizer'} computes {failure.op} of numbers up to "
         f"{number(failure.reach)}, and the largest {failure.dtype or 'float32'} is {failure.limit:g}."
         f"{squared} {counted(failure.bad)} of its state or of the weights overflowed, although the gradient is finite."
+        f"{stuck}"
     )
     return Finding(why, 0.85 if failure.op in STATE_UPDATES | FUSED_UPDATES else 0.75, failure.input_lines())

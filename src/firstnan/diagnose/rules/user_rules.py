@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from firstnan.diagnose.rules.base import ANY, RULES, Failure, Finding, Rule
+from firstnan.records.arguments import require_share, require_string
 
 Reason = Callable[[Failure], str | None]
 
@@ -26,6 +27,9 @@ def rule(slug: str, *, title: str, confidence: float = 1.0) -> Callable[[Reason]
             if failure.op == "log" and failure.origin.module.startswith("gauge"):
                 return f"Gauge {failure.origin.module} reads {failure.at('self')} after a reset."
     """
+    require_string("slug", slug)
+    require_string("title", title)
+    require_share("confidence", confidence)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", slug):
         raise ValueError(f"slug must be lowercase words joined by underscores, such as log_of_zero, got {slug!r}")
 

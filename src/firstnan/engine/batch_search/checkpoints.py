@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from firstnan.engine.batch_search.order import Fetched, Order
 from firstnan.engine.batch_search.result import BadBatch, BatchSearch, Seen
 from firstnan.engine.batch_search.training import Everything, SavedState, Training
-from firstnan.engine.handouts import Handouts
 from firstnan.engine.step_check import Outcome, StepCheck
 from firstnan.gate.growth_guard import Guard
 from firstnan.records import words
 from firstnan.tensors.finite import norms, readable
-from firstnan.tensors.state import batch_size
 
 _PROBES = 4
 """The most batches tried to find one that is healthy in the first checkpoint."""
@@ -307,104 +303,3 @@ def _is_data(row: Row) -> bool:
 def _norm(tensors: Sequence[Tensor]) -> float:
     values = [r.double() for t in tensors if (r := readable(t)) is not None and r.numel()]
     return math.hypot(*norms(values).tolist()) if values else 0.0
-
-
-def scan(
-    step: StepCheck, order: Order, everything: Everything, every: bool, advance: Callable[[str], None]
-) -> BatchSearch:
-    """Tries the batches up to the first bad one, or all of them (`every`)."""
-    found: list[BadBatch] = []
-    for fetched in order.once():
-        everything.restore()
-        try:
-            seen = step(fetched.batch, updates=False).seen
-        except Exception as error:
-            error.add_note(f"firstnan: raised by step(batch) with batch {fetched.index} of the loader")
-            raise
-        if seen:
-            found.append(BadBatch(fetched.index, seen, fetched.size, fetched.indices))
-        advance(f"{len(found)} bad" if found else "")
-        if seen and not every:
-            break
-    return BatchSearch("scan", tuple(found), replays=step.calls, of=order.length)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    index: int
-    """Its position in the loader's order."""
-    batch: Any
-    indices: tuple[int, ...] | None = None
-    size: int | None = None
-
-
-class Order:
-    """Assigns batch i of the loader to step i; after its last batch the loader starts over."""
-
-    def __init__(self, loader: Iterable[Any], handouts: Handouts) -> None:
-        self._loader, self._handouts = loader, handouts
-        self._only: Iterator[Fetched] | None = self._pass() if isinstance(loader, Iterator) else None
-        try:
-            self.length: int | None = len(loader)  # type: ignore[arg-type]
-        except TypeError:
-            self.length = None
-
-    @property
-    def repeats(self) -> bool:
-        """False for a generator, which yields each batch once."""
-        return self._only is None
-
-    @property
-    def shuffles(self) -> bool:
-        return isinstance(self._loader, DataLoader) and isinstance(self._loader.sampler, RandomSampler)
-
-    def once(self) -> Iterator[Fetched]:
-        """One pass over the loader."""
-        return self._only or self._pass()
-
-    def _pass(self) -> Iterator[Fetched]:
-        iterator = iter(self._loader)
-        index = 0
-        while True:
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            except Exception as error:
-                error.add_note(f"firstnan: raised while fetching batch {index} of the loader")
-                raise
-            yield Fetched(index, batch, self._indices(iterator, batch, index), batch_size(batch))
-            index += 1
-
-    def _indices(self, iterator: Any, batch: Any, index: int) -> tuple[int, ...] | None:
-        if not isinstance(iterator, _BaseDataLoaderIter):
-            return None
-        indices = self._handouts.fetched(iterator, batch, index).indices
-        if isinstance(indices, int):
-            return (indices,)
-        is_list = isinstance(indices, list | tuple) and all(isinstance(i, int) for i in indices)
-        return tuple(indices) if is_list else None
-
-    def first(self, most: int) -> list[Fetched]:
-        """The first batches; a generator's are kept and yielded again later."""
-        found = list(islice(self.once(), most))
-        if self._only is not None:
-            self._only = chain(found, self._only)
-        return found
-
-    def from_step(self, step: int) -> Iterator[Fetched]:
-        """The batch of this step and all after it."""
-        if self._only is not None:
-            yield from (fetched for fetched in self._only if fetched.index >= step)
-            return
-        to_skip = step % self.length if self.length else step
-        while True:
-            empty = True
-            for fetched in self._pass():
-                empty = False
-                if to_skip:
-                    to_skip -= 1
-                else:
-                    yield fetched
-            if empty:
-                return

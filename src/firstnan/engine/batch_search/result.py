@@ -70,6 +70,8 @@ class BatchSearch:
     """A weight (of the first checkpoint) that was bad before anything ran; every batch would fail."""
     replays: int = 0
     """The number of calls of `step`."""
+    groups: int = 0
+    """A scan: how many of these calls had several batches at once."""
     again: int = 0
     """Checkpoints: how many of these calls replayed a step with updates; the others tested a checkpoint."""
     of: int | None = None
@@ -121,8 +123,7 @@ class BatchSearch:
 
     def _way(self) -> list[str]:
         if self.way == "scan":
-            of = "" if self.of is None else f" of {self.of}"
-            return [f"  tried {self.replays}{of} batches, without updates"] if self.weights is None else []
+            return [f"  {self._scanned()}"] if self.weights is None else []
         lines = [f"  tested {len(self.examined)} of {self.of} checkpoints, of steps {_listed(self.examined, 32)}"]
         if self.good is not None:
             until = "all are good" if self.wrong is None else f"good up to {self.good}, bad from {self.wrong} on"
@@ -131,6 +132,14 @@ class BatchSearch:
             *lines,
             f"  called step {count(self.replays, 'time')}: {self.again} to replay steps, the rest to test checkpoints",
         ]
+
+    def _scanned(self) -> str:
+        of = "" if self.of is None else f" of {self.of}"
+        if not self.groups:
+            return f"tried {self.replays}{of} batches, without updates"
+        tried = f"called step {count(self.replays, 'time')}, {self.groups} of them with several batches at once"
+        alone = self.of if self.index is None or len(self.batches) > 1 else self.index + 1
+        return f"{tried}, without updates; one by one, {count(alone or 0, 'call')}{of}"
 
 
 def _listed(numbers: Any, most: int = _SHOWN) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import IterableDataset, default_collate, default_convert
 
-from firstnan.records import Feature
+from firstnan.engine.samples.underlying import underlying
+from firstnan.records import Batch, Element, Feature
 from firstnan.tensors.finite import tensors_in, unravel
 from firstnan.tensors.state import RandomState, copy_batch, rows_are_samples
 
 _MOST_FEATURES = 3
 _FEW = 4
-_FAR = 1.0
+_FAR, _VERY_FAR = 1.0, 10.0
+_ENOUGH = 8
+"""Healthy samples from which on their range says something."""
 _SINGLE = (str, bytes, int, float, complex, type(None))
 _SHARED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer, torch.device, torch.dtype)
 """Types that are not data, although a step may be called with them."""
@@ -34,14 +38,56 @@ class Cut:
 
     def __init__(self, batch: Any, size: int) -> None:
         self.batch, self.size = batch, size
-        made = _Made(size, list(range(size)))
+        self._lengths = list(_lengths(batch, size))
+        sizes = {length for _, t in tensors_in(batch) for length in t.shape}
+        self._falling = next((n for n in self._lengths if _is_falling(n) and (n[0] in sizes or sum(n) in sizes)), None)
+        """The lengths by which the batch is sorted, if it is padded to the longest, or the samples are joined."""
+        made = _Made(size, list(range(size)), self._lengths)
         made.of(batch, "batch")  # CutError where it cannot be
         if not made.parts:
             raise CutError("nothing in it has samples")
+        self.parts = made.parts
+        self.others: Cut | None = None
+        """The samples of another batch, which may replace those of this one."""
 
     def replaced(self, by: dict[int, int]) -> Any:
-        """A copy of the batch in which sample `i` is a copy of sample `by[i]`."""
-        return _Made(self.size, [by.get(i, i) for i in range(self.size)]).of(self.batch, "batch")
+        """A copy of the batch in which sample `i` is a copy of sample `by[i]`; numbers from `size` on are `others`."""
+        order = [by.get(i, i) for i in range(self.size)]
+        foreign = {i: one - self.size for i, one in enumerate(order) if one >= self.size}
+        order = [i if one >= self.size else one for i, one in enumerate(order)]
+        if self._falling is not None:
+            order.sort(key=self._falling.__getitem__, reverse=True)  # packing padded sequences asks for it
+        made = _Made(self.size, order, self._lengths).of(self.batch, "batch")
+        if foreign and self.others is not None:
+            for (_, t), (_, other) in zip(tensors_in(made), tensors_in(self.others.batch), strict=True):
+                along = _dimension(t, self.size)
+                if along is not None:
+                    to, rows = (torch.tensor(list(numbers), device=t.device) for numbers in (foreign, foreign.values()))
+                    t.detach().index_copy_(along, to, other.detach().index_select(along, rows))
+        return made
+
+    def join(self, batch: Any) -> int:
+        """Takes the samples of another batch of the same form as replacements too; returns how many there are."""
+        firsts, mine = {t.shape[0] for _, t in tensors_in(batch) if t.dim()}, list(tensors_in(self.batch))
+        if len(firsts) != 1 or self._falling is not None or self._lengths_matter():
+            return 0
+        try:
+            other = Cut(batch, firsts.pop())
+        except CutError:
+            return 0
+        theirs = list(tensors_in(batch))
+        alike = len(mine) == len(theirs) and all(
+            t.dtype is o.dtype and t.dim() > 0 and t.shape[0] == self.size and t.shape[1:] == o.shape[1:]
+            for (_, t), (_, o) in zip(mine, theirs, strict=False)
+        )
+        # Names and other members that are not tensors would stay those of the replaced sample.
+        if not alike or other.parts != len(theirs) or self.parts != len(mine):
+            return 0
+        self.others = other
+        return other.size
+
+    def _lengths_matter(self) -> bool:
+        return any(_dimension(t, self.size) is None for _, t in tensors_in(self.batch))
 
     def members(self) -> Iterator[tuple[str, Tensor]]:
         """Every numeric tensor with one row per sample, with samples as the first dimension."""
@@ -49,6 +95,13 @@ class Cut:
             along = _dimension(t, self.size)
             if along is not None and t.numel() and not (t.is_complex() or t.is_quantized):
                 yield name, t.detach().movedim(along, 0)
+
+    def joined(self, sample: int) -> Iterator[Tensor]:
+        """The part of a sample in every tensor that has the samples one after the other."""
+        for _, t in tensors_in(self.batch, "batch"):
+            lengths = _fitting(t, self._lengths) if _dimension(t, self.size) is None else None
+            if lengths is not None:
+                yield t.detach().split(lengths)[sample]
 
     def features(self, bad: Sequence[int]) -> tuple[Feature, ...]:
         """What is unusual about the bad samples compared with others: non-finite, out-of-range, constant values."""
@@ -99,11 +152,29 @@ def _dimension(t: Tensor, size: int) -> int | None:
     return next((d for d in range(min(t.dim(), 2)) if t.shape[d] == size), None)
 
 
-class _Made:
-    """Builds a copy of the batch with its samples in another order."""
+def _lengths(batch: Any, size: int) -> Iterator[list[int]]:
+    """How long each sample is, if a member of the batch says so: `size` whole numbers that are not negative."""
+    for _, t in tensors_in(batch):
+        if t.shape == (size,) and not (t.is_floating_point() or t.is_complex()) and t.dtype is not torch.bool:
+            numbers = t.tolist()
+            if min(numbers, default=-1) >= 0:
+                yield numbers
 
-    def __init__(self, size: int, order: list[int]) -> None:
-        self.size, self.order = size, order
+
+def _fitting(t: Tensor, lengths: list[list[int]]) -> list[int] | None:
+    """The lengths of the samples that are joined in this tensor, as the targets of a CTC loss are."""
+    return next((n for n in lengths if t.dim() and t.layout is torch.strided and sum(n) == t.shape[0]), None)
+
+
+def _is_falling(numbers: list[int]) -> bool:
+    return numbers[0] > numbers[-1] and all(a >= b for a, b in itertools.pairwise(numbers))
+
+
+class _Made:
+    """Builds a copy of the batch with its samples in another order; `lengths` are those of joined samples."""
+
+    def __init__(self, size: int, order: list[int], lengths: list[list[int]]) -> None:
+        self.size, self.order, self.lengths = size, order, lengths
         self.parts = 0
         """The number of members that have samples."""
 
@@ -156,6 +227,11 @@ class _Made:
         if t.dim() == 0:
             return t.detach().clone().requires_grad_(t.requires_grad)
         along = _dimension(t, self.size)
+        lengths = _fitting(t, self.lengths) if along is None else None
+        if lengths is not None:
+            self.parts += 1
+            parts = t.detach().split(lengths)
+            return torch.cat([parts[i] for i in self.order]).requires_grad_(t.requires_grad)
         if along is None:
             raise CutError(f"{name} is {list(t.shape)}, which does not fit {self.size} samples")
         self.parts += 1
@@ -177,14 +253,34 @@ def _unusual(name: str, sample: int, rows: Tensor, healthy: list[int], shape: tu
     low, high = theirs.amin(0), theirs.amax(0)
     # The distance from the range at this position, in units of the range: chance alone exceeds it slightly.
     score = torch.maximum(mine - high, low - mine) / (high - low).clamp_min(1e-12)
-    score[(mine == 0) & ~(theirs == 0).any()] = _FAR
+    usual, lone = _by_chance(theirs)
+    score[(score < usual) & (high > low)] = 0.0
+    score[(high == low) & lone] = 0.0
+    whole_numbers = bool((theirs == theirs.round()).all())
+    score[(mine == 0) & ~(theirs == 0).any() & (not whole_numbers)] = _VERY_FAR
+    score[(mine < 0) & ~(theirs < 0).any()] = _VERY_FAR
     score[~torch.isfinite(mine)] = math.inf
     order = score.argsort(descending=True, stable=True)[:_MOST_FEATURES].tolist()
     return [
         Feature(sample, name, unravel(at, shape), mine[at].item(), low[at].item(), high[at].item())
         for at in order
-        if score[at] >= _FAR
+        if score[at] >= (_FAR if len(theirs) >= _ENOUGH else _VERY_FAR)
     ]
+
+
+def _by_chance(rows: Tensor) -> tuple[float, bool]:
+    """How far the healthy samples are from the range of each other, and whether one differs where all others agree.
+
+    What happens to healthy samples too is not unusual.
+    """
+    if len(rows) < 3:
+        return 0.0, False
+    ends = rows.sort(0).values
+    above = (ends[-1] - ends[-2]) / (ends[-2] - ends[0]).clamp_min(1e-12)
+    below = (ends[1] - ends[0]) / (ends[-1] - ends[1]).clamp_min(1e-12)
+    above_all, below_all = (ends[-2] == ends[0]) & (ends[-1] > ends[0]), (ends[1] == ends[-1]) & (ends[0] < ends[1])
+    scores = torch.cat([above[ends[-2] > ends[0]], below[ends[-1] > ends[1]]])
+    return 1.5 * scores.max().item() if len(scores) else 0.0, bool((above_all | below_all).any())
 
 
 def _alike(rows: Tensor) -> Tensor:
@@ -193,6 +289,7 @@ def _alike(rows: Tensor) -> Tensor:
 
 
 _MOST_SAMPLES = 512
+_MOST_ELEMENTS = 64
 _SECONDS = 5.0
 
 
@@ -202,10 +299,12 @@ class Maker:
 
     dataset: Any
     collate: Any
+    workers: int = 0
 
     @classmethod
     def of(cls, iterator: Any) -> Maker:
-        return cls(getattr(iterator, "_dataset", None), getattr(iterator, "_collate_fn", None))
+        workers = getattr(iterator, "_num_workers", 0)
+        return cls(getattr(iterator, "_dataset", None), getattr(iterator, "_collate_fn", None), workers)
 
     def in_dataset(self, bad: Sequence[int], pieces: Cut, chosen: Any) -> tuple[int, ...] | None:
         """The dataset indices of these samples: those chosen for their positions, if torch collated the batch.
@@ -215,7 +314,7 @@ class Maker:
         """
         if not bad or not isinstance(chosen, list | tuple) or not all(isinstance(i, int) for i in chosen):
             return None
-        if len(chosen) == pieces.size and (self.collate is default_collate or self.collate is default_convert):
+        if self._keeps_order(pieces.size, chosen):
             return tuple(chosen[i] for i in bad)
         if len(chosen) > _MOST_SAMPLES or not hasattr(self.dataset, "__getitem__"):
             return None
@@ -227,18 +326,69 @@ class Maker:
         finally:
             state.restore()
 
+    def _keeps_order(self, size: int, chosen: Any) -> bool:
+        """Whether torch has put the batch together, so that its rows are the chosen elements."""
+        fits = isinstance(chosen, list | tuple) and len(chosen) == size and all(isinstance(i, int) for i in chosen)
+        return fits and (self.collate is default_collate or self.collate is default_convert)
+
+    def located(self, batch: Batch, chosen: Any) -> Batch:
+        """The batch with the dataset indices of its bad samples, where no sample has to be fetched for that."""
+        bad = batch.bad_samples or ()
+        if bad and isinstance(self.dataset, IterableDataset):
+            return self._in_stream(batch, chosen)
+        if not bad or not self._keeps_order(batch.size or 0, chosen):
+            return batch
+        return self.with_elements(replace(batch, dataset_indices=tuple(chosen[i] for i in bad)))
+
+    def _in_stream(self, batch: Batch, chosen: Any) -> Batch:
+        """The bad samples as elements of a stream, which each worker reads by itself."""
+        if batch.index is None or not isinstance(chosen, list | tuple) or len(chosen) < (batch.size or 0):
+            return batch
+        number, worker = divmod(batch.index, self.workers) if self.workers else (batch.index, 0)
+        part = f"worker {worker}" if self.workers else ""
+        first = number * len(chosen)
+        return replace(
+            batch,
+            elements=tuple(Element(type(self.dataset).__name__, first + i, part) for i in batch.bad_samples or ()),
+        )
+
+    def with_elements(self, batch: Batch, chosen: Any = None) -> Batch:
+        """The batch with the places of its bad samples in the datasets behind that of the loader."""
+        if isinstance(self.dataset, IterableDataset) and batch.bad_samples:
+            return self._in_stream(batch, chosen)
+        found = [underlying(self.dataset, i) for i in (batch.dataset_indices or ())[:_MOST_ELEMENTS]]
+        elements = tuple(e for e in found if e is not None)
+        return replace(batch, elements=elements) if len(elements) == len(found) else batch
+
     def _fetched_again(self, bad: Sequence[int], pieces: Cut, chosen: list[int]) -> tuple[int, ...] | None:
         end = monotonic() + _SECONDS
-        rows = {i: [*(member[i] for _, member in pieces.members()), *_listed(pieces.batch, i, pieces)] for i in bad}
+        rows = {
+            i: [*(member[i] for _, member in pieces.members()), *_listed(pieces.batch, i, pieces), *pieces.joined(i)]
+            for i in bad
+        }
         fitting: dict[int, list[int]] = {i: [] for i in bad}
+        alike: dict[int, list[int]] = {i: [] for i in bad}
         for index in chosen:
             if monotonic() > end:
                 return None
-            parts = list(_telling(self.dataset[index]))
+            element = self.dataset[index]
+            parts, alone = list(_telling(element)), self._alone(element)
             for i in bad:
                 if parts and all(any(_begins(row, part) for row in rows[i]) for part in parts):
                     fitting[i].append(index)
-        return tuple(f[0] for f in fitting.values()) if all(len(f) == 1 for f in fitting.values()) else None
+                if alone and all(any(_begins(row, part) for row in rows[i]) for part in alone):
+                    alike[i].append(index)
+        for found in (fitting, alike):
+            if all(len(f) == 1 for f in found.values()):
+                return tuple(f[0] for f in found.values())
+        return None
+
+    def _alone(self, element: Any) -> list[Tensor]:
+        """The rows of a batch of this element only: what the program computes for it when it puts a batch together."""
+        try:
+            return [member[0] for _, member in Cut(self.collate([element]), 1).members() if member.is_floating_point()]
+        except Exception:  # a collate function that needs more than one element
+            return []
 
 
 def _listed(value: Any, sample: int, pieces: Cut) -> Iterator[Tensor]:

@@ -12,9 +12,9 @@ from time import monotonic
 from typing import Any
 
 from firstnan.engine.conclude import is_numeric, not_repeated
-from firstnan.engine.handouts import Handouts
+from firstnan.engine.handouts import Handouts, ReplayError
+from firstnan.engine.ranks import world
 from firstnan.engine.samples.cut import Cut, Maker, cut
-from firstnan.engine.scope import world
 from firstnan.records import Batch, Report
 from firstnan.tensors.state import Handout, copy_batch
 from firstnan.tracing.recording import Difference
@@ -33,19 +33,23 @@ class _Subject:
     search: Search
 
 
-def begin_search(report: Report, handouts: Handouts) -> SampleSearch | None:
+def begin_search(report: Report, handouts: Handouts, *, only_latest: bool = False) -> SampleSearch | None:
     """The search for the bad samples of this step; None if its origin does not depend on samples."""
-    given, origin = handouts.latest_first(), report.origin
+    given, origin = handouts.latest_first()[: 1 if only_latest else None], report.origin
     if origin is None or not given or origin.phase not in ("forward", "backward", "input") or not world().is_alone:
         return None
     makers = [Maker.of(handouts.iterator_of(handout)) for handout in given]
-    return SampleSearch(given, makers, report.batch.bad_samples or () if report.batch else ())
+    suspects = report.batch.bad_samples or () if report.batch else ()
+    return SampleSearch(given, makers, suspects, handouts.previous())
 
 
 class SampleSearch:
     """One search: hands out the batches of the step, one of them with samples replaced, and is told the outcome."""
 
-    def __init__(self, handouts: list[Handout], makers: list[Maker], suspects: tuple[int, ...]) -> None:
+    def __init__(
+        self, handouts: list[Handout], makers: list[Maker], suspects: tuple[int, ...], previous: Any = None
+    ) -> None:
+        """`previous`: the batch before, whose samples are healthy."""
         self.finding: Finding | None = None
         self._error: BaseException | None = None
         """What the program raised while it was replayed."""
@@ -53,7 +57,7 @@ class SampleSearch:
         """Whether the current replay was finite; None while unknown."""
         self._rest = list(zip(handouts, makers, strict=True))
         """The other batches of the step, searched if the first has no bad sample."""
-        self._suspects = suspects
+        self._suspects, self._previous = suspects, previous
         self._subject = self._found_in = self._begun(*self._rest.pop(0))
         self._question: dict[int, int] | None = None
         self._replays = 0
@@ -67,7 +71,8 @@ class SampleSearch:
         except Exception as error:  # CutError, or whatever a container says that is made of other parts
             return _Subject(handout, maker, None, f"the batch cannot be split into samples: {error}", search(1))
         suspects = [i for i in self._suspects if i < pieces.size]
-        return _Subject(handout, maker, pieces, "", search(pieces.size, suspects))
+        others = pieces.join(self._previous) if self._previous is not None else 0
+        return _Subject(handout, maker, pieces, "", search(pieces.size, suspects, others))
 
     @property
     def decided(self) -> bool:
@@ -135,6 +140,8 @@ class SampleSearch:
         if report.batch is None:
             return report
         found = self.finding or Finding(report.batch.bad_samples, note=ENDED + self._why_ended())
+        if found.bad is None and report.origin is not None and report.origin.read_at is not None:
+            found = replace(found, note="")  # it was created before the step, so nobody asks for samples
         return replace(report, batch=self._told(report.batch, replace(found, replays=self._replays)))
 
     def _why_ended(self) -> str:
@@ -142,7 +149,9 @@ class SampleSearch:
             return f"it exceeded {_SECONDS:.0f} seconds"
         how = "with samples replaced" if self._question else "replayed with the same batch"
         error = self._error or sys.exc_info()[1]  # whoever leaves a `with` does so by it
-        if not isinstance(error, Exception):
+        if isinstance(error, ReplayError):
+            return f"{how}, the program asked for a batch that the step had not used"
+        if not isinstance(error, Exception) or type(error).__module__.startswith("firstnan."):
             return f"{how}, the program left its loop"
         text = str(error).partition("\n")[0]
         return f"{how}, the program raised {type(error).__name__}" + (f": {shorten(text, 120)}" if text else "")
@@ -151,9 +160,12 @@ class SampleSearch:
         pieces, bad = self._found_in.cut, found.bad
         if pieces is None:
             return replace(batch, replays=found.replays, note=self._found_in.why_not)
-        return Batch(
-            self._found_in.handout.index, pieces.size, bad, found.confirmed, self._dataset(bad or (), pieces),
-            pieces.features(bad) if bad else (), found.replays, found.note,
+        return self._found_in.maker.with_elements(
+            Batch(
+                self._found_in.handout.index, pieces.size, bad, found.confirmed, self._dataset(bad or (), pieces),
+                pieces.features(bad) if bad else (), found.replays, found.note, unit=batch.unit,
+            ),
+            self._found_in.handout.indices,
         )  # fmt: skip
 
     def _dataset(self, bad: tuple[int, ...], pieces: Cut) -> tuple[int, ...] | None:
@@ -179,7 +191,9 @@ NOT_ALONE = "no single sample is responsible: no part of the batch fails alone"
 ENDED = "the search for bad samples ended early: "
 
 Replaced = dict[int, int]
-"""Position in the batch -> the sample that replaces it."""
+"""Position in the batch -> the sample that replaces it; from the size of the batch on, those of another one."""
+OTHERS = -1
+"""Stands for the samples of another batch, each in the place of one: a step may not work with the same sample twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +218,9 @@ def most_for_one(size: int) -> int:
     return 2 * ceil(log2(max(size, 1))) + 4
 
 
-def search(size: int, suspects: Sequence[int] = ()) -> Search:
-    """Finds the bad samples of a batch, starting from `suspects`."""
-    asked = _Counted(size)
+def search(size: int, suspects: Sequence[int] = (), others: int = 0) -> Search:
+    """Finds the bad samples of a batch, starting from `suspects`; `others` of another batch may replace them."""
+    asked = _Counted(size, others)
     try:
         found = yield from _search(asked, frozenset(suspects))
     except _EnoughError:
@@ -223,8 +237,8 @@ class _EnoughError(Exception):
 class _Counted:
     """Requests replays, counts them, and keeps what is known so far."""
 
-    def __init__(self, size: int) -> None:
-        self.everyone = frozenset(range(size))
+    def __init__(self, size: int, others: int = 0) -> None:
+        self.everyone, self.others = frozenset(range(size)), others
         self.replays = 0
         self.repeated: bool | None = None
         self.known: tuple[int, ...] | None = None
@@ -234,6 +248,8 @@ class _Counted:
         if self.replays >= MOST:
             raise _EnoughError
         self.replays += 1
+        if stand_ins == (OTHERS,):
+            return (yield {i: len(self.everyone) + i % self.others for i in sorted(replaced)})
         return (yield dict(zip(sorted(frozenset(replaced).difference(stand_ins)), cycle(stand_ins), strict=False)))
 
     def fails_alone(self, kept: Iterable[int], stand_in: int) -> Generator[Replaced, bool, bool]:
@@ -250,9 +266,14 @@ def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
     stand_in = yield from _stand_in(ask, others if len(others) > 1 or without else [*others, *suspects])
     if stand_in is None:
         found = yield from _by_others(ask, suspects if without else ask.everyone)
-        if found is not None:
+        if found is not None and (found.confirmed or not ask.others):
             return found
-        stand_in = yield from _stand_in(ask, others, (1, 3))
+        stand_in = (yield from _stand_in(ask, others, (1, 3))) if found is None else None
+        if stand_in is None and ask.others and (yield from ask.finite(ask.everyone, OTHERS)):
+            stand_in = OTHERS
+            without = bool(suspects) and (yield from ask.finite(suspects, OTHERS))
+        elif found is not None:
+            return found
     if stand_in is None:
         # Rows at the origin may be bad by chance or because of their position, whatever data is there.
         return Finding(None, note=WHOEVER if suspects else NO_SINGLE)

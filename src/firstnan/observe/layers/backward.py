@@ -208,7 +208,7 @@ def _edges_into(t: Tensor, inputs: list[Any], outputs: list[Any]) -> list[tuple[
     """
     edge = get_gradient_edge(t)
     ends = {edge.node, *inputs}
-    stack = [node for node in outputs if node not in ends]
+    stack = [node for node in outputs if node is not None and node not in ends]  # None: an output without a graph
     walked = set(stack)
     edges = []
     while stack:

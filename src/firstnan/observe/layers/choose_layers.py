@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn import Module
 
 from firstnan.tensors.models import readable_path
@@ -29,6 +31,7 @@ _KEEP_NONFINITE = frozenset(
         *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     )
 )
+_NO_MATHS = (nn.Sequential.forward, Module.forward)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,31 +45,58 @@ class Layer:
     """Finite inputs give finite outputs."""
     keeps_nonfinite: bool
     """A non-finite input gives a non-finite output, so a finite output proves a finite input."""
+    is_container: bool = False
+    """It calls other layers: it is named only for what it computes itself from their results."""
 
 
-def layers_of(
-    roots: Mapping[str, Module], trackable: Trackable | None, skip: Iterable[type | str]
-) -> list[tuple[Module, Layer]]:
-    """The modules to watch, each once, in the order of their names; modules inside a skipped one are skipped too."""
+@dataclass(slots=True)
+class Choice:
+    """The modules of some models: those to watch, and the paths of all."""
+
+    layers: list[tuple[Module, Layer]]
+    """Each module once, in the order of their names."""
+    paths: dict[int, tuple[weakref.ref[Module], str | None]]
+    """Id of a module -> the module and its path; the path of a skipped one is None."""
+
+
+def layers_of(roots: Mapping[str, Module], trackable: Trackable | None, skip: Iterable[type | str]) -> Choice:
+    """The modules to watch; modules inside a skipped one are skipped too."""
     unwanted = tuple(skip)
-    wanted = is_layer if trackable is None else trackable
     chosen: dict[int, tuple[Module, list[str]]] = {}
+    choice = Choice([], {})
     for prefix, root in roots.items():
         skipped: set[str] = set()
+        inside: set[str] = set()
         for raw, module in root.named_modules(remove_duplicate=False):
             path = ".".join(filter(None, (prefix, readable_path(raw))))
-            if (raw and raw.rpartition(".")[0] in skipped) or any(_matches(u, path, module) for u in unwanted):
+            parent = raw.rpartition(".")[0]
+            if (raw and parent in skipped) or any(_matches(u, path, module) for u in unwanted):
                 skipped.add(raw)
-            elif wanted(path, module):
-                chosen.setdefault(id(module), (module, []))[1].append(path or _kind(module))
-    return [(module, _layer(module, paths)) for module, paths in chosen.values()]
+            elif raw and parent in inside:
+                inside.add(raw)
+            else:
+                if isinstance(module, ScriptModule):  # it calls its parts without Python, so nobody can see them
+                    inside.add(raw)
+                if trackable(path, module) if trackable is not None else computes(module):
+                    chosen.setdefault(id(module), (module, []))[1].append(path or _kind(module))
+            choice.paths.setdefault(id(module), (weakref.ref(module), None if raw in skipped else path))
+    choice.layers = [
+        (module, _layer(module, paths, trackable is None and not is_layer(module))) for module, paths in chosen.values()
+    ]
+    return choice
 
 
-def is_layer(path: str, module: Module) -> bool:
-    """The default choice of layers: leaves, and containers that compute something themselves."""
-    inside = dict(module.named_children())
+def computes(module: Module) -> bool:
+    """The default choice: everything but containers that only call their children, one after the other."""
+    return is_layer(module) or type(module).forward not in _NO_MATHS
+
+
+def is_layer(module: Module) -> bool:
+    """Whether this is a layer as a whole, not a container of layers."""
+    inside = module._modules
     return (
         not inside
+        or isinstance(module, ScriptModule)
         # It has weights of its own, so it does more than call its children.
         or any(True for _ in module.parameters(recurse=False))
         # It never calls its own children.
@@ -77,11 +107,16 @@ def is_layer(path: str, module: Module) -> bool:
     )
 
 
-def _layer(module: Module, paths: list[str]) -> Layer:
+def _layer(module: Module, paths: list[str], is_container: bool) -> Layer:
     usual = "forward" not in module.__dict__  # otherwise the forward of this one object was replaced
     keeps_nonfinite = type(module) in _KEEP_NONFINITE or _reads_everything(module)
     return Layer(
-        paths[0], tuple(paths), _kind(module), usual and type(module) in _KEEP_FINITE, usual and keeps_nonfinite
+        paths[0],
+        tuple(paths),
+        _kind(module),
+        usual and type(module) in _KEEP_FINITE,
+        usual and keeps_nonfinite,
+        is_container,
     )
 
 
@@ -95,7 +130,9 @@ def _reads_everything(module: Module) -> bool:
 
 
 def _kind(module: Module) -> str:
-    """The name of the module's class; for a compiled module, that of the original class."""
+    """The name of the module's class; for a compiled or scripted module, that of the original class."""
+    if isinstance(module, ScriptModule):
+        return str(getattr(module, "original_name", type(module).__name__))
     inner = module._modules.get("_orig_mod")
     return _kind(inner) if inner is not None else type(module).__name__
 

@@ -130,11 +130,16 @@ class Forward:
             self._decide(*whole_call)
 
     def _decide(self, call: Call, inputs: Sequence[_Judged], outputs: Sequence[_Judged]) -> None:
-        if self._statistics:
+        if self._statistics and not call.layer.is_container:
             for _, record, _ in outputs:
                 if record.size is not None:
                     self._sink.magnitude(call.layer.name, "forward", *record.size)
         bad_output = any(record.state > FINITE for _, record, _ in outputs)
+        if call.layer.is_container:
+            # Bad only by itself: not for what it was given, or for what a layer inside has made.
+            if any(record.state == BAD for _, record, _ in inputs) or call.model_call.is_inside(call.layer):
+                return
+            inputs = ()
         for i, (place, record, source) in enumerate(inputs):
             # Negative infinities alone are a mask, unless they are the data itself and the output is bad.
             if record.state == BAD or (record.state == ONLY_NEGATIVE_INF and bad_output and i == 0):
@@ -146,7 +151,9 @@ class Forward:
     def _report(self, call: Call, what: What, place: str, record: TensorRecord, source: Source) -> None:
         if not record.reported:
             record.reported = True
-            self._sink.layer_event(call.finding("forward", what, place, source))
+            found = call.finding("forward", what, place, source)
+            call.model_call.add(found)
+            self._sink.layer_event(found)
 
 
 def _without_tensors(seen: list[SeenTensor]) -> list[_Judged]:

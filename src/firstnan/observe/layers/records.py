@@ -37,13 +37,34 @@ LayerNote = tuple[Layer, Tensor, int, Any, Tensor, int, Any]
 """A layer with one input and one output: both tensors, each with its version and its graph node at that time."""
 
 
+class ModelCall:
+    """One call of a model: what was reported in its forward pass."""
+
+    __slots__ = ("first", "layers")
+
+    def __init__(self) -> None:
+        self.first: LayerFinding | None = None
+        self.layers: list[str] = []
+
+    def add(self, found: LayerFinding) -> None:
+        self.first = self.first or found
+        self.layers.append(found.layer)
+
+    def is_inside(self, layer: Layer) -> bool:
+        """Whether something inside this container was reported."""
+        if layer.paths == (layer.kind,):  # the model itself
+            return bool(self.layers)
+        return any(name.startswith(path + ".") for name in self.layers for path in layer.paths)
+
+
 class Call:
     """One call of a layer. It refers to no tensor, so keeping it keeps no tensor alive."""
 
-    __slots__ = ("given", "in_step", "layer", "number", "thread")
+    __slots__ = ("given", "in_step", "layer", "model_call", "number", "thread")
 
-    def __init__(self, layer: Layer, number: int, in_step: bool, thread: str) -> None:
+    def __init__(self, layer: Layer, number: int, in_step: bool, thread: str, model_call: ModelCall) -> None:
         self.layer, self.number, self.in_step, self.thread = layer, number, in_step, thread
+        self.model_call = model_call
         self.given: dict[str, int] = {}
         """Place of an output -> the state of the gradient that arrived for it."""
 
@@ -105,6 +126,8 @@ class ThreadState(threading.local):
         """Whether this model call only takes notes, and reads no tensor."""
         self.deferred: list[list[Any]] = []
         """The notes of such calls."""
+        self.model_call = ModelCall()
+        """The call of a model that is running, or was the last."""
         self.reading_notes = False
         """Whether deferred notes are being read, after their call."""
         self._step = -1
@@ -124,6 +147,10 @@ class ThreadState(threading.local):
         number = self._calls.get(layer, 0)
         self._calls[layer] = number + 1
         return number
+
+    def count_anew(self) -> None:
+        """The calls of each layer are counted from 0 again."""
+        self._step = -1
 
     def record(self, t: Tensor, version: int) -> TensorRecord:
         """The record of this version of the tensor, a new one if there is none."""

@@ -1,0 +1,75 @@
+"""Where the program sets the learning rate that was in use: looked for once, when something has failed."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from firstnan.observe.sites import Ownership, function_site
+from firstnan.records import History, OptimizerHistory, Site
+from firstnan.repair.context import SourceFiles
+from firstnan.repair.rates import assigned_rates, manual_rates, schedule_calls
+from firstnan.tensors.models import find_live_objects, learning_rate_of
+
+
+def with_rate_sites(history: History, optimizers: list[Any], ownership: Ownership) -> History:
+    """The history, and those of the other optimizers, with the place that sets each one's learning rate.
+
+    `optimizers` are theirs, in the same order; None for updates by hand.
+    """
+    files = SourceFiles()
+    names = _own_files(ownership)
+    sites = [
+        _rate_site(h, o, files, names, ownership) for h, o in zip((history, *history.others), optimizers, strict=True)
+    ]
+    others = tuple(replace(h, rate_set_at=site) for h, site in zip(history.others, sites[1:], strict=True))
+    return replace(history, rate_set_at=sites[0], others=others)
+
+
+def _own_files(ownership: Ownership) -> list[str]:
+    """The files of the program that are loaded; the main one first."""
+    loaded = [sys.modules.get("__main__"), *list(sys.modules.values())]
+    found = [name for m in loaded if isinstance(name := getattr(m, "__file__", None), str) and name.endswith(".py")]
+    return [name for name in dict.fromkeys(found) if ownership.owns_file(name)]
+
+
+def _rate_site(
+    history: OptimizerHistory, optimizer: Any, files: SourceFiles, names: list[str], ownership: Ownership
+) -> Site | None:
+    if optimizer is None:
+        by_hand = manual_rates(files, [*([history.backward_at.file] if history.backward_at else []), *names])
+        return by_hand[0].site if by_hand else None
+    assigned = assigned_rates(files, names, history.name)
+    schedules = _schedules(optimizer)
+    if schedules and (not assigned or _follows(schedules, optimizer)):
+        return _site_of_schedule(schedules, files, names, ownership)
+    return assigned[0].site if assigned else None
+
+
+def _schedules(optimizer: Any) -> list[Any]:
+    return [s for s in find_live_objects(LRScheduler) if vars(s).get("optimizer") is optimizer]
+
+
+def _follows(schedules: list[Any], optimizer: Any) -> bool:
+    """Whether the optimizer has the rate that one of its schedules has set last."""
+    rate = learning_rate_of(optimizer)
+    return any(rate in [float(r) for r in vars(s).get("_last_lr", ())] for s in schedules)
+
+
+def _site_of_schedule(schedules: list[Any], files: SourceFiles, names: list[str], ownership: Ownership) -> Site | None:
+    """The function of the user's that computes the rate; else where the schedule is made."""
+    for schedule in schedules:
+        given = [*vars(schedule).get("lr_lambdas", ()), vars(schedule).get("_scale_fn_custom")]
+        for function in (*given, type(schedule).get_lr):
+            code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+            if code is None and callable(function):  # an object that is called
+                code = getattr(inspect.getattr_static(type(function), "__call__", None), "__code__", None)
+            if code is not None and ownership.owns(code):
+                return function_site(code)
+    kinds = {type(s).__name__ for s in schedules}
+    made = schedule_calls(files, names, kinds)
+    return made[0].site if made else None

@@ -1,0 +1,235 @@
+"""The samples of a step whose loop has no loader: the variables of the loop's body that have one row for each."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from firstnan.engine.samples.cut import Cut, CutError
+from firstnan.engine.samples.search import Finding, Replaced, search
+from firstnan.engine.turn import Turn
+from firstnan.records import Feature
+from firstnan.tensors.finite import is_finite, tensors_in
+from firstnan.tensors.state import RandomState, copy_batch
+
+_LARGEST = 1 << 26
+"""Elements of all variables together."""
+_MOST_DRAWN = 4
+DRAWN = "the random numbers drawn in this step are the reason, not the data: "
+
+
+@dataclass(frozen=True)
+class Question:
+    """Rows to replace, in all variables or only in some of them."""
+
+    rows: Replaced
+    only: frozenset[str] | None = None
+
+
+_Roots = dict[str, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A statement of the body before which rows can be replaced."""
+
+    number: int
+    values: dict[str, Any]
+    """The variables with one row per sample."""
+    drawn: dict[str, int]
+    """Those with random numbers that the step has drawn, and the line."""
+    comes_from: _Roots
+    """Those computed from such numbers -> from which."""
+
+
+class Variables:
+    """Learns in a first run of the body which variables hold its data, and replaces rows of them in later runs.
+
+    `size` is the number of samples, if it is known; `is_data` tells data from weights.
+    """
+
+    def __init__(self, turn: Turn, start: int, size: int | None, is_data: Callable[[Tensor], bool]) -> None:
+        self._turn, self._start, self._size, self._is_data = turn, start, size, is_data
+        self._places: list[_Place] = []
+        """Where the data is complete; then, if numbers are drawn after something was computed from it, later."""
+        self._fetches = self._follows = True
+        """Whether more data may come before anything is computed from it, and whether the body is followed at all."""
+        self._versions: list[int] = []
+        self._before: RandomState | None = None
+        self._place = _Place(start, {}, {}, {})
+        self._learning = True
+        self.cut: Cut | None = None
+        self.asks: Question | None = None
+
+    def paused(self, number: int) -> None:
+        """The body is about to run the statement with this number."""
+        if self._learning:
+            self._learn(number)
+        elif number == self._place.number and self.asks is not None and self.cut is not None:
+            made = self.cut.replaced(self.asks.rows)
+            for name, value in made.items():
+                if self.asks.only is None or name in self.asks.only:
+                    _put(self._turn.names, name, value)
+                else:
+                    _put(self._turn.names, name, copy_batch(self.cut.batch[name]))
+
+    def _learn(self, number: int) -> None:
+        state, before = RandomState.now(), self._before
+        self._before = state
+        if not self._follows:
+            return
+        turn = self._turn
+        found = self._data(turn.given | turn.assigned_before(number))
+        if not self._places:
+            if found:
+                self._hold(number, found, {}, {})
+            return
+        statement, last = turn.statement(number - 1), self._places[-1]
+        assigned, read = _names(statement, ast.Store), _names(statement, ast.Load)
+        tensors = {name for name in assigned if next(tensors_in(turn.names.get(name), depth=2), None) is not None}
+        drew, fresh = before is not None and before != state, read.isdisjoint(last.values)
+        if not tensors:
+            if self._fetches and self._versions != _versions(found):  # it has written into its data
+                self._hold(number, found, last.drawn, last.comes_from)
+        elif not tensors <= found.keys() or not all(is_finite(t) for n in tensors for _, t in tensors_in(found[n])):
+            self._follows = False
+        else:
+            drawn = last.drawn | (dict.fromkeys(tensors, statement.lineno) if drew else {})
+            roots = frozenset(tensors) if drew else frozenset(r for n in read for r in last.comes_from.get(n, ()))
+            comes_from = last.comes_from | (dict.fromkeys(tensors, roots) if roots else {})
+            self._fetches = self._fetches and (drew or fresh)
+            if self._fetches or drew:
+                self._hold(number, found, drawn, comes_from)
+            else:
+                self._places[-1] = replace(last, comes_from=comes_from)
+
+    def _hold(self, number: int, found: dict[str, Any], drawn: dict[str, int], comes_from: _Roots) -> None:
+        place = _Place(number, copy_batch(found), drawn, comes_from)
+        self._versions = _versions(found)
+        if self._fetches:
+            self._places = [place]
+        else:
+            self._places[1:] = [place]
+
+    def _data(self, names: set[str]) -> dict[str, Any]:
+        """Those of these variables that hold finite data with one row per sample."""
+        found = {name: value for name in sorted(names) if self._is_fit(value := _get(self._turn.names, name))}
+        if not found:
+            return {}
+        if self._size is None:
+            firsts = Counter(t.shape[0] for value in found.values() for _, t in tensors_in(value, depth=2) if t.dim())
+            self._size = firsts.most_common(1)[0][0]
+        return {name: value for name, value in found.items() if _can_cut(value, self._size)}
+
+    def _is_fit(self, value: Any) -> bool:
+        if not isinstance(value, Tensor | list | tuple | dict):
+            return False
+        tensors = [t for _, t in tensors_in(value, depth=2)]
+        return bool(tensors) and all(t.dim() > 0 and not t.requires_grad and self._is_data(t) for t in tensors)
+
+    def learned(self) -> str:
+        """Ends the first run: empty, or why there is nothing to replace."""
+        self._learning = False
+        if not self._places:  # the data is there before the loop
+            values = copy_batch(self._data(self._turn.read()))
+            self._places = [_Place(self._start, values, {}, {})] if values else []
+        if not self._places or self._size is None:
+            return "the variables that hold its samples are not known"
+        if sum(t.numel() for place in self._places for _, t in tensors_in(place.values)) > _LARGEST:
+            return "it is too large"
+        try:
+            for place in self._places:
+                Cut(place.values, self._size)
+        except CutError as error:
+            return str(error)
+        return ""
+
+    def searched(self, suspects: Sequence[int]) -> Generator[Question, bool, Finding]:
+        """The search for bad samples, at each place; then whether random numbers of the step are the reason."""
+        replays = 0
+        finding = Finding(None)
+        for place in self._places:
+            self._place = place
+            self.cut = Cut(self._place.values, self._size or 0)
+            asking = search(self.cut.size, [i for i in suspects if i < self.cut.size])
+            answer: bool | None = None
+            while True:
+                try:
+                    rows = next(asking) if answer is None else asking.send(answer)
+                except StopIteration as stop:
+                    finding = stop.value
+                    break
+                answer = yield Question(rows)
+            replays += finding.replays
+            if finding.bad and finding.confirmed:
+                break
+        return (yield from self._with_reason(replace(finding, replays=replays)))
+
+    def _with_reason(self, finding: Finding) -> Generator[Question, bool, Finding]:
+        """Whether random numbers that the step has drawn are the reason, and which of them."""
+        assert self.cut is not None
+        place, bad = self._place, finding.bad or ()
+        drawn = {name for name, roots in place.comes_from.items() if roots}
+        healthy = next((i for i in range(self.cut.size) if i not in bad), None)
+        if not bad or not finding.confirmed or not drawn or drawn == place.values.keys() or healthy is None:
+            return finding
+        rows, asked = dict.fromkeys(bad, healthy), 1
+        if (yield Question(rows, frozenset(place.values.keys() - drawn))):
+            return replace(finding, replays=finding.replays + asked)
+        reasons = []
+        for name in sorted(place.drawn)[:_MOST_DRAWN]:
+            asked += 1
+            if (yield Question(rows, frozenset(n for n, roots in place.comes_from.items() if name in roots))):
+                reasons.append(f"{name} (line {place.drawn[name]}){_number(place.values[name], bad[0])}")
+        if reasons:
+            return replace(finding, note=DRAWN + ", ".join(reasons), replays=finding.replays + asked)
+        return replace(finding, replays=finding.replays + asked)
+
+    def features(self, bad: Sequence[int]) -> tuple[Feature, ...]:
+        """What is unusual about these samples, by the names of the variables."""
+        found = self.cut.features(bad) if self.cut is not None else ()
+        return tuple(replace(f, member=_VARIABLE.sub(r"\1", f.member)) for f in found)
+
+
+_VARIABLE = re.compile(r"^batch\['([^']+)'\]")
+
+
+def _names(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
+    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
+
+
+def _number(value: Any, row: int) -> str:
+    one = isinstance(value, Tensor) and value[row].numel() == 1
+    return f" = {value[row].item():.6g} in row {row}" if one else ""
+
+
+def _versions(values: dict[str, Any]) -> list[int]:
+    return [t._version for _, t in tensors_in(values) if not t.is_inference()]
+
+
+def _can_cut(value: Any, size: int) -> bool:
+    try:
+        Cut({"": value}, size)
+    except CutError:
+        return False
+    return all(t.shape[0] == size for _, t in tensors_in(value, depth=2))
+
+
+def _get(names: dict[str, Any], name: str) -> Any:
+    owner, _, attribute = name.partition(".")
+    value = names.get(owner)
+    return vars(value).get(attribute) if attribute and hasattr(value, "__dict__") else None if attribute else value
+
+
+def _put(names: dict[str, Any], name: str, value: Any) -> None:
+    owner, _, attribute = name.partition(".")
+    if attribute:
+        vars(names[owner])[attribute] = value
+    else:
+        names[owner] = value

@@ -1,0 +1,65 @@
+"""Weights that are spread over ranks (`fully_shard`): gathered by all ranks together, for replays by each alone."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from firstnan.engine.ranks import meet, world
+from firstnan.tensors.models import outermost_modules, parameters_of
+
+
+def are_sharded(optimizers: Iterable[Any]) -> bool:
+    """Whether a rank holds only a part of the weights, so a step needs all of them."""
+    return not world().is_alone and any(hasattr(p, "device_mesh") for one in optimizers for p in parameters_of(one))
+
+
+_PATIENCE = datetime.timedelta(seconds=120)
+
+
+def any_rank_says(bad: bool, optimizer: Any) -> bool:
+    """Whether any of the ranks that share these weights has found something: each sees only its own part.
+
+    One number is exchanged, in the place where all of them make the same update.
+    """
+    distributed = sys.modules["torch.distributed"]
+    mesh = next(p.device_mesh for p in parameters_of(optimizer) if hasattr(p, "device_mesh"))
+    group = mesh.get_group() if mesh.ndim == 1 else None
+    flag = torch.tensor([float(bad)], device=mesh.device_type)
+    distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=group, async_op=True).wait(_PATIENCE)
+    return bool(flag.item())
+
+
+@contextlib.contextmanager
+def gathered(step: int | None) -> Iterator[bool]:
+    """All of the weights on every rank, if all ranks have come to the same step; whether they are there.
+
+    Every rank that fails in this step has to come here.
+    """
+    modules = _sharded_modules()
+    there = bool(modules) and meet(f"step {step}")
+    if there:
+        for module in modules:
+            module.unshard()
+    try:
+        yield there
+    finally:
+        if there:
+            for module in modules:
+                module.reshard()
+
+
+def _sharded_modules() -> list[Any]:
+    """In the same order on every rank; none if that is not certain."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(library, "FSDPModule", None)
+    if kind is None:
+        return []
+    models = [[m for m in root.modules() if isinstance(m, kind)] for _, root in outermost_modules()]
+    found = [modules for modules in models if modules]
+    return found[0] if len(found) == 1 else []

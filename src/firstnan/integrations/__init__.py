@@ -1,0 +1,1 @@
+"""Callbacks for training frameworks, one file each; no framework is imported before the program itself uses it."""

@@ -1,0 +1,38 @@
+"""`FirstNaNCallback` for the Trainer of transformers, and for those of TRL that are made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from firstnan.integrations.callback import TrainingCallback
+
+_FILTER = (
+    "the Trainer's logging_nan_inf_filter is on: its logs show a usual loss in place of a NaN or Inf, so they would "
+    "not have shown this"
+)
+
+
+class FirstNaNCallback(TrainingCallback):
+    """Finds and explains the first NaN or Inf of a Trainer.
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[FirstNaNCallback()])
+
+    The options are those of NaNDetector. With `on_nonfinite="raise"` (the default) `trainer.train()` raises
+    NonFiniteError, before the bad update.
+    """
+
+    frameworks = ("transformers",)
+    base = "TrainerCallback"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        notes = (_FILTER,) if getattr(args, "logging_nan_inf_filter", False) else ()
+        session = self.begin(kwargs["model"], kwargs["optimizer"]).session
+        session.journal.add_to_reports(*notes)
+        session.when_stopped(self.abandon)  # `on_train_end` does not come after an error
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.detector is not None:
+            self.detector.session.journal.epoch_begins(int(state.epoch or 0))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.end()

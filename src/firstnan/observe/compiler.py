@@ -1,0 +1,74 @@
+"""Keeps torch's compiler away from firstnan's own functions, which run between those of a compiled program.
+
+While a compiled function runs Python, the compiler also compiles what that calls. It would compile our checks again and
+again and warn about them. It may still look into a hook while it traces the program; hooks return at once then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from firstnan.observe.runner import when_imported
+
+_ALONE: set[str] = set()
+"""Modules of ours whose functions are already left alone."""
+_ENTRIES = ("guarded", "_quickly", "_run", "__call__")
+"""Functions through which our own work is done: what they call is not compiled either. Others may call the program."""
+
+
+def stay_uncompiled() -> Callable[[], None]:
+    """As soon as the program uses the compiler, it leaves our functions alone; returns a function that cancels this."""
+    return when_imported("torch._dynamo", _leave_alone)
+
+
+def _leave_alone() -> None:
+    skip = _skip_code()
+    if skip is None:
+        return
+    ours = __name__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == ours and name not in _ALONE and module is not None:
+            _ALONE.add(name)
+            for code in _codes_in(module):
+                skip(code, code.co_name in _ENTRIES)
+
+
+def _skip_code() -> Callable[[CodeType, bool], Any] | None:
+    """Torch's function for this, which changes from version to version; None if there is none."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    with suppress(AttributeError, TypeError):
+        skip, as_usual = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        strategies = [frames._FrameExecStrategy(skip, below) for below in (as_usual, skip)]
+        set_strategy = frames.set_code_exec_strategy
+        return lambda code, whole: set_strategy(code, strategies[whole])
+    older: Callable[[CodeType], Any] | None = getattr(frames, "skip_code", None)
+    return None if older is None else lambda code, whole: older(code)
+
+
+def _codes_in(module: ModuleType) -> Iterator[CodeType]:
+    """The code of every function of a module, of its classes, and of the functions that these make."""
+    waiting: list[Any] = list(vars(module).values())
+    seen: set[int] = set()
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, type) and thing.__module__ == module.__name__:
+            waiting += vars(thing).values()
+        elif isinstance(thing, staticmethod | classmethod):
+            waiting.append(thing.__func__)
+        elif isinstance(thing, property):
+            waiting += [f for f in (thing.fget, thing.fset) if f is not None]
+        elif isinstance(thing, FunctionType) and thing.__module__ == module.__name__:
+            waiting.append(getattr(thing, "__wrapped__", None))  # of a context manager
+            waiting.append(thing.__code__)
+        elif isinstance(thing, CodeType):
+            waiting += [c for c in thing.co_consts if isinstance(c, CodeType)]
+            yield thing

@@ -1,0 +1,3 @@
+from denoising_diffusion.gaussian_diffusion import GaussianDiffusion
+from denoising_diffusion.trainer import Trainer
+from denoising_diffusion.unet import Unet

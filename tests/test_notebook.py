@@ -1,0 +1,143 @@
+"""In a notebook: lines are named by their cells, and a traceback shows the program, not firstnan."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from firstnan import NonFiniteError
+from firstnan.observe.sites import _PACKAGE
+
+pytestmark = pytest.mark.slow
+
+MODEL = """\
+import torch
+from torch import nn
+from firstnan import NaNDetector
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+    def forward(self, x):
+        return torch.log(self.fc(x))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+data = [torch.randn(8, 4) for _ in range(3)]
+"""
+LOSS = """\
+with NaNDetector(model, optimizer) as detector:
+    for x in detector.batches(data):
+        loss = model(x).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+GRADIENT = """\
+with NaNDetector(model, optimizer) as detector:
+    for x in data:
+        loss = (model.fc(x) * 0).sqrt().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+CALLED = """\
+with NaNDetector(model, layers=True) as detector, torch.no_grad():
+    for x in data:
+        model(x)
+"""
+WRONG_SHAPE = """\
+with NaNDetector(model, optimizer) as detector:
+    for x in detector.batches(data):
+        model(x[:, :2])
+"""
+
+
+class Notebook:
+    """Runs cells as a kernel does: each has a file name that only the shell and linecache know."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        self.cells: dict[str, int] = {}
+
+    def run(self, source: str) -> None:
+        name = f"/tmp/ipykernel_1/{abs(hash(source))}.py"
+        self.cells[name] = len(self.cells) + 1
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        exec(compile(source, name, "exec"), self.names)
+
+    def format_code_name(self, name: str) -> tuple[str, str] | None:
+        return ("Cell", f"In[{self.cells[name]}]") if name in self.cells else None
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+    made = Notebook()
+    shell = SimpleNamespace(compile=made)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    yield made
+    for name in made.cells:
+        linecache.cache.pop(name, None)
+
+
+def frames(error: BaseException) -> list[tuple[str, int, bool]]:
+    """File, line, and whether a notebook hides the frame."""
+    hidden = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        hidden.append((frame.f_code.co_filename, line, bool(frame.f_locals.get("__tracebackhide__"))))
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("cell", "line"), [(LOSS, "Cell In[1], line 10"), (GRADIENT, "Cell In[2], line 3"), (CALLED, "Cell In[1], line 10")]
+)
+def test_lines_are_named_by_cells_and_the_traceback_ends_there(notebook: Notebook, cell: str, line: str) -> None:
+    notebook.run(MODEL)
+    with pytest.raises(NonFiniteError) as caught:
+        notebook.run(cell)
+    assert f", at {line}" in str(caught.value).splitlines()[0]
+    assert "ipykernel" not in str(caught.value)
+    shown = [(file, number) for file, number, hidden in frames(caught.value) if not hidden]
+    assert not [file for file, _ in shown if file.startswith(_PACKAGE)]
+    file, number = shown[-1]
+    assert f"Cell In[{notebook.cells[file]}], line {number}" == line
+    assert len(repr(notebook.names["detector"].report)) < 200
+    assert all(len(repr(event)) < 200 for event in notebook.names["detector"].events)
+
+
+def test_an_error_of_the_program_shows_no_frame_of_ours_and_gets_no_wrong_note(notebook: Notebook) -> None:
+    notebook.run(MODEL)
+    notebook.run("loss = torch.tensor(float('nan'))\n")  # left by an earlier cell
+    with pytest.raises(RuntimeError) as caught:
+        notebook.run(WRONG_SHAPE)
+    assert not [file for file, _, hidden in frames(caught.value) if file.startswith(_PACKAGE) and not hidden]
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_the_traceback_underlines_the_expression(notebook: Notebook) -> None:
+    notebook.run(MODEL)
+    with pytest.raises(NonFiniteError) as caught:
+        notebook.run(LOSS)
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.name, last.line) == ("forward", "return torch.log(self.fc(x))")
+    assert last.colno is not None
+    assert "        return torch.log(self.fc(x))"[last.colno : last.end_colno] == "torch.log(self.fc(x))"
+
+
+def test_a_real_kernel() -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    cells = [nbformat.v4.new_code_cell(source) for source in (MODEL, LOSS, "detector.report", "detector")]
+    book = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(book, timeout=120, allow_errors=True, kernel_name="python3").execute()
+    error = book.cells[1].outputs[-1]
+    assert error.ename == "NonFiniteError"
+    assert "Cell In[1], line 10" in error.evalue
+    assert _PACKAGE not in "".join(error.traceback)

@@ -1,0 +1,393 @@
+"""Values that were created before the step: in a constructor, a table, a Dataset, a collate function, by chance."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, random_split
+
+from firstnan.engine import data_origin, isolation
+from firstnan.engine.handouts import ReplayError
+from firstnan.engine.samples.cut import Cut, Maker
+from firstnan.engine.samples.search import SampleSearch, search
+from firstnan.engine.samples.underlying import underlying
+from firstnan.engine.samples.units import unit_of
+from firstnan.observe.line_watch import RETURNED, LineWatch
+from firstnan.observe.sites import Ownership, resolve
+from firstnan.records import Batch, Element, History, Origin, Report, StepRecord
+from firstnan.report.text import history_head
+from firstnan.tensors.state import Handout, RandomState
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
+
+PROGRAMS = Path(__file__).parent / "origins"
+
+
+def marked(name: str, mark: str) -> int | None:
+    """The line of a program with this mark."""
+    lines = (PROGRAMS / f"{name}.py").read_text().splitlines()
+    return next((i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}")), None)
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "sinus_table": {},
+    "class_weights": {"bad_samples": None, "note": ""},
+    "constant_module_level": {},
+    "adjacency": {"bad_samples": [59], "unit": "node"},
+    "transform_split": {"elements": [{"dataset": "Tiles", "index": 77, "part": ""}], "confirmed": True},
+    "iterable_workers": {"elements": [{"dataset": "Windows", "index": 20, "part": "worker 1"}], "bad_samples": [4]},
+    "collate_length": {"dataset_indices": [101], "confirmed": True},
+    "concat_subset": {"elements": [{"dataset": "Recording", "index": 9, "part": ".datasets[1]"}]},
+    "batchnorm_row": {"dataset_indices": [333], "confirmed": True},
+    "gnn_node": {"bad_samples": [17], "unit": "node", "confirmed": True},
+    "no_loader_batch": {"bad_samples": [0], "confirmed": True, "unit": "sample"},
+    "function_mode": {"dataset_indices": [37], "confirmed": True},
+    "nested": {"bad_samples": [3]},
+    "infinite_number": {"bad_samples": None, "note": ""},
+    "infinite_loader": {"elements": [{"dataset": "Spectra", "index": 64, "part": ""}], "confirmed": True},
+    "pairwise": {"bad_samples": [6], "dataset_indices": [90], "confirmed": True},
+    "tokens": {"bad_samples": [13], "unit": "token", "confirmed": True},
+    "noise_no_loader": {
+        "bad_samples": [1],
+        "confirmed": True,
+        "note": "the random numbers drawn in this step are the reason, not the data: k (line 19) = 59 in row 1",
+    },
+    "diffusion_timestep": {
+        "bad_samples": [13],
+        "confirmed": True,
+        "dataset_indices": None,
+        "note": "the random numbers drawn in this step are the reason, not the data: t (line 35) = 199 in row 13",
+    },
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_where_it_was_created_and_what_is_said_of_the_samples(firstnan: Zygote, tmp_path: Path, name: str) -> None:
+    result = firstnan(["run", PROGRAMS / f"{name}.py"], cwd=tmp_path)
+    assert result.origin["line"] == marked(name, "ORIGIN"), result.stderr
+    if (read := marked(name, "READ")) is not None:
+        assert result.origin["read_at"]["line"] == read
+        assert f"{name}.py:{read}" in result.stderr
+    batch = result.found["batch"] or {}
+    assert {key: batch.get(key) for key in ANSWERS[name]} == ANSWERS[name]
+    assert "internal error" not in result.stderr
+    if (unit := batch.get("unit", "sample")) != "sample":
+        assert f"{unit} " in result.stderr
+        assert "sample" not in result.stderr
+
+
+def test_a_function_mode_of_the_program_sees_nothing_of_ours(firstnan: Zygote, tmp_path: Path) -> None:
+    program = PROGRAMS / "mode_everywhere.py"
+    result, plain = firstnan(["run", program], cwd=tmp_path), firstnan.python([program], cwd=tmp_path)
+    assert (result.origin["line"], result.found["step"]) == (marked("mode_everywhere", "ORIGIN"), 4)
+    assert result.stdout.splitlines()
+    assert result.stdout.splitlines() == plain.stdout.splitlines()[: len(result.stdout.splitlines())]
+    assert "internal error" not in result.stderr
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def watched(function: Any) -> LineWatch:
+    lines = LineWatch(Ownership())
+    with lines.watching():
+        function()
+    return lines
+
+
+def offset(function: Any, lines: LineWatch) -> list[tuple[int, str]]:
+    return [(resolve(line.spot).line - function.__code__.co_firstlineno, line.name) for line in lines.lines]
+
+
+def test_what_a_function_returns_is_read_too() -> None:
+    def scaled(row: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return row / row.std()
+
+    def sample() -> Any:
+        return {"x": scaled(np.ones(3))}
+
+    assert offset(scaled, watched(sample)) == [(2, RETURNED)]
+
+
+def test_only_lines_that_read_nothing_bad_have_made_it() -> None:
+    def table() -> Any:
+        start = -math.inf
+        counts = np.array([1.0, 0.0])
+        with np.errstate(all="ignore"):
+            weights = 1 / counts
+        total = weights.sum()
+        shares = torch.tensor(weights / total)
+        return shares, start
+
+    lines = watched(table)
+    assert offset(table, lines) == [(1, "start"), (4, "weights")]
+    first = table.__code__.co_firstlineno
+    made = lines.source_of(__file__, first + 6)
+    assert made is not None
+    assert made.name == "weights"
+    assert lines.source_of(__file__, first + 1) is None  # the source asks for it
+    assert lines.source_of(__file__, first + 2) is None
+
+
+def test_a_method_that_keeps_it_in_its_object() -> None:
+    class Scaler:
+        def __init__(self) -> None:
+            self.mean = 0.0
+            self.scale = torch.ones(2) / self.mean
+            self.other = self.scale * 2
+
+    lines = watched(Scaler)
+    assert offset(Scaler.__init__, lines) == [(2, "self.scale")]
+
+
+def test_rows_that_went_through_a_library_are_recognised() -> None:
+    def logs(row: Any) -> Any:
+        with np.errstate(all="ignore"):
+            values = np.log(row)
+        return {"x": values * 2}
+
+    lines = watched(lambda: [logs(np.array([1.0, 2.0])), logs(np.array([2.0, 0.0])), logs(np.array([0.0, 0.0]))])
+    batch = torch.tensor([[0.0, 1.0], [2 * math.log(2), -math.inf]])
+    made = lines.source_in([torch.zeros(3), batch])
+    assert made is not None
+    assert made.name == "values"
+    assert lines.source_in([torch.tensor([[0.0, -math.inf]])]) is None
+    assert lines.source_in([]) is None
+
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, n: int = 12) -> None:
+        self.rows = torch.arange(float(n * 2)).reshape(n, 2) + 1
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Wrapper(Dataset[Any]):
+    """Takes each element from another dataset, backwards; of two it is not known which."""
+
+    def __init__(self, inner: Dataset[Any], twice: bool = False) -> None:
+        self.inner, self.twice = inner, twice
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        other = self.inner[0] if self.twice else 0.0
+        return self.inner[len(self) - 1 - index] + other
+
+
+def test_the_element_behind_subsets_splits_and_wrappers() -> None:
+    rows = Rows()
+    assert underlying(rows, 3) is None
+    assert underlying(Subset(rows, [5, 7]), 1) == Element("Rows", 7)
+    assert underlying(Subset(rows, torch.tensor([5, 7])), 1) == Element("Rows", 7)  # type: ignore[arg-type]
+    part, _ = random_split(rows, [6, 6], torch.Generator().manual_seed(0))
+    assert underlying(part, 2) == Element("Rows", part.indices[2])
+    assert underlying(Subset(ConcatDataset([rows, Rows(4)]), [13]), 0) == Element("Rows", 1, ".datasets[1]")
+    assert underlying(Wrapper(Subset(rows, range(4, 10))), 0) == Element("Rows", 9)
+    assert underlying(Wrapper(rows, twice=True), 2) is None
+    assert underlying(Subset(rows, []), 4) is None
+
+
+def test_rows_that_datasets_has_selected() -> None:
+    class Number(int):
+        def as_py(self) -> int:
+            return int(self)
+
+    class Table:
+        def column(self, _: int) -> Any:
+            return [Number(40), Number(7)]
+
+    class Selected:
+        _indices = Table()
+
+    assert underlying(Selected(), 1) == Element("Selected", 7)
+
+
+def made(loader: DataLoader[Any], batch: Any, indices: Any, number: int = 0) -> Origin | None:
+    iterator = iter(loader)
+    handout = Handout(batch, number, 0, RandomState.now(), [], [], indices)
+    found = data_origin.find_maker(iterator, handout, Ownership())
+    return found[0] if found else None
+
+
+def by_length(samples: list[Any]) -> Any:
+    lengths = torch.tensor([float(len(s)) for s in samples])
+    total = torch.stack([s.sum() for s in samples])
+    return total / lengths  # guilty
+
+
+def test_a_collate_function_that_divides() -> None:
+    samples = [torch.ones(3), torch.ones(0), torch.ones(2)]
+    loader: DataLoader[Any] = DataLoader(samples, 3, collate_fn=by_length)  # type: ignore[arg-type]
+    origin = made(loader, torch.tensor([1.0, math.nan, 1.0]), [0, 1, 2])
+    assert origin is not None
+    assert origin.site is not None
+    assert (origin.op, origin.site.code) == ("div", "total / lengths")
+    pieces = Cut(torch.tensor([1.0, math.nan, 1.0]), 3)
+    assert Maker(samples, by_length).in_dataset([1], pieces, [0, 1, 2]) == (1,)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        first, every = (info.id, info.num_workers) if info else (0, 1)
+        for i in range(first, 40, every):
+            yield torch.tensor([1.0, float(i - 21)]).log().reciprocal() if i == 21 else torch.ones(2)
+
+
+def test_a_stream_is_read_again_as_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.ones(4, 2)
+    batch[2, 0] = math.inf
+    loader: DataLoader[Any] = DataLoader(Stream(), 4)
+    assert made(loader, batch, [None] * 4, 5) is None  # it would change the program's own stream
+    monkeypatch.setattr(isolation, "is_child", lambda: True)
+    origin = made(loader, batch, [None] * 4, 5)
+    assert origin is not None
+    assert origin.op == "reciprocal"
+    assert torch.utils.data.get_worker_info() is None
+    assert made(loader, batch, [None] * 4, 4) is None
+
+
+def test_the_place_in_a_stream() -> None:
+    batch = Batch(5, 8, (4,))
+    assert Maker(Stream(), None, 2).located(batch, [None] * 8).elements == (Element("Stream", 20, "worker 1"),)
+    assert Maker(Stream(), None).located(batch, [None] * 8).elements == (Element("Stream", 44),)
+
+
+# --- replacements from another batch ------------------------------------------------------------------------------
+
+
+def test_samples_of_another_batch_replace_those_that_cannot_stand_twice() -> None:
+    """A loss that is undefined for two equal samples: every replacement by a sample of the batch fails as well."""
+
+    def found(bad: int, suspects: list[int]) -> Any:
+        asking = search(16, suspects, others=16)
+        question = next(asking)
+        while True:
+            batch = [question.get(i, i) for i in range(16)]
+            try:
+                question = asking.send(not (bad in batch or len(set(batch)) < 16))
+            except StopIteration as stop:
+                return stop.value
+
+    for bad, suspects in ((5, [5]), (5, []), (0, [3]), (15, [])):
+        answer = found(bad, suspects)
+        assert (answer.bad, answer.confirmed) == ((bad,), True)
+
+
+def test_a_batch_of_the_same_form_is_joined() -> None:
+    pieces = Cut({"x": torch.arange(6.0).reshape(3, 2), "y": torch.tensor([1, 2, 3])}, 3)
+    assert pieces.join({"x": torch.full((2, 2), 9.0), "y": torch.tensor([8, 7])}) == 2
+    made = pieces.replaced({0: 4, 2: 1})
+    assert made["x"].tolist() == [[9.0, 9.0], [2.0, 3.0], [2.0, 3.0]]
+    assert made["y"].tolist() == [7, 2, 2]
+    assert pieces.batch["y"].tolist() == [1, 2, 3]
+    for other in ({"x": torch.ones(2, 3), "y": torch.ones(2)}, {"x": torch.ones(2, 2)}, [torch.ones(2, 2)]):
+        assert Cut(pieces.batch, 3).join(other) == 0
+    assert Cut([torch.ones(5, 2), list("abcde")], 5).join([torch.ones(5, 2), list("fghij")]) == 0
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def test_no_exception_of_ours_in_a_report() -> None:
+    batch = torch.ones(4, 2)
+    handout = Handout(batch, 0, 0, RandomState.now(), [], [], None)
+    for error, said in (
+        (ReplayError(), "asked for a batch that the step had not used"),
+        (ValueError("x"), "ValueError"),
+    ):
+        looking = SampleSearch([handout], [Maker(None, None)], ())
+        looking.left_by(error)
+        note = looking.told_in(Report("nonfinite", 0, Batch(0, 4))).batch.note  # type: ignore[union-attr]
+        assert said in note
+        assert "ReplayError" not in note
+
+
+def test_more_updates_than_steps_are_called_so() -> None:
+    steps = tuple(StepRecord(i // 3, 1.0, 1.0) for i in range(17))
+    report = Report("nonfinite", 5, history=History(steps, "Adam"))
+    assert history_head(report) == "17 updates in steps 0 to 5, Adam"
+    steps = tuple(StepRecord(i, 1.0, 1.0) for i in range(50))
+    assert history_head(report.with_(history=History(steps, "SGD"))) == "steps 10 to 49, SGD"
+
+
+# --- what is unusual, and what a row is -------------------------------------------------------------------------------
+
+
+def test_what_chance_does_is_not_unusual() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (4, 8, 32):
+        for _ in range(8):
+            images = torch.randn(size, 3, 24, 24, generator=generator)
+            labels = torch.randint(0, 10, (size,), generator=generator)
+            flags = (torch.rand(size, 300, generator=generator) < 0.05).float()
+            features = Cut({"x": images, "y": labels, "flags": flags}, size).features([1])
+            assert not features, features[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, 1e4, -1.0, 0.0])
+def test_what_is_unusual(value: float) -> None:
+    rows = torch.rand(16, 6, generator=torch.Generator().manual_seed(0)) + 0.1
+    rows[3, 2] = value
+    (feature,) = Cut(rows, 16).features([3])
+    assert (feature.sample, feature.index) == (3, (2,))
+
+
+def test_nodes_and_tokens_are_called_so() -> None:
+    edges, labels = torch.tensor([[0, 4], [2, 3]]), torch.zeros(5)
+    assert unit_of([("y", labels), ("edge_index", edges)], 5) == "node"
+    assert unit_of([("edge_index", edges)], 4) == "sample"
+    assert unit_of([("adj", torch.eye(5))], 5) == "node"
+    assert unit_of([("edges", torch.eye(5))], 6) == "sample"
+    assert unit_of([("batch['input_ids']", torch.zeros(4, 6, dtype=torch.long))], 24) == "token"
+    assert unit_of([("user_ids", torch.zeros(24, dtype=torch.long))], 24) == "sample"
+
+
+# --- what runs again --------------------------------------------------------------------------------------------------
+
+ENVIRONMENT = """
+import os, sys, torch
+with open(os.path.join(os.path.dirname(__file__), "seen"), "a") as file:
+    print([sys.path, sys.executable, os.getcwd(), os.environ.get("PYTHONPATH"), sys.flags.safe_path], file=file)
+weight = torch.ones(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], 0.1)
+table = torch.tensor([float("1e300") * 1e300 * 0, 1.0])
+for step in range(2):
+    loss = (weight * table).sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_second_run_has_the_same_interpreter_paths_and_folder(tmp_path: Path) -> None:
+    """firstnan is found through a link, in a folder that only the first run has on its path."""
+    (tmp_path / "train.py").write_text(ENVIRONMENT)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "firstnan").symlink_to(Path(isolation.__file__).parents[1])
+    code = (
+        f"import sys; sys.path[0] = {str(tmp_path / 'lib')!r}; from firstnan.cli.main import main; "
+        "sys.exit(main(['run', '--isolation', 'off', '--verify', '0', 'train.py']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+    first, second = (tmp_path / "seen").read_text().splitlines()
+    assert first == second
