@@ -41,6 +41,7 @@ from firstnan.engine.scope import Scope
 from firstnan.engine.sharded import any_rank_says, are_sharded, gathered
 from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import LATE, Gate, Trip
+from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership, place_of
@@ -407,9 +408,9 @@ class Session(Observer):
                     self._alarmed(self.gate.update_begins(one), one)
                     self.after_update(one)
 
-    def _check_before_compiled_update(self) -> None:
+    def _check_before_compiled_update(self, roots: list[Tensor]) -> None:
         """The update that follows will not be seen, so it has to be decided now."""
-        if not self._trains_in_this_thread():
+        if not self._trains_in_this_thread(roots):
             return
         for optimizer in self._compiled:
             if self.gate.scales:
@@ -419,13 +420,13 @@ class Session(Observer):
             if self.phase in (SETTLED, TRIPPED):
                 drop_gradients(optimizer)
 
-    def _trains_in_this_thread(self) -> bool:
+    def _trains_in_this_thread(self, roots: list[Tensor]) -> bool:
         """Whether it is certain that no other thread computes the gradients now: reading them would crash."""
         if self.scope.optimizers is None:
             return len(self.gate.steps.done) <= 1 or threading.active_count() == 1
-        if self.training_thread == threading.get_ident():
-            return True
-        return self.training_thread is None and self.calls is not None and bool(self.calls.mine())
+        if self.training_thread is None and self.gate.trains(roots, self._compiled):
+            self._trains_here()
+        return self.training_thread == threading.get_ident()
 
     def update_count(self) -> int:
         return self.gate.steps.total
@@ -503,15 +504,17 @@ class Session(Observer):
             self.layers.drop_notes()
 
     def needs_after_backward(self) -> bool:
-        if not self._compiled and self.gate.steps.total == 0 and "torch._dynamo" in sys.modules:
+        if not self._compiled and self.gate.steps.total == 0 and compiles():
             # Not known yet; the first update shows it. Where reads wait for a device, one more would cost too much.
             self._compiled = [o for o in list(self.gate.steps.done) if self.gate.reads_freely(o)]
         return self.gate.uses_gradients_at_once or bool(self._compiled)
 
     def after_backward(self, roots: list[Tensor]) -> None:
         if self._compiled and self.gate.in_step is None:
-            self._check_before_compiled_update()
+            self._check_before_compiled_update(roots)
             return
+        if self.gate.awaits_first_update and not self.scope.is_trained_by(roots, self.models):
+            return  # another model is trained first, maybe by an optimizer that is not watched here
         for trip in self.gate.backward_ended(roots):
             self._trip(trip, self.gate.in_step)
         if self.gate.in_step is None and self.gate.is_by_hand:
