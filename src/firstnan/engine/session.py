@@ -21,7 +21,7 @@ from firstnan.engine import children, isolation, turn_search
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
-from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay
+from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
 from firstnan.engine.policies import (
     COMPARING,
@@ -65,8 +65,7 @@ if TYPE_CHECKING:
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _SHARDED = "the weights are spread over several ranks, and not all of them came here to replay the step"
-_NO_LOOP = "the training loop could not be replayed for this step"
-_IN_PROCESS = "the step was replayed in the program's own process, so what its loop writes was written again"
+_IN_PROCESS = "the step was replayed in the program's own process ({}); what Python code wrote meanwhile was discarded"
 _INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
 _WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
@@ -762,6 +761,8 @@ class Session(Observer):
             self.replay_by_loop(Failure(trip, place, report))
             return
         if closely:
+            if self.through_loop and isolation.unavailable() and (harm := harm_of_replay()):
+                report = replace(report, notes=(*report.notes, harm))
             report = self.replayed_at_once(report, trip)
         elif not late and self.policy.undoes:
             report = replace(report, notes=(_NOT_INVESTIGATED,))
@@ -828,7 +829,8 @@ class Session(Observer):
         return updated and self._capsules is not None and self.values is not None and not self._capsules.is_done
 
     def can_replay_loop(self, *, apart: bool = False) -> bool:
-        return self._may_replay and self.through_loop and can_replay(self, apart=apart)
+        can = self._may_replay and self.through_loop and can_replay(self, apart=apart)
+        return can and (apart or not harm_of_replay())
 
     # In a forked child.
 
@@ -903,7 +905,7 @@ class Session(Observer):
             whole = not isinstance(self._replay, TurnReplay) or self._replay.whole
             self.policy.answer(Answer(report, before_update, whole, self.layers_seen()))
         if isinstance(self._replay, LoopReplay) and (why := isolation.unavailable()) and not isolation.is_off():
-            report = replace(report, notes=(*report.notes, f"{_IN_PROCESS} ({why})"))
+            report = replace(report, notes=(*report.notes, _IN_PROCESS.format(why)))
         self.microscope.stop()
         self._replay = None
         self.enter(SETTLED)
