@@ -611,8 +611,7 @@ class Session(Observer):
                 return again[0]
         if self.handouts.has_more(iterator):  # Training continues in the middle of a replay.
             return self.handouts.again(iterator).batch
-        self.hooks.guarded(self._count_compiled_updates)
-        self.hooks.guarded(self.body_ended)
+        self.hooks.guarded(self._turn_ended)
         if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
             fetch = self._restart.around(fetch, self.unseen)
         batch = self.live.fetched(fetch, iterator)
@@ -654,6 +653,10 @@ class Session(Observer):
             if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and not is_finite(value):
                 self._journal.left_out(name, value)
                 return
+
+    def _turn_ended(self) -> None:
+        self._count_compiled_updates()
+        self.body_ended()
 
     def body_ended(self) -> None:
         """The step has ended: the loop asks for the next batch, its function returned, or another backward begins."""

@@ -129,11 +129,12 @@ class Gate:
         self.trained = True
         trips: list[Trip] = []
         self.norm = None
-        if self.is_by_hand and self._by_hand.is_accumulating():
-            self.steps.manual -= 1  # The last backward did not end its step after all.
-            self._histories.take_back(None)
-        elif self.is_by_hand:
-            trips += self._check_leaves()
+        if self.is_by_hand:
+            if self._by_hand.is_accumulating():
+                self.steps.manual -= 1  # The last backward did not end its step after all.
+                self._histories.take_back(None)
+            else:
+                trips += self._check_leaves()
         elif self.awaits_first_update and (updates := self._by_hand.backward_without_step()) is not None:
             self.steps.manual = updates
         before = len(trips)
@@ -169,7 +170,9 @@ class Gate:
     @property
     def uses_gradients_at_once(self) -> bool:
         """Whether the gradients are used right after backward, inside it or without an optimizer object."""
-        return self.in_step is not None or self.is_by_hand or self.awaits_first_update
+        if self.in_step is not None or self.is_by_hand:
+            return True
+        return self.steps.total == 0 and self.awaits_first_update
 
     @property
     def is_by_hand(self) -> bool:
