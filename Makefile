@@ -47,9 +47,9 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requir
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -r tests/frameworks/requirements.txt
 	@touch $@
 
-# torch is not needed: the reference is made from the source text.
+# torch is not needed: the reference is made from the source text. Not --quiet, which hides warnings from --strict too.
 docs: $(DOCS)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 $(DOCS)/.installed: docs/requirements.txt
 	$(DOCS)/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(DOCS)
