@@ -25,6 +25,7 @@ from firstnan.cli import main
 from firstnan.cli.demos import demos, find
 from firstnan.diagnose.causes import catalogue
 from firstnan.diagnose.rules.base import RULES
+from report_samples import divergence, tried
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -352,6 +353,28 @@ def test_the_options_of_the_detector_are_all_there() -> None:
 def test_the_reference_has_the_public_names_and_no_others() -> None:
     named = re.findall(r"^::: firstnan\.(\w+)$", read("docs/api.md"), re.MULTILINE)
     assert sorted([*named, "__version__"]) == sorted(firstnan.__all__)
+
+
+def test_the_fields_of_the_json_are_the_real_ones() -> None:
+    cells = re.findall(r"^\| (`.*?) \| ", read("docs/reports.md").partition("## Fields")[2], re.MULTILINE)
+    known = fields(tried().to_dict()) | fields(divergence().to_dict())
+    named = set()
+    for cell in cells:
+        first, *others = re.findall(r"`([\w.\[\]]+)`", cell)
+        above = first.rpartition(".")[0]
+        named |= {first, *(f"{above}.{name}" if above and "." not in name else name for name in others)}
+    assert named - known == set()
+    assert {name for name in known if "." not in name} <= named
+
+
+def fields(value: Any, above: str = "") -> set[str]:
+    """The names of all fields of a JSON value, as the table writes them: `remedies[].edits`."""
+    if isinstance(value, list):
+        return set().union(*(fields(member, f"{above}[]") for member in value)) if value else set()
+    if not isinstance(value, dict):
+        return set()
+    names = {f"{above}.{key}" if above else key for key in value}
+    return names.union(*(fields(member, f"{above}.{key}" if above else key) for key, member in value.items()))
 
 
 # --- links --------------------------------------------------------------------------------------------------------
