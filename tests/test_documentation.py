@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -399,33 +398,22 @@ def test_links_lead_somewhere(page: str) -> None:
 # --- the report ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def siamese(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What `firstnan run train.py` prints for the demo siamese."""
-    folder = tmp_path_factory.mktemp("siamese")
+@pytest.mark.slow
+def test_the_report_of_the_readme_and_the_start_page_is_the_real_one(tmp_path: Path) -> None:
     demo = find("siamese")
     assert demo is not None
-    (folder / "train.py").write_text(demo.path.read_text())
+    (tmp_path / "train.py").write_text(demo.path.read_text())
     words = [sys.executable, "-m", "firstnan", "run", "train.py"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 3, done.stderr
-    return done.stderr
-
-
-@pytest.mark.slow
-def test_the_report_in_the_readme_is_the_real_one(siamese: str) -> None:
     shown = re.search(r"<!-- report: .*? -->\n```\n(.*?)```\n<!-- end of report -->", read("README.md"), re.DOTALL)
     assert shown is not None
-    assert shown[1] == siamese
-
-
-@pytest.mark.slow
-def test_the_start_page_reads_the_same_report(siamese: str) -> None:
+    assert shown[1] == done.stderr
     text = read("docs/index.md")
     begin, end = text.index("## The report, line by line"), text.index("## What is not reported")
     quoted = re.findall(r"^```\n(.*?)^```", text[begin:end], re.DOTALL | re.MULTILINE)
     assert len(quoted) == 6
     position = 0
     for part in quoted:
-        assert part in siamese[position:], textwrap.indent(part, "  ")
-        position = siamese.index(part, position)
+        assert part in done.stderr[position:]
+        position = done.stderr.index(part, position)
