@@ -2,6 +2,7 @@
 # make test      lint, types and all tests
 # make quick     lint, types and the fast tests, in less than a minute
 # make test-frameworks  the tests with Lightning, transformers and others, in an environment of their own
+# make docs      the documentation as a site, in build/docs; a broken link fails
 # make versions  all tests under the oldest, the pinned and the newest torch; downloads several gigabytes
 PYTHON ?= python3
 VENV := .venv
@@ -10,8 +11,9 @@ STAMP := $(VENV)/.installed
 DEMO ?= siamese
 VERSIONS_DIR ?= .versions
 FRAMEWORKS := .venv-frameworks
+DOCS := .venv-docs
 
-.PHONY: demo test quick lint types unit versions test-frameworks install clean
+.PHONY: demo test quick lint types unit versions test-frameworks docs install clean
 
 demo: install
 	@$(BIN)/firstnan demo $(DEMO); code=$$?; \
@@ -45,6 +47,15 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requir
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -r tests/frameworks/requirements.txt
 	@touch $@
 
+# torch is not needed: the reference is made from the source text. Not --quiet, which hides warnings from --strict too.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.installed: docs/requirements.txt
+	$(DOCS)/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
 install: $(STAMP)
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -54,4 +65,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
