@@ -411,3 +411,56 @@ def test_a_nan_that_the_program_writes_into_a_weight_is_no_learning_rate(
     (tmp_path / "train.py").write_text(textwrap.dedent(program))
     result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
     assert (result.code, result.cause) == (3, "nan_parameter")
+
+
+PENALTY = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net, scale, weight = nn.Linear(3, 1), nn.Parameter(torch.tensor(1.0)), 1.0
+    optimizer = torch.optim.Adam([*net.parameters(), scale], 0.05)
+    x = torch.randn(64, 3)
+    y = 1000 * x[:, 0] + 300
+    for step in range(250):
+        if step and step % 25 == 0:
+            weight *= 10
+        predicted = net(x).squeeze(1) * scale
+        loss = (predicted - y).abs().mean() + weight * (predicted.mean() - 290).square()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_loss_that_rises_more_with_smaller_rates_has_not_diverged(firstnan: Zygote, tmp_path: Path) -> None:
+    """A penalty grows tenfold again and again, and the weights grow to meet it."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(PENALTY))
+    result = firstnan(["run", "--verify", "250", "train.py"], cwd=tmp_path)
+    assert (result.code, (result.report or {})["verdict"]) == (0, "clean")
+    assert "with smaller learning rates it becomes even larger" in result.stderr
+
+
+def test_missing_values_that_the_model_keeps_in_a_buffer_are_no_failure() -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = nn.Linear(4, 1)
+            self.register_buffer("last", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x[-1].detach()
+            return self.rest(x.nan_to_num())
+
+    torch.manual_seed(0)
+    model = Masks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.randn(160, 4)
+    data[torch.rand(160, 4) < 0.2] = torch.nan
+    with NaNDetector(model, optimizer) as detector:
+        for x in detector.batches(data.split(4)):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert (detector.summary()["steps"], detector.summary()["nonfinite"]) == (40, 0)

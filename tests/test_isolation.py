@@ -451,3 +451,18 @@ def marked(mark: str) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
                 yield int(entry.name)
+
+
+def test_ctrl_c_during_a_fork_arrives() -> None:
+    """Python ignores what functions raise that run around a fork, such as those of `logging`."""
+    sent: list[int] = []
+
+    def interrupt() -> None:
+        if not sent:
+            sent.append(os.getpid())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    os.register_at_fork(before=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        isolation.fork()
+    assert in_child(lambda: signal.getsignal(signal.SIGINT) == signal.SIG_IGN)

@@ -89,6 +89,11 @@ class Handouts:
 
     # While the program is healthy.
 
+    def has_missing_values(self) -> bool:
+        """Whether the latest batch itself holds NaNs."""
+        found = tensors_in(self.latest.batch) if self.latest is not None else ()
+        return any(t.is_floating_point() and bool(t.isnan().any()) for _, t in found)
+
     def fetched(self, iterator: Any, batch: Any, updates: int) -> Handout:
         """A batch is handed out for training, after `updates` updates."""
         if self._next_as_usual(iterator, batch, updates):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 FOUND = 3
 _UPDATES_BEFORE = 16
 """How many updates a second run records before the failing one, where several optimizers make them."""
+_LEFT_RANGE = "the loss left its first range in step {} for good"
 _FINITE = "the second run did not fail in the same way"
 _UNFINISHED = "the second run did not finish"
 _IN_WORKER = "it happened in a process that the program has started, which was not ended; the fixes were not tried"
@@ -83,7 +84,7 @@ class Investigation:
         self._trial: Trial | None = None
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
-        self._tried = self._over = self._first_part_printed = self._all_printed = False
+        self._interrupted = self._tried = self._over = self._first_part_printed = self._all_printed = False
         self.workers, self.ranks = WorkerReports(), Ranks()
         self._answer: Report | None = None
         """The answer of the first of several ranks, if that is another one."""
@@ -107,6 +108,7 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
+        self._interrupted = isinstance(error, KeyboardInterrupt)
         self._fate = ended_by(error)
         if self.watch is not None:
             self.watch.program_failed(error)
@@ -132,7 +134,7 @@ class Investigation:
                 self._add_notes(report.notes)
             else:
                 self.report = report
-                if watch.unresolved:
+                if watch.unresolved and not self._interrupted:
                     self._run_again(watch)
         if self.order is None and self.report.verdict == "clean" and (found := self.workers.first()) is not None:
             why = "it happened in another process of the program"
@@ -143,7 +145,10 @@ class Investigation:
         if self.order is None and not self._tried and self.ranks.are_many:
             self._is_first_of_ranks(self.report)
         if self.order is None and self.options.restart is None and not self._tried:
-            self._try_remedies(self.report)
+            if self._interrupted or (watch is not None and watch.interrupted):
+                self.report = trials.left_out(self.report)
+            else:
+                self._try_remedies(self.report)
         self._finish_capsule()
         if self.order is not None:
             if self.order.what == "trial":
@@ -310,7 +315,7 @@ class Investigation:
 
     def _explained(self, report: Report, session: Session) -> None:
         """The failure is explained, and the program still stands at the failing step: tries the remedies there."""
-        if self.order is not None or self.options.restart is not None:
+        if self.order is not None or self.options.restart is not None or self._interrupted:
             return
         from firstnan.engine.step_trial import StepTrials
 
@@ -354,7 +359,10 @@ class Investigation:
             self.report = report.with_(remedies=tuple(replace(r, note=why or from_start) for r in report.remedies))
             return
         self._save(report)
-        self._print_first_part()
+        if report.verdict == "diverged":
+            say(f"{_LEFT_RANGE.format(report.step)}. Smaller learning rates will show whether training has diverged")
+        else:
+            self._print_first_part()
         progress = Progress(count)
         steps = trials.STEPS if options.verify is None else options.verify
         limits = trials.Limits.after(self.seconds, options.verify)
@@ -375,6 +383,10 @@ class Investigation:
             say(f"internal error: {type(error).__name__}: {error}")
         finally:
             progress.end()
+        if attempts.refute_divergence:
+            note = f"but {_LEFT_RANGE.format(report.step)}; with smaller learning rates it becomes even larger"
+            self.report = Report("clean", events=report.events, history=report.history, notes=(note,))
+            self._save(self.report)
 
     def _keep(self, report: Report, progress: Progress) -> None:
         self.report = report

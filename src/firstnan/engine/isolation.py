@@ -406,11 +406,18 @@ def fork() -> Fork | Channel | None:
     reading, writing = os.pipe()
     numbers = random.getstate()  # Python seeds its generator anew in a forked process
     pools_ended = end_thread_pools()
+    # Functions that run around a fork would swallow a KeyboardInterrupt.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process = _fork()
     if process:
         os.close(writing)
         child = Fork(process, reading)
-        first = next(child.receive(30.0), "the child could not be started")
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            first = next(child.receive(30.0), "the child could not be started")
+        except KeyboardInterrupt:
+            child.end()
+            raise
         if first is None:
             return child
         _because.append(first)
@@ -426,6 +433,7 @@ def fork() -> Fork | Channel | None:
         _separate_memory()
         random.setstate(numbers)
         alone_after_fork(threads=pools_ended)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if not has_view:
             pretend_to_write()
             change_nothing()

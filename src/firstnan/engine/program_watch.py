@@ -95,6 +95,11 @@ class ProgramWatch(Generic[P]):
         return self.policy.unresolved
 
     @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C has ended the investigation."""
+        return self.policy.interrupted
+
+    @property
     def bad_output(self) -> Noticed | None:
         return self.values.bad_output
 

@@ -713,6 +713,8 @@ class Session(Observer):
         place = (f"{trip.noticed.what} {place[0]}", place[1])
         if trip.noticed.what == "loss" and not self.scope.is_trained_by(trip.tensors, self.models):
             return
+        if trip.noticed.what == "buffer" and self.handouts.has_missing_values():
+            return  # the program masks them, or the loss would not be finite; the buffer only keeps a copy
         if self._replay is not None:
             self._replay.tripped(trip, place)
         elif self.phase is WATCHING and self.policy.tripped(self, trip) and not self._told and not self._is_held():

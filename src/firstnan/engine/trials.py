@@ -19,6 +19,7 @@ from firstnan.repair.verdict import (
     judged,
     keeps_numbers,
     last_bad_step,
+    makes_worse,
     ranked,
     repeats_first_loss,
     untried,
@@ -62,6 +63,14 @@ class Limits:
         return Limits(max(20.0, 3 * seconds), max(120.0, 4 * seconds), further, end)
 
 
+_ENOUGH_TO_REFUTE = 3
+
+
+def left_out(report: Report) -> Report:
+    """The report of a program that was ended by Ctrl-C: nothing is tried."""
+    return report.with_(remedies=tuple(replace(remedy, note=_SKIPPED) for remedy in report.remedies))
+
+
 class Trials:
     """Tests the remedies of one report, best first, until one helps or time is up."""
 
@@ -86,6 +95,12 @@ class Trials:
         self._fails_again: bool | None = None
         """Whether the unchanged program is known to fail again in the same step."""
         self._longest = 0.0
+        self._made_worse: list[bool] = []
+
+    @property
+    def refute_divergence(self) -> bool:
+        """Whether every smaller learning rate made the loss larger: then its rise is meant, or has another reason."""
+        return len(self._made_worse) >= _ENOUGH_TO_REFUTE and all(self._made_worse)
 
     def run(self, report: Report, save: Callable[[Report], None]) -> Report:
         """The report with its remedies tried; `save` is called after each trial and at the end."""
@@ -144,6 +159,8 @@ class Trials:
         try:
             outcome, stopped = self._outcome(contents, report, self.steps, remedy)
             result = judged(remedy, outcome, report, stopped)
+            if report.verdict == "diverged" and outcome is not None:
+                self._made_worse.append(makes_worse(outcome, report))
             if result.failing_step_finite and outcome is not None and not self._is_repeatable(outcome, report):
                 self._fails_again = False
         except OSError as error:

@@ -100,7 +100,7 @@ class Gate:
         self.in_step: Any = None
         self._models: Models | None = None
         self._buffers: list[list[Any]] = []
-        """Slot, version at the last check, whether it held a NaN then."""
+        """Slot, version at the last check, whether it has ever held a NaN."""
         self.skipping_since: int | None = None
         """The first of the consecutive updates that a gradient scaler has skipped."""
         self.scale = 1.0
@@ -498,7 +498,7 @@ class Gate:
             return
         for watched, buffer in written:
             # An infinity may be intended there: the start of a minimum, a mask.
-            known, watched[2] = watched[2], _has_nan(buffer)
+            known, watched[2] = watched[2], watched[2] or _has_nan(buffer)
             if watched[2] and not known:
                 yield Noticed("buffer", watched[0].label), [buffer]
 

@@ -148,6 +148,12 @@ def _verdict_on_loss(outcome: TrialOutcome, report: Report) -> tuple[bool, int |
     return True, outcome.passed - 1 - last_bad_step(report), f"the loss stays in its range, {last:.4g} in step {step}"
 
 
+def makes_worse(outcome: TrialOutcome, report: Report) -> bool:
+    """Whether a training that seems to have diverged ends above every loss it ever had, with the change as well."""
+    highest = max((r.loss for r in report.history.steps if r.loss is not None), default=math.inf)
+    return bool(outcome.latest) and statistics.median(loss for _, loss in outcome.latest) > highest
+
+
 def loss_change(outcome: TrialOutcome, report: Report) -> float | None:
     """The largest relative change of the loss before the failing step; None if there is nothing to compare."""
     pairs = _healthy_losses(outcome, report)
