@@ -430,6 +430,12 @@ class Session(Observer):
             return True
         return self.training_thread is None and self.calls is not None and bool(self.calls.mine())
 
+    @property
+    def updates_with_this_batch(self) -> int:
+        """How many updates were made since the latest batch was handed out: those of other optimizers, as in a GAN."""
+        latest = self.handouts.latest
+        return self.gate.steps.total - latest.updates if latest is not None else 0
+
     def update_count(self) -> int:
         return self.gate.steps.total
 
