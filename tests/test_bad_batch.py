@@ -497,6 +497,67 @@ def test_the_blow_is_named_and_not_what_follows_it() -> None:
     assert found.why == "the gradient norm is 1e+06, usually 1.1"
 
 
+def rows_of(**sizes: list[float]) -> list[Row]:
+    per_row = [dict(zip(sizes, values, strict=True)) for values in zip(*sizes.values(), strict=True)]
+    return [Row(100 + i, Fetched(i, None), (), dict(one)) for i, one in enumerate(per_row)]
+
+
+def test_a_jump_that_is_almost_over_at_the_next_state_is_named() -> None:
+    losses = [1.0 + 0.2 * (i % 4) for i in range(20)]
+    found = onset(rows_of(loss=[*losses, 1e6, 1e4, 1e2, 8.0, *losses[:6]]))
+    assert (found.at, found.settled) == (20, True)
+
+
+def test_few_steps_do_not_show_the_usual_values() -> None:
+    found = onset(rows_of(loss=[1.0, 1.1, 1.0, 1.2, 2.9, 3.0, 2.7, 1e9]))
+    assert not found.settled
+
+
+class Noisy:
+    """A small network trained on small batches, whose numbers vary from step to step, until one thing goes wrong."""
+
+    def __init__(self, fault: str, seed: int, breaks: int, every: int, steps: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        true = torch.randn(10, 1, generator=generator)
+        self.batches: list[Pair] = []
+        for _ in range(steps):
+            x = torch.randn(8, 10, generator=generator)
+            self.batches.append((x, (x @ true).sin() + 0.3 * torch.randn(8, 1, generator=generator)))
+        x, y = self.batches[breaks]
+        if fault == "target":
+            self.batches[breaks] = (x, y * 1e5)
+        if fault == "nan":
+            x[3, 2] = math.nan
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        rate = lambda n: 300.0 if fault == "rate" and n >= breaks else 1.0  # noqa: E731
+        schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
+        step = training(self.model, self.optimizer)
+
+        def step_and_schedule(batch: Pair) -> None:
+            step(batch)
+            schedule.step()
+
+        self.step = step_and_schedule
+        self.states: list[tuple[int, Any]] = []
+        for i, batch in enumerate(self.batches):
+            if i % every == 0:
+                owners = {"model": self.model, "optimizer": self.optimizer, "scheduler": schedule}
+                self.states.append((i, {name: copy.deepcopy(owner.state_dict()) for name, owner in owners.items()}))
+            step_and_schedule(batch)
+
+
+@pytest.mark.parametrize("fault", ["target", "nan", "rate"])
+@pytest.mark.parametrize(("seed", "breaks", "every"), [(0, 333, 10), (1, 80, 20), (3, 107, 50), (5, 88, 4)])
+def test_noise_before_the_failure_is_not_blamed(fault: str, seed: int, breaks: int, every: int) -> None:
+    run = Noisy(fault, seed, breaks, every, steps=breaks + 15)
+    found = find_bad_batch(
+        run.step, run.batches, model=run.model, optimizer=run.optimizer, checkpoints=run.states, progress=False
+    )
+    assert found.step == breaks
+
+
 def test_norms_may_grow_while_training_gets_better() -> None:
     """A density that narrows: its gradients grow a thousand times, its loss falls below zero."""
     model = nn.ParameterDict({"mean": torch.zeros(4), "log_std": torch.zeros(4)})

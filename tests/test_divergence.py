@@ -5,13 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name of the trade
 from torch import Tensor, nn
 
-from firstnan import NaNDetector
+from firstnan import NaNDetector, NonFiniteError
 from firstnan.engine.program_watch import watch
 from firstnan.observe.sites import Ownership
 from firstnan.records import Report
@@ -342,6 +343,60 @@ def test_healthy_training_is_no_finding(training: Training, seed: int) -> None:
     assert LOST not in steps
     assert report.verdict == "clean"
     assert report.notes == ()
+
+
+def regressed(lr: float, policy: Any, steps: int = 150) -> NaNDetector:
+    """A detector around a regression; with a rate of 1 it climbs to 1e19 and stays there."""
+    torch.manual_seed(2)
+    model, x = mlp(10, 16, 16, 1), torch.randn(64, 10)
+    optimizer = sgd(model, lr)
+    with NaNDetector(model, optimizer, on_nonfinite=policy) as detector:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            optimizer.step()
+    return detector
+
+
+def test_a_detector_raises_at_the_end_of_a_training_that_diverged() -> None:
+    with pytest.raises(NonFiniteError, match="training diverged from step 3 on; no NaN or Inf") as caught:
+        regressed(1.0, "raise")
+    report = caught.value.report
+    assert (report.verdict, report.step, report.cause and report.cause.slug) == ("diverged", 3, "divergence_lr")
+    assert report.cause is not None
+    assert "in step 149, the last one" in report.cause.why
+    assert any("learning rate" in remedy.title for remedy in report.remedies)
+    assert [event.kind for event in report.events] == ["explosion"]
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip", "rollback"])
+def test_a_detector_tells_of_a_training_that_diverged(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    detector = regressed(1.0, policy)
+    assert [(one.verdict, one.step) for one in detector.reports] == [("diverged", 3)]
+    assert sum("training diverged from step 3 on" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_detector_is_silent_after_a_large_rate_that_settles(caplog: pytest.LogCaptureFixture) -> None:
+    assert regressed(0.02, "raise").reports == []
+    assert caplog.records == []
+
+
+def test_a_loss_that_recovers_between_two_full_checks_has_not_diverged() -> None:
+    """The steps of a tiny model that pass the quick check are not seen by the guard one by one."""
+    torch.manual_seed(0)
+    weight, optimum = nn.Parameter(torch.zeros(4)), torch.ones(4)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    model = nn.ParameterList([weight])
+    with NaNDetector(model, optimizer) as detector:
+        for t in range(120):
+            if t == 40:
+                weight.data.fill_(1e4)
+            optimizer.param_groups[0]["lr"] = 0.1 if t < 40 else 1e-9 if t < 64 else 0.4
+            optimizer.zero_grad()
+            (weight - optimum).square().mean().backward()
+            optimizer.step()
+    assert [event.kind for event in detector.events if event.kind == "explosion"]
+    assert detector.reports == []
 
 
 # --- programs that look at their losses themselves ----------------------------------------------------------------

@@ -64,16 +64,9 @@ def test_the_first_bad_layer_is_named(name: str, at: int, through: bool, in_proc
     assert first_named(name, at, through) == wanted(name)
 
 
-NOT_YET = ("gpt_backward", "written_between_layers", "checkpoint_backward")
-
-
 @pytest.mark.parametrize("name", IN_CHILDREN)
 @pytest.mark.parametrize("through", [True, False])
-def test_a_child_names_the_same_layer(name: str, through: bool, request: pytest.FixtureRequest) -> None:
-    if not through and name in NOT_YET:
-        request.applymarker(
-            pytest.mark.xfail(reason="without batches(), a child names the layer that notes it, late in a run")
-        )
+def test_a_child_names_the_same_layer(name: str, through: bool) -> None:
     assert first_named(name, LATE, through) == wanted(name)
 
 

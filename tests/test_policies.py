@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -513,3 +514,19 @@ def test_a_skipped_step_under_a_gradient_scaler_never_was() -> None:
         same = scaled_run(other, expected, without(given, 3), 2.0**4, 1.0)
     assert not differences(expected.state(), run.state())
     assert scaler.state_dict() == same.state_dict()
+
+
+def test_a_skip_tells_of_the_update_that_another_optimizer_has_made_with_the_batch() -> None:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    slow, fast = torch.optim.SGD(generator.parameters(), 0.05), torch.optim.SGD(critic.parameters(), 0.05)
+    with NaNDetector([generator, critic], [slow, fast], on_nonfinite="skip") as detector:
+        for i, x in enumerate(detector.batches([torch.rand(8, 4) for _ in range(8)])):
+            fast.zero_grad()
+            (critic(generator(x).detach()) - critic(x)).mean().backward()
+            fast.step()
+            slow.zero_grad()
+            (-critic(generator(x)).mean() * (math.nan if i == 5 else 1.0)).backward()
+            slow.step()
+    (skipped,) = [event for event in detector.events if event.kind == "skipped"]
+    assert skipped.message.endswith("; the 1 update made before with the same batch was kept")

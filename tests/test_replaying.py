@@ -203,6 +203,12 @@ def test_another_model_takes_what_fits_and_says_what_does_not(firstnan: Zygote, 
     path.write_text(path.read_text().replace("(6, 8", "(6, 9").replace("(8)", "(9)").replace("Linear(8,", "Linear(9,"))
     notes = " | ".join(replayed(firstnan, tmp_path, capsule).found["notes"])
     assert "the shape differs" in notes
+    path.write_text(path.read_text().replace("b + 0.5", "(b + 0.5).clamp(min=1e-3)"))
+    finite = replayed(firstnan, tmp_path, capsule)
+    assert finite.code == 2
+    told = " ".join(finite.stderr.split())
+    assert "was not replayed as it was captured: the model does not match the capsule's (not restored" in told
+    assert "was finite here" not in told
 
 
 def test_another_torch_and_a_gpu_that_is_not_here(firstnan: Zygote, tmp_path: Path) -> None:

@@ -440,6 +440,27 @@ def test_a_step_that_minds_the_value_itself() -> None:
     assert find_bad_samples(step, x).bad_samples == (8,)
 
 
+def test_a_search_leaves_schedules_and_rates_as_they_were() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    x = torch.ones(8, 2)
+    x[3] = -1.0
+    rates = []
+
+    def step(batch: Tensor) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        (batch.log() * weight).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    before = schedule.state_dict()
+    assert find_bad_samples(step, x).bad_samples == (3,)
+    assert set(rates) == {1.0}
+    assert (schedule.state_dict(), optimizer.param_groups[0]["lr"]) == (before, 1.0)
+
+
 def test_no_sample_to_blame() -> None:
     weight = torch.full((2,), float("nan"), requires_grad=True)
     answer = find_bad_samples(lambda batch: (batch * weight).sum(), torch.rand(8, 2))

@@ -216,7 +216,10 @@ class NaNDetector:
             session, self._session = self._session, None
             if session is None:
                 return
+            lost = session.divergence()
             session.end()
+            if lost is not None:
+                log.warning("%s", nonfinite_error(lost))
             counts, before = self._counts, self._before
             bad = counts.nonfinite > before.nonfinite and self._on_nonfinite != "raise"
             if bad or counts.warnings > before.warnings:

@@ -11,7 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from firstnan.engine.batch_search.checkpoints import LateSearch
 from firstnan.engine.batch_search.order import Order
@@ -29,8 +32,8 @@ from firstnan.engine.step_check import StepCheck
 from firstnan.observe.sites import Ownership
 from firstnan.records import Batch
 from firstnan.records.arguments import require_batches, require_callable, require_flag, require_pairs
-from firstnan.tensors.models import Models
-from firstnan.tensors.state import RandomState, restore_buffers
+from firstnan.tensors.models import Models, find_live_objects
+from firstnan.tensors.state import RandomState, Schedules, restore_buffers
 
 
 def find_bad_batch(
@@ -109,9 +112,9 @@ def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
         print(found.bad_samples, found.confirmed, found.features)
 
     A call counts as bad if what it returns, its loss or its gradients are not finite; a loss that is returned is
-    taken through backward where the step has not done so itself. Updates are dropped, and random state, buffers
-    and gradients are as before in every call and at the end. `bad_samples` is None where no sample is responsible;
-    `note` says why.
+    taken through backward where the step has not done so itself. Updates are dropped, and random state, buffers,
+    gradients and learning-rate schedules are as before in every call and at the end. `bad_samples` is None where no
+    sample is responsible; `note` says why.
     """
     require_callable("step", step)
     try:
@@ -139,12 +142,19 @@ def _kept_as_it_is(step: Callable[[Any], Any]) -> Iterator[Callable[[Any], bool]
     models, handouts = Models(), Handouts()
     handouts.watch_buffers(models.slots)
     buffers, random = handouts.copied_buffers(), RandomState.now()
+    there = find_live_objects(LRScheduler, Optimizer, GradScaler)
+    schedules = Schedules(
+        [o for o in there if isinstance(o, LRScheduler)],
+        [o for o in there if isinstance(o, Optimizer) and "param_groups" in vars(o)],
+        [o for o in there if isinstance(o, GradScaler)],
+    )
     gradients: dict[int, tuple[Tensor, Tensor | None]] = {id(p): (p, p.grad) for p, _ in models.parameters.values()}
     check = StepCheck(step, models, results_count=True)
 
     def put_state_back() -> None:
         random.restore()
         restore_buffers(buffers)
+        schedules.restore()
 
     def is_finite(batch: Any) -> bool:
         put_state_back()

@@ -140,6 +140,8 @@ class Restorer:
         self.capsule, self.objects = capsule, objects
         self.unpacker = Unpacker(capsule.file)
         self.notes: list[str] = []
+        self.mismatch = ""
+        """Why the weights here are not the captured ones; empty if they are."""
         self._models = self._matched_models()
         self.optimizers = self._matched_optimizers()
         """For each captured optimizer the one of this process, or None."""
@@ -155,7 +157,8 @@ class Restorer:
             if best is None or not _similarity(state, best):
                 found.append(None)
                 if state.parameters or state.buffers:
-                    self.notes.append(f"no model of this program matches the captured {state.kind}")
+                    self.mismatch = f"no model of this program matches the captured {state.kind}"
+                    self.notes.append(self.mismatch)
                 continue
             # By identity, because two models may compare equal.
             free = [m for m in free if m is not best]
@@ -214,6 +217,9 @@ class Restorer:
         ):
             if names:
                 self.notes.append(f"{text}: {_some(names)}")
+                stored = names is not changed or not self.capsule.left_out
+                if names is not extra and stored:
+                    self.mismatch = self.mismatch or self.notes[-1]
 
     def _copy(self, target: Tensor, value: Any) -> bool:
         """Copies a captured value into a tensor of this process; False if that is not possible."""

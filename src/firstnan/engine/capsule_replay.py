@@ -41,11 +41,19 @@ class CapsuleReplay(EndProgram):
             end_program()
 
     @property
+    def mismatch(self) -> str:
+        """Why the program is not the one that the step was captured in; empty if it is."""
+        return self._restart.restorer.mismatch if self._restart.restorer is not None else ""
+
+    @property
     def outcome(self) -> str:
         """What became of the captured step, in words."""
         step = self._restart.capsule.steps.current
         if self._restart.restorer is None and not self._steps:
             return f"the program reached no training step, so step {step} of the capsule was not replayed"
+        if self.mismatch:
+            why = f"the model does not match the capsule's ({self.mismatch})"
+            return f"step {step} was not replayed as it was captured: {why}"
         if not self.was_finite:
             return f"the program ended before step {step} of the capsule was done"
         return f"step {step} of the capsule was finite here: the captured failure did not happen again"

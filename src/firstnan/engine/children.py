@@ -460,7 +460,7 @@ class TurnReplay:
         how = HOW if not self._turn.is_function else _CALLED.format(name=self._turn.code.co_name)
         report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, how)
         if report is not None:
-            self._explained = Answer(report, trip.before_update, self.whole)
+            self._explained = Answer(report, trip.before_update, self.whole, self._session.layers_seen())
             raise LeftLoop
 
     def _reads_the_same(self) -> bool:

@@ -173,11 +173,13 @@ class Investigation:
         if replay is None:
             return None
         self.report = replay.told(self.report, self.options.program.target)
-        if self.report.verdict == "clean":
+        if self.report.verdict == "clean" and replay.mismatch:
+            self.report = replace(self.report, notes=(f"but {replay.outcome}",))
+        elif self.report.verdict == "clean":
             for note in self.report.notes:
                 say(note)
             say(replay.outcome)
-        return 0 if replay.was_finite else None
+        return 2 if replay.mismatch else 0 if replay.was_finite else None
 
     # The report.
 

@@ -23,7 +23,7 @@ from firstnan.engine.ranks import world
 from firstnan.gate.gate import StepCounter
 from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.layers import LayerFinding
-from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat
+from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat, words
 from firstnan.records.codec import encode
 from firstnan.tensors.finite import stat
 from firstnan.tensors.models import Models, largest_gradient, parameters_of
@@ -247,9 +247,14 @@ class Journal:
         text = f"step {step}: the loop skipped a batch whose {name} is {kind}"
         self.add(NaNEvent("skipped", text, step, phase="forward", what="loss", tensor=seen))
 
-    def skipped(self, report: Report) -> None:
+    def skipped(self, report: Report, kept: int) -> None:
+        """`kept`: how many updates were made before with the same batch."""
         self.counts.skipped += 1
-        self.add(NaNEvent("skipped", f"step {report.step}: skipped: {one_line(report)}", report.step))
+        text = f"step {report.step}: skipped: {one_line(report)}"
+        if kept > 0:
+            made = f"{words.count(kept, 'update')} made before with the same batch"
+            text += f"; the {made} {'was' if kept == 1 else 'were'} kept"
+        self.add(NaNEvent("skipped", text, report.step))
 
     def rolled_back(self, report: Report, good_step: int) -> None:
         self.counts.rolled_back += 1

@@ -201,11 +201,12 @@ class Skip(Policy):
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         if session.streak > self.streak:
             session.stop(f"{session.streak} steps in a row were not finite")
-        self.tell(session, report)
+        self.tell(session, report, session.updates_with_this_batch if before_update else 0)
         session.drop_rest_of_step(updated=not before_update)
 
-    def tell(self, session: Session, report: Report) -> None:
-        session.journal.skipped(report)
+    def tell(self, session: Session, report: Report, kept: int) -> None:
+        """`kept`: how many updates were made before with the same batch."""
+        session.journal.skipped(report, kept)
 
     def step_dropped(self, session: Session) -> None:
         session.undo()
@@ -217,7 +218,7 @@ class Skip(Policy):
 class Rollback(Skip):
     """Restores the last good snapshot of weights and optimizer."""
 
-    def tell(self, session: Session, report: Report) -> None:
+    def tell(self, session: Session, report: Report, kept: int) -> None:
         assert session.recovery is not None
         session.journal.rolled_back(report, session.recovery.good_step)
 

@@ -19,7 +19,7 @@ from firstnan.capsule.content import Capsule
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
-from firstnan.engine.divergence import diverged, event_of
+from firstnan.engine.divergence import event_of
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.model_calls import UpdateReplay
@@ -30,10 +30,9 @@ from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
 from firstnan.engine.turn import Turn, turns_around, turns_in_traceback
 from firstnan.gate.gate import Gate, Trip
-from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, resolve
-from firstnan.records import History, NaNEvent, Noticed, Report
+from firstnan.records import NaNEvent, Noticed, Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import kind, place
 from firstnan.repair.verdict import Reach, TrialOutcome
@@ -236,8 +235,6 @@ class ProgramValues:
         self._left_by_program = False
         """Whether the program has ended itself at the failure."""
         self._output_event: int | None = None
-        self._explosions: dict[Alarm, History] = {}
-        """Each explosion of the loss, with the steps before it."""
         self._session: Session
 
     def watch(self, session: Session) -> None:
@@ -265,9 +262,6 @@ class ProgramValues:
             # A loss that was skipped has given way to the next one; a metric of the same turn is still there.
             if loss() is None and len(self._skipped) < _MOST_SKIPPED:
                 self._skipped.setdefault(step, site)
-
-    def exploded(self, alarm: Alarm, history: History) -> None:
-        self._explosions[alarm] = history
 
     def read(self, tensor: Tensor, frame: FrameType) -> None:
         seen = [tensor]
@@ -342,9 +336,9 @@ class ProgramValues:
     def _finite(self) -> Report:
         """The report of a program without a non-finite value: its loss may have exploded all the same."""
         gate = self._session.gate
-        lost, alarm = gate.divergence, gate.explosion
-        if lost is not None and (history := self._explosions.get(lost[0])) is not None:
-            return diverged(lost[0], history, lost[1])
+        if (lost := self._session.divergence()) is not None:
+            return lost
+        alarm = gate.explosion
         if alarm is None:
             return self._with_bad_copies(self._with_skipped(Report("clean")))
         # Without a change of the weights, another scale of the loss, or an opponent, made it jump.

@@ -20,6 +20,7 @@ from torch import Tensor
 from firstnan.engine import children, isolation, turn_search
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
+from firstnan.engine.divergence import diverged
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
@@ -45,7 +46,7 @@ from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership, place_of
-from firstnan.records import Batch, LoopTurn, NaNEvent, Noticed, Report
+from firstnan.records import Batch, History, LoopTurn, NaNEvent, Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
@@ -152,6 +153,8 @@ class Session(Observer):
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._deferred: Failure | None = None
         """The failure to investigate when all ranks have come."""
+        self._explosions: dict[Alarm, History] = {}
+        """For each explosion of the loss, what was known when it was noticed."""
         self.let_go_of = False
         """Whether the program has gone on after it was told to end."""
         self._process, self._is_worker = os.getpid(), in_worker
@@ -427,6 +430,12 @@ class Session(Observer):
             self._trains_here()
         return self.training_thread == threading.get_ident()
 
+    @property
+    def updates_with_this_batch(self) -> int:
+        """How many updates were made since the latest batch was handed out: those of other optimizers, as in a GAN."""
+        latest = self.handouts.latest
+        return self.gate.steps.total - latest.updates if latest is not None else 0
+
     def update_count(self) -> int:
         return self.gate.steps.total
 
@@ -555,9 +564,9 @@ class Session(Observer):
     def _alarmed(self, alarm: Alarm | None, optimizer: Any) -> None:
         if alarm is None:
             return
-        if self.values is not None and alarm.kind == "explosion":
+        if alarm.kind == "explosion":
             # Not a failure yet: training may recover. What is known now may be gone when the program ends.
-            self.values.exploded(alarm, self.gate.past_of_explosion(self.microscope.ownership))
+            self._explosions[alarm] = self.gate.past_of_explosion(self.microscope.ownership)
         if self._journal is None:
             return
         if self.layers is not None:
@@ -1093,8 +1102,23 @@ class Session(Observer):
         if isinstance(error, Exception) and not isinstance(error, NonFiniteError):
             trip = Trip(Noticed("exception", type(error).__name__), bad_values(error), before_update=True)
             return self._known_at_end(trip, error) if trip.tensors else None
-        last = self.gate.remaining_nonfinite() if error is None and self.phase is WATCHING and not self.streak else None
-        return self._known_at_end(last, None) if last is not None else None
+        if error is not None or self.phase is not WATCHING or self.streak:
+            return None
+        last = self.gate.remaining_nonfinite()
+        return self._known_at_end(last, None) if last is not None else self.divergence()
+
+    def divergence(self) -> Report | None:
+        """The report of a training that is lost although every number is finite; asked when it is over."""
+        lost = self.gate.divergence if self.phase is WATCHING and self.report is None else None
+        history = self._explosions.pop(lost[0], None) if lost is not None else None
+        if lost is None or history is None:
+            return None
+        report = diverged(lost[0], history, lost[1])
+        report = replace(self._told_of(report), events=report.events)
+        if self._journal is not None:
+            self._closely = True
+            self._keep_report(report)
+        return report
 
     def _left_in_replay(self, replay: LoopReplay | TurnReplay, error: BaseException | None) -> Report | None:
         report = replay.left()

@@ -153,8 +153,11 @@ class StepCheck:
         if policy.went_back or loss is None:
             return None
         if loss.requires_grad:
+            updated_by = self._updated_by if updates else ()
+            for optimizer in updated_by:
+                optimizer.zero_grad()  # otherwise the gradients of all steps before would add up
             torch.autograd.backward(loss)
-            for optimizer in self._updated_by if updates else ():
+            for optimizer in updated_by:
                 optimizer.step()
         return loss.item()
 

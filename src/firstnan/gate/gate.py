@@ -459,15 +459,24 @@ class Gate:
             self._healthy_steps = self._histories.of(optimizer)
         return alarm
 
+    def _tell_guards(self) -> None:
+        """Tells the guards whose loss has exploded of the steps that passed the quick check: it may have recovered."""
+        for key, guard in self._guards.items():
+            for record in self._histories.by_id(key) if guard.has_exploded else ():
+                if record.step > guard.last[0]:
+                    guard.observe(record.step, record.grad_norm, record.loss)
+
     @property
     def explosion(self) -> Alarm | None:
         """The explosion of a loss that stayed finite and never recovered."""
+        self._tell_guards()
         found = [alarm for guard in self._guards.values() if (alarm := guard.unrecovered) is not None]
         return min(found, key=lambda alarm: alarm.step, default=None)
 
     @property
     def divergence(self) -> tuple[Alarm, StepRecord] | None:
         """The explosion of a loss, together with the weights, that lasted to the end; and the last step."""
+        self._tell_guards()
         found = [(alarm, guard.last) for guard in self._guards.values() if (alarm := guard.diverged) is not None]
         first = min(found, key=lambda one: one[0].since or 0, default=None)
         return (first[0], StepRecord(*first[1])) if first is not None else None

@@ -134,6 +134,10 @@ class Guard:
         self._weights = weights
 
     @property
+    def has_exploded(self) -> bool:
+        return self._explosion is not None
+
+    @property
     def unrecovered(self) -> Alarm | None:
         """The explosion that the loss has not recovered from."""
         if self._explosion is None:

@@ -52,6 +52,10 @@ class Histories:
     def of(self, optimizer: Any) -> list[StepRecord]:
         return [StepRecord(*numbers) for numbers in self._track(optimizer)]
 
+    def by_id(self, key: int) -> list[StepRecord]:
+        """The steps of the optimizer with this id, which may be gone."""
+        return [StepRecord(*numbers) for numbers in self._tracks.get(key, ())]
+
     def begin_with(self, optimizer: Any, steps: Iterable[StepRecord]) -> None:
         """Continues from the steps of another run."""
         track = self._track(optimizer)

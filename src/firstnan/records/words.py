@@ -101,7 +101,8 @@ def headline(report: Report) -> str:
         step += f" of {optimizer_words(report.history)}"
     origin = report.origin
     if report.verdict == "diverged":
-        made = f", optimizer made at {place(origin.site)}" if origin and origin.site else ""
+        what = "made" if report.history.made_at is not None else "stepped"
+        made = f", optimizer {what} at {place(origin.site)}" if origin and origin.site else ""
         return f"training diverged from step {report.step} on; no NaN or Inf{made}"
     if origin is None:
         where = f" in {noticed(report.noticed)}" if report.noticed else ""

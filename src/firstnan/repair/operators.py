@@ -521,7 +521,9 @@ def attend_to_nothing(context: FailureContext) -> Iterator[Remedy]:
     scores = given[0]
     why = "A fully masked row then attends to nothing, instead of to padding or the future; other rows are unchanged."
     masks = [m for event in mask_events(context) if (m := _mask_of(context, event, call)) is not None]
-    whole = len(masks) == len(mask_events(context))
+    shapes = {out.shape for event in mask_events(context) for out in event.outputs[:1]}
+    same = context.event is None or shapes <= {out.shape for out in context.event.outputs[:1]}
+    whole = len(masks) == len(mask_events(context)) and same  # a mask that is added may have another shape
     if masks and whole and sum(len(source.code(mask)) for _, mask, _ in masks) <= LONGEST_MASK:
         edits = [replace_node(source, value, low) for _, _, value in masks]
         inside = [edit for edit in edits if _is_inside(source, edit, call)]
@@ -535,14 +537,15 @@ def attend_to_nothing(context: FailureContext) -> Iterator[Remedy]:
             title = f"Mask with {low} instead of -inf, and give what is masked a weight of 0"
             yield context.remedy(title, why, *(edit for edit in edits if edit not in inside), weights)
             return
-    if isinstance(scores, ast.Name | ast.Attribute):
-        name = source.code(scores)
-        text = changed_call(source, call, replace_node(source, scores, f"{name}.clamp_min({low})"))
-        yield context.remedy(
-            f"Keep the scores at {low} or above, and give what is masked a weight of 0",
-            why,
-            replace_node(source, call, f"{text}.masked_fill({name}.isneginf(), 0.0)"),
-        )
+    plain = isinstance(scores, ast.Name | ast.Attribute)
+    _, name, named = ("", source.code(scores), []) if plain else _named(source, scores, "masked_scores")
+    text = changed_call(source, call, replace_node(source, scores, f"{name}.clamp_min({low})"))
+    yield context.remedy(
+        f"Keep the scores at {low} or above, and give what is masked a weight of 0",
+        why,
+        *named,
+        replace_node(source, call, f"{text}.masked_fill({name}.isneginf(), 0.0)"),
+    )
 
 
 LONGEST_MASK = 48
@@ -907,7 +910,7 @@ def add_to_the_diagonal(context: FailureContext) -> Iterator[Remedy]:
         )
 
 
-def _named(source: SourceFile, matrix: ast.expr) -> tuple[str, str, list[Edit]]:
+def _named(source: SourceFile, matrix: ast.expr, name: str = "matrix") -> tuple[str, str, list[Edit]]:
     """The matrix as code in a sum and before a dot; a long expression gets a name on a line before."""
     code = source.code(matrix)
     inside = source.parents(matrix)
@@ -915,7 +918,7 @@ def _named(source: SourceFile, matrix: ast.expr) -> tuple[str, str, list[Edit]]:
     movable = not any(isinstance(n, ast.Lambda | ast.comprehension | ast.ListComp | ast.IfExp) for n in around)
     if len(code) <= LONGEST_INLINE or "\n" in code or not movable or not isinstance(source.statement(matrix), SIMPLE):
         return code, parenthesized(source, matrix), []
-    return "matrix", "matrix", [insert_before(source, matrix, f"matrix = {code}")]
+    return name, name, [insert_before(source, matrix, f"{name} = {code}")]
 
 
 @remedies_for("degenerate_decomposition", "decomposition_failed")

@@ -11,7 +11,7 @@ from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.literals import format_number, scale_number
 from firstnan.repair.settings import OptimizerSetup, clip
-from firstnan.repair.source import SourceFile, insert_after, literal_value, parenthesized, replace_node
+from firstnan.repair.source import SourceFile, insert_after, literal_value, parenthesized, replace_node, set_argument
 
 BOUNDS = {"float16": 1e3, "float32": 1e15, "bfloat16": 1e15, "float64": 1e100}
 """The largest result: its square still fits, and no healthy number is that large."""
@@ -26,6 +26,41 @@ LOOPS = (ast.For, ast.While, ast.AsyncFor)
 
 
 # --- float16 -----------------------------------------------------------------------------------------------------
+
+
+@remedies_for("low_precision_overflow")
+def memory_in_float32(context: FailureContext) -> Iterator[Remedy]:
+    """Memory that is written to (`self.returns.copy_(x)`, `buffer[i] = x`) in float32, where the program creates it."""
+    found = _memory(context)
+    if found is None:
+        return
+    source, name, call = found
+    yield context.remedy(
+        f"Keep `{name}` in float32",
+        f"float32 holds numbers up to 3e38, {context.dtype} only up to {context.failure.limit:g}.",
+        set_argument(source, call, "dtype", source.spell("torch.float32", call)),
+    )
+
+
+def _memory(context: FailureContext) -> tuple[SourceFile, str, ast.Call] | None:
+    """The memory that the failing statement writes to, and the only call that creates it, if that names a dtype."""
+    location = context.location
+    if location is None:
+        return None
+    source, node = location.source, location.node
+    statement, written = source.statement(node), None
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
+        written = statement.targets[0].value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "copy_":
+        written = node.func.value
+    if not isinstance(written, ast.Name | ast.Attribute):
+        return None
+    name = source.code(written)
+    made = [n for n in source.nodes if isinstance(n, ast.Assign) and [source.code(t) for t in n.targets] == [name]]
+    call = made[0].value if len(made) == 1 else None
+    if not isinstance(call, ast.Call) or not any(keyword.arg == "dtype" for keyword in call.keywords):
+        return None
+    return source, name, call
 
 
 @remedies_for("low_precision_overflow")

@@ -26,11 +26,16 @@ _LOSS, _NORM, _NORM_ALONE = 10.0, 100.0, 1e6
 gradient or of the parameters has, while the loss is no better."""
 _SMALL_LOSS, _SMALL_NORM = 0.1, 1.0
 """Smaller values count as this much: values near zero change by large factors all the time."""
-_FEWEST, _MOST = 4, 32
-"""The first quarter of a replay, but at least and at most this many steps, shows the usual values."""
-_ABOVE, _SPREADS = 2.0, 3
-"""A number is above its usual range if it exceeds twice the median, and three times the distance (in logs) from the
-median to the upper quartile, which is two standard deviations of a log-normal."""
+_FEWEST, _MOST = 12, 32
+"""The first quarter of a replay, but at least and at most this many steps, shows the usual values. Fewer would not show
+how far they vary from batch to batch."""
+_VERY_FEW = 4
+"""If there are no earlier states to begin from."""
+_BACK = 16
+"""How many steps earlier a replay begins if it did not show the usual values."""
+_ABOVE, _SPREADS = 2.0, 4
+"""A number is above its usual range if it exceeds twice the median, and four times the distance (in logs) from the
+median to the upper quartile, which is 2.7 standard deviations of a log-normal."""
 _FAR, _NEAR = 100.0, 4
 """A number this many times its usual value, up to this many steps earlier, counts too: after a jump the numbers may
 look better for a moment."""
@@ -96,8 +101,8 @@ class LateSearch:
             return self._result(weights=bad)
         good, wrong = self._bisect() if self._find_probe() else (0, None)
         known: Any = {"good": self._states[good].step, "wrong": None if wrong is None else self._states[wrong].step}
-        # A generator cannot repeat earlier batches, so start one checkpoint earlier to see the usual values.
-        start = good if self._order.repeats else max(0, good - 1)
+        # A generator cannot repeat earlier batches, so start earlier at once to see the usual values.
+        start = good if self._order.repeats else self._state_before(good, self._states[good].step - _BACK)
         rows = self._replay(start, known["wrong"])
         if not rows or not (rows[-1].failed or self._alarmed or self._is_bad()):
             self._tell_healthy(rows, **known)
@@ -115,6 +120,9 @@ class LateSearch:
             self._examined.append(self._states[middle].step)
             good, wrong = (good, middle) if self._is_bad() else (middle, wrong)
         return good, wrong if wrong < len(self._states) else None
+
+    def _state_before(self, state: int, step: int) -> int:
+        return max((i for i in range(state) if self._states[i].step <= step), default=0)
 
     def _load(self, at: int) -> None:
         self._everything.restore()
@@ -196,12 +204,14 @@ class LateSearch:
 
     def _first_wrong(self, start: int, rows: list[Row]) -> dict[str, Any]:
         """The step from which on the numbers are unusual; if they are from the start, earlier states are used."""
-        end, back = rows[-1].step + 1, 1
+        end, back = rows[-1].step + 1, _BACK
         found = onset(rows)
-        while not found.settled and start > 0 and self._order.repeats and not _is_data(rows[found.at]):
-            start, back = max(0, start - back), back * 2
+        while not found.settled and start > 0 and self._order.repeats:
+            start, back = self._state_before(start, self._states[start].step - back), back * 2
             rows = self._replay(start, end)
             found = onset(rows)
+        if not found.settled:
+            found = onset(rows, _VERY_FEW)
         row, last = rows[found.at], rows[-1]
         if last.failed and last is not row:
             self._notes[f"The first non-finite value appears in step {last.step}: {last.seen[0]}."] = None
@@ -249,18 +259,26 @@ class Onset:
     """There are enough rows before it to know the usual values, and the number does not rise in them."""
 
 
-def onset(rows: Sequence[Row]) -> Onset:
+def onset(rows: Sequence[Row], fewest: int = _FEWEST) -> Onset:
     """Where the numbers leave the range of the first rows for good."""
-    count = min(_MOST, max(_FEWEST, len(rows) // 4))
-    usual = {name: found for name in rows[0].sizes if (found := Usual.of([r.sizes[name] for r in rows[:count]]))}
+    last = len(rows) - 1
+    count = min(_MOST, max(fewest, len(rows) // 4))
+    known = rows[: min(count, max(1, last))]  # the last row is the one in question
+    usual = {name: found for name in rows[0].sizes if (found := Usual.of([r.sizes[name] for r in known]))}
     factors = [{n: u.factor(row.sizes[n]) for n, u in usual.items()} for row in rows]
     """Each number divided by the top of its usual range; up to 1 is usual."""
-    at = len(rows) - 1
-    while at > 0 and any(f > 1 for f in factors[at - 1].values()):
+    levels = [max(of_row.values(), default=0.0) for of_row in factors]
+    if _is_data(rows[last]) and max(levels[:last], default=0.0) <= _FAR:
+        return Onset(last, str(rows[last].seen[0]), settled=True)
+    # Numbers that are usual again at the end have been worst somewhere before.
+    at = last if rows[last].failed or levels[last] > 1 else max(range(len(rows)), key=levels.__getitem__)
+    unusual = rows[at].failed or levels[at] > 1
+    at = at if unusual else last
+    while at > 0 and levels[at - 1] > 1:
         at -= 1
-    far = [i for i in range(max(0, at - _NEAR), at) if any(f > _FAR for f in factors[i].values())]
+    far = [i for i in range(max(0, at - _NEAR), at) if levels[i] > _FAR]
     at = far[0] if far else at
-    settled = at >= count and not any(usual[n].rises for n, f in factors[-1].items() if f > 1)
+    settled = unusual and at >= count and not any(usual[n].rises for n, f in factors[last].items() if f > 1)
     name = max(factors[at], key=lambda n: factors[at][n], default=None)
     value = rows[at].sizes[name] if name is not None and factors[at][name] > 1 else None
     if name is not None and value is not None and math.isfinite(value):
