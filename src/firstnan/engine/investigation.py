@@ -84,6 +84,7 @@ class Investigation:
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
         self._tried = self._over = self._first_part_printed = self._all_printed = False
+        self._capsule_is_finished = False
         self.workers, self.ranks = WorkerReports(), Ranks()
         self._answer: Report | None = None
         """The answer of the first of several ranks, if that is another one."""
@@ -156,7 +157,8 @@ class Investigation:
 
     def _finish_capsule(self) -> None:
         watch = self.watch
-        if watch is not None and watch.capsules is not None:
+        if watch is not None and watch.capsules is not None and not self._capsule_is_finished:
+            self._capsule_is_finished = True
             try:
                 self.report = watch.capsules.finish(self.report)
             except Exception as error:  # the report is worth more than its capsule
@@ -320,27 +322,40 @@ class Investigation:
             return
         at_step = StepTrials(session, session.failure) if session.failure is not None else None
         self._try_remedies(self.report if self.ranks.are_many else report, at_step)
-        if self.ranks.are_many:
-            self.ranks.settle(self.report)
-        if self._first_part_printed and self.options.capsule is None:
-            saved = self.options.json or self.options.output
+        saved = self.options.json or self.options.output
+        if self.ranks.are_many:  # the launcher may end this process as soon as another one ends
+            self._answer_for_all(str(saved) if saved else "")
+        elif self._first_part_printed and self.options.capsule is None:
             self._print_rest(str(saved) if saved else "")
 
     def _is_first_of_ranks(self, report: Report) -> bool:
         """Whether this rank's failure was the first of all; otherwise another rank has the answer."""
         report = self.ranks.placed(report)
         if report.verdict == "clean":
-            self._answer = self.ranks.look()
+            if self.ranks.writes_for_all:
+                self._answer = self.ranks.answer()
             return False
         first = self.ranks.exchange(report)
-        if first.rank == self.ranks.rank:
+        if first is not None:
             self.report = first
             return True
         self.report, self._tried, self._all_printed = report, True, True
         self._save(report)
         with contextlib.suppress(KeyboardInterrupt):
-            self._answer = self.ranks.answer()
+            if self.ranks.writes_for_all and (answer := self.ranks.answer()) is not None:
+                self._answer = answer
+                self._write(answer)
+                self.ranks.written()
+            self.ranks.wait_for_end()
         return False
+
+    def _answer_for_all(self, saved: str) -> None:
+        """Writes and prints everything, and gives the other ranks the answer."""
+        self._finish_capsule()
+        self._save(self.report)
+        self._write(self.report)
+        self._print_rest(saved)
+        self.ranks.settle(self.report)
 
     def _try_remedies(self, report: Report, at_step: StepTrials | None = None) -> None:
         """Tries each fix, until one is known to help; prints what is known before."""
@@ -440,15 +455,18 @@ class Investigation:
 
     def _deliver(self) -> None:
         self._save(self.report)
+        own = not self.ranks.are_many or self.ranks.is_first
         if self.ranks.are_many and self.ranks.writes_for_all:
-            self._write(self._answer or self.report)
+            self._write(self.report if own else self._answer or self.report)
         if self.report.verdict != "clean":
             saved = self.options.json or self.options.output
             self._print_rest(str(saved) if saved else "")
-            if self.options.fix is not None:
+            if self.options.fix is not None and own:
                 self._write_fix(self.options.fix)
         elif self.report.notes:
             say(f"warning: no NaN or Inf reached training, {self.report.notes[0]}")
+        if self.ranks.is_first:
+            self.ranks.settle(self.report)
 
     def _write_fix(self, path: Path) -> None:
         remedy = choose(self.report)

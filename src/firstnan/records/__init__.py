@@ -455,8 +455,9 @@ class RankFinding:
     """What one of several processes that train together has found."""
 
     rank: int
-    what: Literal["created", "received", "noticed", "unknown"]
-    """The value was created there; came from another rank; was noticed, no more; the rank did not say."""
+    what: Literal["created", "received", "noticed", "transient", "unknown"]
+    """The value was created there; came from another rank; was noticed, no more; was not there when the rank replayed
+    its step; the rank did not say."""
     step: int | None = None
     where: str = ""
     """File and line, if it was created there."""

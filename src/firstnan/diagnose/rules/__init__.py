@@ -99,6 +99,15 @@ def received(rank: int, size: int) -> Cause:
     return Cause(entry.slug, entry.title, why, (), 0.9, entry.link)
 
 
+def on_no_rank(size: int) -> Cause:
+    """The cause if no rank has created the value when it replayed its own part of the step."""
+    entry = catalogue()["transient"]
+    why = f"Each of the {size} ranks has replayed its own part of the step, and all of them were finite. So one of them "
+    why += f"computed something else the first time; which one is not known. Possible reasons are {_MACHINE}, or other "
+    why += "program state such as a counter or a cache."
+    return Cause(entry.slug, entry.title, why, (), 0.5, entry.link)
+
+
 def _all(failure: Failure) -> list[Cause]:
     return [cause for cause in (rule.apply(failure) for rule in RULES) if cause is not None]
 
