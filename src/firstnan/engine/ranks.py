@@ -139,7 +139,8 @@ class Ranks:
             self._listed = tuple(RankFinding(**one) for one in json.loads(self._store.get(_LIST)))
         ranks = self._listed or (_finding(self.rank, report),)
         if len(ranks) == self._world.size and all(one.what == "received" for one in ranks):
-            report = replace(report, cause=on_no_rank(self._world.size), reproduced="transient")
+            named = self.rank if _is_own(report) else None
+            report = replace(report, cause=on_no_rank(self._world.size, named), reproduced="transient")
         return replace(report, ranks=ranks)
 
     def _first_of_all(self, report: Report) -> int:
@@ -218,9 +219,12 @@ def _order(report: Report) -> tuple[int, int, int]:
     A loss is this rank's own; gradients may be those of all.
     """
     received = report.cause is not None and report.cause.slug == RECEIVED
-    own = report.noticed is not None and report.noticed.what == "loss"
-    kind = 3 if received else 0 if report.origin is not None else 1 if own else 2
+    kind = (3 if received else 1) + (not _is_own(report)) if received or report.origin is None else 0
     return (report.step if report.step is not None else sys.maxsize, kind, report.rank)
+
+
+def _is_own(report: Report) -> bool:
+    return report.noticed is not None and report.noticed.what == "loss"
 
 
 def _finding(rank: int, report: Report) -> RankFinding:

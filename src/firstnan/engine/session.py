@@ -817,7 +817,7 @@ class Session(Observer):
     def keep_state(self, report: Report, trip: Trip) -> None:
         """Saves the failing step in a capsule while its weights still exist."""
         if self._capsules is not None and self.values is not None:
-            self._capsules.tripped(report, written=not trip.before_update or self.gate.in_step is not None)
+            self._capsules.tripped(self._told_of(report), written=not trip.before_update or self.gate.in_step is not None)
 
     def lacks_capsule(self, report: Report) -> bool:
         """Whether the capsule could not be written, since the update was already in the weights."""
