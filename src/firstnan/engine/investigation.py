@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from firstnan.capsule.content import Capsule
     from firstnan.engine.capsule_replay import CapsuleReplay
     from firstnan.engine.program_watch import ProgramWatch
+    from firstnan.engine.replicas import Replicas
     from firstnan.engine.session import Session
     from firstnan.engine.step_trial import StepTrials
     from firstnan.engine.trial_policy import Trial
@@ -62,6 +63,8 @@ class Options:
     """The captured step to begin with."""
     isolation: bool = True
     """Whether what runs again must change nothing of the user's; if that is impossible, it is not run."""
+    check_replicas: int = 0
+    """After how many updates the parameters of all ranks are compared; 0 for never."""
     if_trained: bool = False
     """Whether this may be any process of a job, such as its launcher: a clean report is written only if it trained,
     and not over the report of another process."""
@@ -85,6 +88,7 @@ class Investigation:
         self.report = Report("clean")
         self._tried = self._over = self._first_part_printed = self._all_printed = False
         self._capsule_is_finished = False
+        self._replicas: Replicas | None = None
         self.workers, self.ranks = WorkerReports(), Ranks()
         self._answer: Report | None = None
         """The answer of the first of several ranks, if that is another one."""
@@ -204,7 +208,16 @@ class Investigation:
                 may_replay=self.options.replay == "auto",
                 wanted=self._wanted(),
                 again=order is not None,
+                replicas=self._compared_replicas(),
             )
+
+    def _compared_replicas(self) -> Replicas | None:
+        if not self.options.check_replicas or self.order is not None:
+            return None
+        from firstnan.engine.replicas import Replicas
+
+        self._replicas = Replicas(self.options.check_replicas, lambda text, step, name: say(f"warning: {text}"))
+        return self._replicas
 
     def _wanted(self) -> Wanted | None:
         if self.order is not None and self.order.capsule is not None:
@@ -332,6 +345,7 @@ class Investigation:
         """Whether this rank's failure was the first of all; otherwise another rank has the answer."""
         report = self.ranks.placed(report)
         if report.verdict == "clean":
+            self.report = report
             if self.ranks.writes_for_all:
                 self._answer = self.ranks.answer()
             return False
@@ -454,6 +468,9 @@ class Investigation:
             print_text(self.report, sys.stderr, saved=saved, parts="rest" if self._first_part_printed else "whole")
 
     def _deliver(self) -> None:
+        notes = self.report.notes
+        if self._replicas is not None and (found := self._replicas.told()):
+            self.report = self.report.with_(notes=(*notes, found))
         self._save(self.report)
         own = not self.ranks.are_many or self.ranks.is_first
         if self.ranks.are_many and self.ranks.writes_for_all:
@@ -463,8 +480,8 @@ class Investigation:
             self._print_rest(str(saved) if saved else "")
             if self.options.fix is not None and own:
                 self._write_fix(self.options.fix)
-        elif self.report.notes:
-            say(f"warning: no NaN or Inf reached training, {self.report.notes[0]}")
+        elif notes:
+            say(f"warning: no NaN or Inf reached training, {notes[0]}")
         if self.ranks.is_first:
             self.ranks.settle(self.report)
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from firstnan.engine.model_calls import ModelCalls, ReplaySource
     from firstnan.engine.program_watch import ProgramValues
     from firstnan.engine.recovery import Recovery
+    from firstnan.engine.replicas import Replicas
     from firstnan.engine.restart import Restart
     from firstnan.gate.growth_guard import Alarm
     from firstnan.observe.layers import LayerWatch, ModelCall
@@ -82,7 +83,7 @@ class Session(Observer):
 
     `gate` and `handouts` are made by whoever makes the parts that share them. `journal`, `layers`, `recovery` and
     `calls` are those of a detector; `capsules` writes the failing step to a file; `restart` starts from such a file;
-    `values` watches what a whole program reads; `sources` are replays that need no loop. `through_loop`: the loop takes
+    `values` watches what a whole program reads; `sources` are replays that need no loop; `replicas` compares ranks. `through_loop`: the loop takes
     its batches through us from the start.
     """
 
@@ -102,6 +103,7 @@ class Session(Observer):
         capsules: CapsuleWriter | None = None,
         restart: Restart | None = None,
         sources: Callable[[Session], Sequence[ReplaySource]] = lambda session: (),
+        replicas: Replicas | None = None,
         trace_from: int | None = None,
         trace_block: bool = False,
         through_loop: bool = False,
@@ -118,6 +120,7 @@ class Session(Observer):
         self.live = LiveTrace(self.microscope, from_update=trace_from, block=trace_block)
         self.hooks = Hooks(self, self.scope.optimizers, program=values is not None)
         self._sources, self._capsules, self._restart = sources(self), capsules, restart
+        self._replicas = replicas
         self.models: Models | None = None
         self.phase: Phase = WATCHING
         self.report: Report | None = None
@@ -455,10 +458,21 @@ class Session(Observer):
             self.recovery.after_update(self.gate.steps.current)
         if self.values is not None:
             self._whole_program_step_ended()
+        if self._replicas is not None:
+            self._compare_replicas(self._replicas)
         self.live.step_ended(by_hand, self.gate.steps)
         self.policy.step_ended(self)
         if self._restart is not None:
             self._restart.step_ended(by_hand)
+
+    def _compare_replicas(self, replicas: Replicas) -> None:
+        steps, models = self.gate.steps, self.models
+        name = models.name if models is not None else lambda tensor: ""
+        try:
+            replicas.updated(steps.total, max(steps.current - 1, 0), list(steps.done), name)
+        except Exception as error:  # the store may be gone
+            self._replicas = None
+            self.internal_error(error)
 
     def _whole_program_step_ended(self) -> None:
         assert self.values is not None

@@ -467,7 +467,7 @@ class RankFinding:
 class NaNEvent:
     """One thing that the detector noticed, as data."""
 
-    kind: Literal["nonfinite", "spike", "explosion", "clipped", "skipped", "rolled_back", "scale"]
+    kind: Literal["nonfinite", "spike", "explosion", "clipped", "skipped", "rolled_back", "scale", "replicas"]
     message: str
     """One readable line."""
     step: int | None = None
