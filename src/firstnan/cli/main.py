@@ -8,7 +8,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -402,8 +402,9 @@ def _writable(name: str | None) -> Path | None:
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
-            path.open("xb").close()
-            path.unlink()
+            with suppress(FileExistsError):  # another rank may check at the same moment
+                path.open("xb").close()
+            path.unlink(missing_ok=True)
             return path
         # Opening a pipe would wait for its reader.
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):

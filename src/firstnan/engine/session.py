@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -38,7 +39,7 @@ from firstnan.engine.policies import (
 )  # fmt: skip
 from firstnan.engine.ranks import world
 from firstnan.engine.scope import Scope
-from firstnan.engine.sharded import any_rank_says, are_sharded, gathered
+from firstnan.engine.sharded import any_rank_says, are_sharded, gathered, unreduced
 from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import LATE, Gate, Trip
 from firstnan.observe.hooks import Hooks
@@ -153,8 +154,9 @@ class Session(Observer):
         self._held: tuple[Report, bool] | None = None
         """Whether the policy has to wait for other ranks, and what it will decide on."""
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._meetings: Counter[int | None] = Counter()
         self._deferred: Failure | None = None
-        """The failure to investigate when all ranks have come."""
+        """How often the ranks have met in each step, and the failure to investigate when all of them have come."""
         self.let_go_of = False
         """Whether the program has gone on after it was told to end."""
         self._process, self._is_worker = os.getpid(), in_worker
@@ -309,6 +311,8 @@ class Session(Observer):
         if self._drops(optimizer):
             return Decision.DROP
         trips = self.gate.check_update(optimizer, closure)
+        if self.in_child:
+            trips += self._unreduced(optimizer)
         if shared and any_rank_says(bool(trips), optimizer) and not trips:
             trips = [Trip(Noticed("gradient", "on another rank"), [], before_update=True)]
         for trip in trips:
@@ -322,6 +326,11 @@ class Session(Observer):
             self.journal.clip(optimizer, self.gate.norm, self._clip_at)
         self._alarmed(self.gate.update_begins(optimizer, closely=risky, safe=safe), optimizer)
         return Decision.RUN
+
+    def _unreduced(self, optimizer: Any) -> list[Trip]:
+        """What is bad in the gradients of weights that are spread over ranks, in a child."""
+        bad = [(name, gradient) for name, gradient in unreduced(optimizer) if not is_finite(gradient)]
+        return [Trip(Noticed("gradient", bad[0][0]), [t for _, t in bad], before_update=True)] if bad else []
 
     def _shares_weights(self, optimizer: Any) -> bool:
         """Whether ranks have to decide on this update together: each sees only a part of its gradients."""
@@ -794,11 +803,16 @@ class Session(Observer):
         if self._holds:
             self._deferred = failure
             return Answer(failure.report, failure.trip.before_update)
-        answer: Answer | None = None
-        with gathered(failure.report.step) as there:
-            if there and failure.trip.noticed.what == "loss":
+        if failure.trip.noticed.what in ("parameter", "state"):  # the update needs this rank's part only
+            answer = self._asked(failure)
+            self.failure = None
+            return answer
+        answer = None
+        self._meetings[failure.report.step] += 1
+        with gathered(f"step {failure.report.step}/{self._meetings[failure.report.step]}") as there:
+            if there:
                 answer = self._asked(failure)
-                self.failure = None  # a fix cannot be tried without the other ranks
+        self.failure = None  # a fix cannot be tried without the other ranks
         if answer is not None or self.in_child:
             return answer
         notes = () if there else (_SHARDED,)

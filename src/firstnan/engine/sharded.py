@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from firstnan.engine.ranks import meet, world
-from firstnan.tensors.models import outermost_modules, parameters_of
+from firstnan.tensors.models import outermost_modules, parameters_of, readable_path
 
 
 def are_sharded(optimizers: Iterable[Any]) -> bool:
@@ -22,6 +23,15 @@ def are_sharded(optimizers: Iterable[Any]) -> bool:
 _PATIENCE = datetime.timedelta(seconds=120)
 
 
+def unreduced(optimizer: Any) -> list[tuple[str, Tensor]]:
+    """In a child, the gradients that this rank has computed for all of the weights: nobody reduces and scatters them."""
+    if not any(hasattr(p, "device_mesh") for p in parameters_of(optimizer)):
+        return []
+    roots = [root for _, root in outermost_modules() if any(isinstance(m, _sharded_kind()) for m in root.modules())]
+    parameters = (named for root in roots for named in root.named_parameters())
+    return [(readable_path(name), p.grad) for name, p in parameters if p.grad is not None]
+
+
 def any_rank_says(bad: bool, optimizer: Any) -> bool:
     """Whether any of the ranks that share these weights has found something: each sees only its own part.
 
@@ -29,20 +39,20 @@ def any_rank_says(bad: bool, optimizer: Any) -> bool:
     """
     distributed = sys.modules["torch.distributed"]
     mesh = next(p.device_mesh for p in parameters_of(optimizer) if hasattr(p, "device_mesh"))
-    group = mesh.get_group() if mesh.ndim == 1 else None
     flag = torch.tensor([float(bad)], device=mesh.device_type)
-    distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=group, async_op=True).wait(_PATIENCE)
+    for i in range(mesh.ndim):
+        distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=mesh.get_group(i), async_op=True).wait(_PATIENCE)
     return bool(flag.item())
 
 
 @contextlib.contextmanager
-def gathered(step: int | None) -> Iterator[bool]:
+def gathered(where: str) -> Iterator[bool]:
     """All of the weights on every rank, if all ranks have come to the same step; whether they are there.
 
     Every rank that fails in this step has to come here.
     """
     modules = _sharded_modules()
-    there = bool(modules) and meet(f"step {step}")
+    there = bool(modules) and meet(where)
     if there:
         for module in modules:
             module.unshard()
@@ -56,10 +66,11 @@ def gathered(step: int | None) -> Iterator[bool]:
 
 def _sharded_modules() -> list[Any]:
     """In the same order on every rank; none if that is not certain."""
-    library = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(library, "FSDPModule", None)
-    if kind is None:
-        return []
+    kind = _sharded_kind()
     models = [[m for m in root.modules() if isinstance(m, kind)] for _, root in outermost_modules()]
     found = [modules for modules in models if modules]
     return found[0] if len(found) == 1 else []
+
+
+def _sharded_kind() -> Any:
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
