@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,6 @@ from firstnan.tensors.models import find_live_objects, parameters_of
 
 _PATIENCE = 5.0
 """Seconds to wait for the other ranks to compare, once there is a difference."""
-_TOLD = "firstnan/replicas/told"
 _MOST_NAMED = 3
 
 
@@ -44,11 +44,15 @@ class Group:
 class Replicas:
     """Compares what ranks should have in common, after every `every` updates."""
 
+    _numbers = itertools.count()
+
     def __init__(self, every: int, tell: Callable[[str, int, str], None]) -> None:
         """`tell` is called with a sentence, the step and the name of a parameter: once, by one of the ranks."""
         self._every, self._tell, self._process = every, tell, os.getpid()
         self._groups: list[Group] | None = None
         self._store: Any = None
+        # Ranks attach the same detectors in the same order; what an earlier one has sent must not be read.
+        self._key = f"firstnan/replicas/{next(self._numbers)}"
 
     def updated(self, updates: int, step: int, optimizers: Iterable[Any], name: Callable[[Tensor], str]) -> None:
         """The update number `updates` has been made, in this step."""
@@ -65,18 +69,18 @@ class Replicas:
     def told(self) -> str:
         """What any of the ranks has found; empty if nothing."""
         with contextlib.suppress(Exception):  # the store is gone with the process that held it
-            if self._store is not None and self._store.check([_TOLD]):
-                return str(self._store.get(_TOLD).decode())
+            if self._store is not None and self._store.check([f"{self._key}/told"]):
+                return str(self._store.get(f"{self._key}/told").decode())
         return ""
 
     def _compare(self, group: Group, updates: int, step: int) -> None:
-        store, rank, key = self._store, world().rank, f"firstnan/replicas/{group.key}/{updates}"
+        store, rank, key = self._store, world().rank, f"{self._key}/{group.key}/{updates}"
         sums = torch.stack([_checksum(p) for p in group.parameters]).tolist()
         own = f"{hashlib.sha256(repr((group.names, sums)).encode()).hexdigest()[:16]} {rank}"
         first, _, by = store.compare_set(key, "", own).decode().partition(" ")
         if int(by) == rank:
             store.set(f"{key}/sums", json.dumps([group.names, sums]))
-            old = f"firstnan/replicas/{group.key}/{updates - 2 * self._every}"
+            old = f"{self._key}/{group.key}/{updates - 2 * self._every}"
             for one in (old, f"{old}/sums", f"{old}/agrees") if updates > 2 * self._every else ():
                 store.delete_key(one)
         differs = first != own.partition(" ")[0]
@@ -95,13 +99,13 @@ class Replicas:
         while time.monotonic() < until and differ + agree < len(group.ranks):
             time.sleep(0.02)
             differ, agree = store.add(f"{key}/differs", 0), store.add(f"{key}/agrees", 0)
-        if store.add(f"{_TOLD}/by", 1) > 1:
+        if store.add(f"{self._key}/tells", 1) > 1:
             return  # another rank says it
         names, others = json.loads(store.get(f"{key}/sums"))
         there = dict(zip(names, others, strict=True))
         odd = [n for n, own in zip(group.names, sums, strict=True) if there.get(n) != own] or group.names
         text = _sentence(odd, step, group, (rank, first), (differ, agree))
-        store.set(_TOLD, text)
+        store.set(f"{self._key}/told", text)
         self._tell(text, step, odd[0])
 
 
