@@ -68,8 +68,9 @@ def meet(where: str) -> bool:
     """Whether every rank has come here; all of them get the same answer."""
     distributed = sys.modules["torch.distributed"]
     store, size = distributed.distributed_c10d._get_default_store(), world().size
-    verdict = f"firstnan/verdict/{where}"
-    came = store.add(f"firstnan/came/{where}", 1) >= size
+    # Another training of the same process may have met in a step of the same number.
+    round_, place = divmod(store.add(f"firstnan/came/{where}", 1) - 1, size)
+    verdict, came = f"firstnan/verdict/{where}/{round_}", place == size - 1
     for _ in () if came else _waiting(_PATIENCE, size):
         if store.check([verdict]):
             break

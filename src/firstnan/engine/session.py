@@ -155,6 +155,8 @@ class Session(Observer):
         """Whether the policy has to wait for other ranks, and what it will decide on."""
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._meetings: Counter[int | None] = Counter()
+        self._gathered: Any = None
+        """The model whose weights are all on this rank, for a replay."""
         self._deferred: Failure | None = None
         """How often the ranks have met in each step, and the failure to investigate when all of them have come."""
         self.let_go_of = False
@@ -311,8 +313,8 @@ class Session(Observer):
         if self._drops(optimizer):
             return Decision.DROP
         trips = self.gate.check_update(optimizer, closure)
-        if self.in_child:
-            trips += self._unreduced(optimizer)
+        if self._gathered is not None:
+            trips += self._unreduced(self._gathered)
         if shared and any_rank_says(bool(trips), optimizer) and not trips:
             trips = [Trip(Noticed("gradient", "on another rank"), [], before_update=True)]
         for trip in trips:
@@ -327,9 +329,9 @@ class Session(Observer):
         self._alarmed(self.gate.update_begins(optimizer, closely=risky, safe=safe), optimizer)
         return Decision.RUN
 
-    def _unreduced(self, optimizer: Any) -> list[Trip]:
+    def _unreduced(self, model: Any) -> list[Trip]:
         """What is bad in the gradients of weights that are spread over ranks, in a child."""
-        bad = [(name, gradient) for name, gradient in unreduced(optimizer) if not is_finite(gradient)]
+        bad = [(name, gradient) for name, gradient in unreduced(model) if not is_finite(gradient)]
         return [Trip(Noticed("gradient", bad[0][0]), [t for _, t in bad], before_update=True)] if bad else []
 
     def _shares_weights(self, optimizer: Any) -> bool:
@@ -809,13 +811,17 @@ class Session(Observer):
             return answer
         answer = None
         self._meetings[failure.report.step] += 1
-        with gathered(f"step {failure.report.step}/{self._meetings[failure.report.step]}") as there:
-            if there:
+        where = f"step {failure.report.step}/{self._meetings[failure.report.step]}"
+        with gathered(where, list(self.gate.steps.done)) as model:
+            self._gathered = model
+            if model is not None:
                 answer = self._asked(failure)
-        self.failure = None  # a fix cannot be tried without the other ranks
-        if answer is not None or self.in_child:
+        if self.in_child:
+            return None
+        self._gathered = self.failure = None  # a fix cannot be tried without the other ranks
+        if answer is not None:
             return answer
-        notes = () if there else (_SHARDED,)
+        notes = () if model is not None else (_SHARDED,)
         return Answer(replace(failure.report, notes=(*failure.report.notes, *notes)), failure.trip.before_update)
 
     def _asked(self, failure: Failure) -> Answer | None:

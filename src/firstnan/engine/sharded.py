@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,13 +24,9 @@ def are_sharded(optimizers: Iterable[Any]) -> bool:
 _PATIENCE = datetime.timedelta(seconds=120)
 
 
-def unreduced(optimizer: Any) -> list[tuple[str, Tensor]]:
+def unreduced(model: Any) -> list[tuple[str, Tensor]]:
     """In a child, the gradients that this rank has computed for all of the weights: nobody reduces and scatters them."""
-    if not any(hasattr(p, "device_mesh") for p in parameters_of(optimizer)):
-        return []
-    roots = [root for _, root in outermost_modules() if any(isinstance(m, _sharded_kind()) for m in root.modules())]
-    parameters = (named for root in roots for named in root.named_parameters())
-    return [(readable_path(name), p.grad) for name, p in parameters if p.grad is not None]
+    return [(readable_path(name), p.grad) for name, p in model.named_parameters() if p.grad is not None]
 
 
 def any_rank_says(bad: bool, optimizer: Any) -> bool:
@@ -46,30 +43,32 @@ def any_rank_says(bad: bool, optimizer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def gathered(where: str) -> Iterator[bool]:
-    """All of the weights on every rank, if all ranks have come to the same step; whether they are there.
+def gathered(where: str, optimizers: Iterable[Any]) -> Iterator[Any]:
+    """All of the weights on every rank, if all ranks have come to the same place: the model, or None.
 
     Every rank that fails in this step has to come here.
     """
-    modules = _sharded_modules()
-    there = bool(modules) and meet(where)
-    if there:
-        for module in modules:
-            module.unshard()
+    model = _sharded_model(optimizers)
+    if model is None or not meet(where):
+        yield None
+        return
+    modules = [module for module in model.modules() if isinstance(module, _sharded_kind())]
+    process = os.getpid()
+    for module in modules:
+        module.unshard()
     try:
-        yield there
+        yield model
     finally:
-        if there:
-            for module in modules:
-                module.reshard()
+        for module in modules if os.getpid() == process else ():  # a child that replays the step needs them
+            module.reshard()
 
 
-def _sharded_modules() -> list[Any]:
-    """In the same order on every rank; none if that is not certain."""
-    kind = _sharded_kind()
-    models = [[m for m in root.modules() if isinstance(m, kind)] for _, root in outermost_modules()]
-    found = [modules for modules in models if modules]
-    return found[0] if len(found) == 1 else []
+def _sharded_model(optimizers: Iterable[Any]) -> Any:
+    """The model that these optimizers train; None if there are several, whose order may be another on other ranks."""
+    trained = {id(p) for one in optimizers for p in parameters_of(one) if hasattr(p, "device_mesh")}
+    roots = [root for _, root in outermost_modules() if any(id(p) in trained for p in root.parameters())]
+    found = [root for root in roots if any(isinstance(module, _sharded_kind()) for module in root.modules())]
+    return found[0] if len(found) == 1 else None
 
 
 def _sharded_kind() -> Any:
