@@ -1,11 +1,12 @@
 """What many ranks exchange, and what that costs.
 
-    python benchmarks/ranks.py answer [--ranks N...] [--markdown]
-    python benchmarks/ranks.py cost [--rounds N] [--wrappers ddp fsdp]
+    python benchmarks/ranks.py answer [--ranks N...]
+    python benchmarks/ranks.py cost [--rounds N] [--wrappers ddp fsdp] [--replicas N]
 
-`answer` lets N simulated ranks fail at once: each is a thread with the code that a real rank runs, the store is torch's own, and
-the report is one that a program has really caused. It counts messages and bytes, and the seconds until all ranks know
-which of them was first (fixes are not tried). The threads share two cores: a real job is faster.
+`answer` lets N simulated ranks fail at once: each is a thread with the code that a real rank runs, the store is torch's
+own, and the report is one that a program has really caused. It counts messages and bytes, and the seconds until all
+ranks know which of them was first (fixes are not tried). The threads share the cores of one machine: a real job is
+faster.
 
 `cost` trains a GPT of 4 M parameters in 2 processes, twice in each: one training is bare and one is watched, and their
 steps alternate. CPU seconds are compared, since waiting for the other process depends on what else the machine does.
@@ -28,10 +29,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from side_by_side import PROGRAMS, STEADY, compare, load_training, show
+from side_by_side import STEADY, compare, load_training, show
 
 _PROCESSES = 4
-_BEGINNING = 20
+_BEGINNING = 10
 """Steps that are not timed: a detector checks more in the first steps of a run."""
 FAILS = """
 import torch
@@ -166,7 +167,9 @@ def answer(options: argparse.Namespace) -> None:
         assert row["firsts"] == 1
         each = row["messages"] / size, row["bytes"] / size
         times = row["decided"], row["over"]
-        print(f"| {size:,} | {row['messages']:,} | {each[0]:.1f} | {each[1]:,.0f} | {times[0]:.1f} s | {times[1]:.1f} s |")
+        print(
+            f"| {size:,} | {row['messages']:,} | {each[0]:.1f} | {each[1]:,.0f} | {times[0]:.1f} s | {times[1]:.1f} s |"
+        )
 
 
 # --- the cost of watching -----------------------------------------------------------------------------------------
@@ -178,7 +181,9 @@ def cost(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             context = get_context("spawn")
             results = context.Queue()
-            command = [(rank, f"{folder}/store", wrapper, options.rounds, results) for rank in range(2)]
+            command = [
+                (rank, f"{folder}/store", wrapper, options.rounds, options.replicas, results) for rank in range(2)
+            ]
             workers = [context.Process(target=_trains, args=one) for one in command]
             for worker in workers:
                 worker.start()
@@ -188,12 +193,14 @@ def cost(options: argparse.Namespace) -> None:
         names = list(pairs[0])
         rows = {}
         for name in names:  # of each step, the seconds of both processes
-            watched, bare = ([a + b for a, b in zip(*times, strict=True)] for times in zip(*(p[name] for p in pairs), strict=True))
+            watched, bare = (
+                [a + b for a, b in zip(*times, strict=True)] for times in zip(*(p[name] for p in pairs), strict=True)
+            )
             rows[name] = compare(watched, bare)
         show(f"GPT 4 M, {wrapper}, 2 processes, {options.rounds} rounds, CPU seconds of both", rows)
 
 
-def _trains(rank: int, store: str, wrapper: str, rounds: int, results: Any) -> None:
+def _trains(rank: int, store: str, wrapper: str, rounds: int, replicas: int, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -202,9 +209,9 @@ def _trains(rank: int, store: str, wrapper: str, rounds: int, results: Any) -> N
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     made = [_training(wrapper, rank) for _ in range(2)]
-    ways: dict[str, dict[str, Any]] = {"bare": {}, "gate": {}, "gate, skip": {"on_nonfinite": "skip"}}
-    if wrapper == "ddp":
-        ways["gate, replicas every 10"] = {"check_replicas": 10}
+    ways: dict[str, dict[str, Any]] = {"bare": {}, "gate": {}}
+    if wrapper == "ddp" and replicas:
+        ways["replicas"] = {"check_replicas": replicas}
     detectors = {
         name: [NaNDetector(model, optimizer, **given) for _, model, optimizer in made] if name != "bare" else None
         for name, given in ways.items()
@@ -228,7 +235,10 @@ def _trains(rank: int, store: str, wrapper: str, rounds: int, results: Any) -> N
 
         try:
             for number in range(steps):
-                both: list[tuple[Callable[[], None], list[float]]] = [(step, times[name][0]), (bare_step, times[name][1])]
+                both: list[tuple[Callable[[], None], list[float]]] = [
+                    (step, times[name][0]),
+                    (bare_step, times[name][1]),
+                ]
                 for one, seconds in both if number % 2 else both[::-1]:
                     start = time.process_time()
                     one()
@@ -289,6 +299,7 @@ def main() -> None:
     costs = commands.add_parser("cost", help="what watching costs in 2 processes")
     costs.add_argument("--rounds", type=int, default=12, metavar="N")
     costs.add_argument("--wrappers", nargs="+", choices=("ddp", "fsdp"), default=["ddp", "fsdp"])
+    costs.add_argument("--replicas", type=int, default=0, metavar="N", help="also compare replicas every N steps")
     costs.set_defaults(run=cost)
     options = parser.parse_args()
     options.run(options)

@@ -6,7 +6,6 @@ import json
 import socket
 import textwrap
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from zygote import Zygote, ask
 
 from firstnan.diagnose.rules import received
 from firstnan.engine import ranks as module
 from firstnan.engine.ranks import Ranks, World
 from firstnan.records import Noticed, Origin, Report
 from firstnan.report.text import ranks_line
+from zygote import Zygote, ask
 
 pytest_plugins = ["zygote"]
 
@@ -392,11 +391,10 @@ def test_replicas_that_drift_apart(job: Job) -> None:
 
 
 @pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE", 0.3)
     monkeypatch.setattr(module, "_LATER", 0.0)
     monkeypatch.setattr(module, "_LONGEST", 2.0)
-    yield
 
 
 def finding(rank: int, size: int, step: int, *, created: bool = False, noticed: str = "gradient") -> Report:

@@ -56,10 +56,10 @@ class NaNDetector:
 
     `layers` watches every leaf layer (or those selected by `trackable(name, module)`, without those excluded by `skip`:
     types, names or globs). `stats` keeps the magnitudes of that many last steps per layer. `guard` watches the gradient
-    norm: "warn", "clip" or "off"; `max_grad_norm` is an absolute limit for it. `check_replicas` compares the parameters of all ranks
-    after every so many updates. `events` keeps at most `max_events`
+    norm: "warn", "clip" or "off"; `max_grad_norm` is an absolute limit for it. `events` keeps at most `max_events`
     events; `on_event` is called with each. `capsule_dir` is a folder for capsules: the failing step in one file of at
-    most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`.
+    most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`. `check_replicas=N` compares the parameters
+    of several ranks after every N updates.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # Import nothing heavy here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
 _VALUED = [
-    "--json", "-o", "--output", "--replay", "--verify", "--isolation", "--capsule", "--capsule-limit", "--check-replicas"
+    "--json", "-o", "--output", "--replay", "--verify", "--isolation",
+    "--capsule", "--capsule-limit", "--check-replicas",
 ]  # fmt: skip
 
 
@@ -299,7 +300,9 @@ def _replay_parser() -> _Parser:
         epilog="Exit code: 3 if the step failed again, 0 if it was finite; 2 if the program could not be started.",
     )
     _add_program_options(parser)
-    parser.set_defaults(trace=False, replay="never", capsule=None, verify=0, fix=False, isolation="auto", check_replicas=0)
+    parser.set_defaults(
+        trace=False, replay="never", capsule=None, verify=0, fix=False, isolation="auto", check_replicas=0
+    )
     return parser
 
 

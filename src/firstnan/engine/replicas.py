@@ -84,7 +84,7 @@ class Replicas:
             for one in (old, f"{old}/sums", f"{old}/agrees") if updates > 2 * self._every else ():
                 store.delete_key(one)
         differs = first != own.partition(" ")[0]
-        # The others know that this one has compared: if most of them differ from the first, it is the first that is odd.
+        # If most ranks differ from the first one, it is the first that is odd.
         store.add(f"{key}/{'differs' if differs else 'agrees'}", 1)
         if not differs:
             group.agreed_in = step

@@ -84,8 +84,8 @@ class Session(Observer):
 
     `gate` and `handouts` are made by whoever makes the parts that share them. `journal`, `layers`, `recovery` and
     `calls` are those of a detector; `capsules` writes the failing step to a file; `restart` starts from such a file;
-    `values` watches what a whole program reads; `sources` are replays that need no loop; `replicas` compares ranks. `through_loop`: the loop takes
-    its batches through us from the start.
+    `values` watches what a whole program reads; `sources` are replays that need no loop; `replicas` compares ranks.
+    `through_loop`: the loop takes its batches through us from the start.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class Session(Observer):
             return Decision.DROP
         trips = self.gate.check_update(optimizer, closure)
         if self._gathered is not None:
-            trips += self._unreduced(self._gathered)
+            trips = [*trips, *self._unreduced(self._gathered)]
         if shared and any_rank_says(bool(trips), optimizer) and not trips:
             trips = [Trip(Noticed("gradient", "on another rank"), [], before_update=True)]
         for trip in trips:
@@ -851,7 +851,9 @@ class Session(Observer):
     def keep_state(self, report: Report, trip: Trip) -> None:
         """Saves the failing step in a capsule while its weights still exist."""
         if self._capsules is not None and self.values is not None:
-            self._capsules.tripped(self._told_of(report), written=not trip.before_update or self.gate.in_step is not None)
+            self._capsules.tripped(
+                self._told_of(report), written=not trip.before_update or self.gate.in_step is not None
+            )
 
     def lacks_capsule(self, report: Report) -> bool:
         """Whether the capsule could not be written, since the update was already in the weights."""

@@ -25,7 +25,7 @@ _PATIENCE = datetime.timedelta(seconds=120)
 
 
 def unreduced(model: Any) -> list[tuple[str, Tensor]]:
-    """In a child, the gradients that this rank has computed for all of the weights: nobody reduces and scatters them."""
+    """In a child, the gradients that this rank has computed for all of the weights, which nobody reduces there."""
     return [(readable_path(name), p.grad) for name, p in model.named_parameters() if p.grad is not None]
 
 
