@@ -39,7 +39,7 @@ from firstnan.engine.policies import (
 )  # fmt: skip
 from firstnan.engine.ranks import world
 from firstnan.engine.scope import Scope
-from firstnan.engine.sharded import any_rank_says, are_sharded, gathered, unreduced
+from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import LATE, Gate, Trip
 from firstnan.observe.hooks import Hooks
@@ -796,7 +796,7 @@ class Session(Observer):
         """What children find out about a failure; None if there can be none, or in a child."""
         if not self._may_replay or isolation.unavailable():
             return None
-        if are_sharded(list(self.gate.steps.done)):
+        if are_gathered(list(self.gate.steps.done)):
             return self._asked_together(failure)
         return self._asked(failure)
 

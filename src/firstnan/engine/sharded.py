@@ -24,6 +24,14 @@ def are_sharded(optimizers: Iterable[Any]) -> bool:
 _PATIENCE = datetime.timedelta(seconds=120)
 
 
+def are_gathered(optimizers: Iterable[Any]) -> bool:
+    """Whether the weights are put together for every step; with tensor parallelism each rank computes with its part."""
+    kind = _sharded_kind()
+    return are_sharded(optimizers) and any(
+        isinstance(module, kind) for _, root in outermost_modules() for module in root.modules()
+    )
+
+
 def unreduced(model: Any) -> list[tuple[str, Tensor]]:
     """In a child, the gradients that this rank has computed for all of the weights, which nobody reduces there."""
     return [(readable_path(name), p.grad) for name, p in model.named_parameters() if p.grad is not None]
