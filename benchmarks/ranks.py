@@ -32,8 +32,6 @@ from typing import Any
 from side_by_side import STEADY, compare, load_training, show
 
 _PROCESSES = 4
-_BEGINNING = 10
-"""Steps that are not timed: a detector checks more in the first steps of a run."""
 FAILS = """
 import torch
 from torch import nn
@@ -181,10 +179,8 @@ def cost(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             context = get_context("spawn")
             results = context.Queue()
-            command = [
-                (rank, f"{folder}/store", wrapper, options.rounds, options.replicas, results) for rank in range(2)
-            ]
-            workers = [context.Process(target=_trains, args=one) for one in command]
+            given = (f"{folder}/store", wrapper, options.rounds, options.beginning, options.replicas, results)
+            workers = [context.Process(target=_trains, args=(rank, *given)) for rank in range(2)]
             for worker in workers:
                 worker.start()
             pairs = [results.get() for _ in workers]
@@ -200,7 +196,7 @@ def cost(options: argparse.Namespace) -> None:
         show(f"GPT 4 M, {wrapper}, 2 processes, {options.rounds} rounds, CPU seconds of both", rows)
 
 
-def _trains(rank: int, store: str, wrapper: str, rounds: int, replicas: int, results: Any) -> None:
+def _trains(rank: int, store: str, wrapper: str, rounds: int, beginning: int, replicas: int, results: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -250,10 +246,10 @@ def _trains(rank: int, store: str, wrapper: str, rounds: int, replicas: int, res
 
     for name in ways:
         for watched in range(2):
-            block(name, watched, _BEGINNING, timed=False)
+            block(name, watched, beginning, timed=False)
     for number in range(rounds):
         for name in shuffle.sample(list(ways), len(ways)):
-            block(name, number % 2, 4, timed=False)
+            block(name, number % 2, 2, timed=False)
             block(name, number % 2, 8, timed=True)
     results.put(times)
     dist.barrier()
@@ -299,6 +295,9 @@ def main() -> None:
     costs = commands.add_parser("cost", help="what watching costs in 2 processes")
     costs.add_argument("--rounds", type=int, default=12, metavar="N")
     costs.add_argument("--wrappers", nargs="+", choices=("ddp", "fsdp"), default=["ddp", "fsdp"])
+    costs.add_argument(
+        "--beginning", type=int, default=10, metavar="N", help="first steps, not timed: a detector checks more in them"
+    )
     costs.add_argument("--replicas", type=int, default=0, metavar="N", help="also compare replicas every N steps")
     costs.set_defaults(run=cost)
     options = parser.parse_args()
