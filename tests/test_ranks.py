@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-pytestmark = pytest.mark.slow
-SOURCE = Path(__file__).parents[1] / "src"
+from firstnan.diagnose.rules import received
+from firstnan.engine import ranks as module
+from firstnan.engine.ranks import Ranks, World
+from firstnan.records import Noticed, Origin, Report
+from firstnan.report.text import ranks_line
+from zygote import Zygote, ask
+
+pytest_plugins = ["zygote"]
+
+LIMIT = 120.0
+"""Seconds after which a rank is ended: a test that hangs fails."""
 
 BEGIN = """
     import hashlib, json, os, sys
@@ -31,7 +41,13 @@ BEGIN = """
     draw = torch.Generator().manual_seed(rank)
 
     def loss_of(out, x):
-        return (out - torch.log(x.sum(1, keepdim=True))).square().mean()  # here
+        return (out - torch.log(x.sum(1, keepdim=True))).square().mean()  # forward
+
+    def sharded(net):
+        from torch.distributed.fsdp import fully_shard
+        for layer in (net[0], net[2], net):
+            fully_shard(layer)
+        return net
 """
 
 LOADER = """
@@ -49,21 +65,31 @@ LOADER = """
     dist.destroy_process_group()
 """
 
-BACKWARD = """
-    model = DDP(net)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    for step in range(12):
-        x = torch.rand(8, 6, generator=draw) + 0.1
-        target = model(x)
-        bad = step == 6 and rank == 0
-        spread = (target * 0 if bad else target).square().sum(1).sqrt().mean()  # here
-        optimizer.zero_grad()
-        (loss_of(target, x) + 0.01 * spread).backward()  # not here
-        optimizer.step()
-    dist.destroy_process_group()
-"""
-
 HEALTHY = LOADER.replace("data[81] = 0", "")
+
+FAULTS = """
+    wrapper, fault, guilty = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    if fault == "optimizer":  # the other ranks do not come
+        from firstnan.engine import ranks
+        ranks._PATIENCE = 2.0
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = DDP(net) if wrapper == "ddp" else sharded(net)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for step in range(9):
+        x = torch.rand(8, 6, generator=draw) + 0.1
+        bad = fault if step == 6 and guilty in (rank, -1) else ""
+        if bad == "data":
+            x[3, 2] = float("nan")  # data
+        if bad == "forward":
+            x[3] = 0
+        out = model(x)
+        spread = (out * 0 if bad == "backward" else out).square().sum(1).sqrt().mean()  # backward
+        optimizer.zero_grad()
+        (loss_of(out, x) + 0.01 * spread).backward()
+        if bad == "optimizer":
+            optimizer.param_groups[0]["lr"] = float("nan")
+        optimizer.step()  # optimizer
+"""
 
 DIES = """
     model = DDP(net)
@@ -77,179 +103,388 @@ DIES = """
         optimizer.step()
 """
 
-DETECTOR = """
-    from firstnan import NaNDetector, NonFiniteError
+SICK = """
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     model = DDP(net)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    detector = NaNDetector(model, optimizer, on_nonfinite=sys.argv[1])
-    raised = False
-    try:
-        with detector:
-            for step in range(60):
-                x = torch.rand(8, 6, generator=draw) + 0.1
-                if step in (5, 9) and rank == size - 1:
-                    x[3] = 0
-                optimizer.zero_grad()
-                loss_of(model(x), x).backward()
-                optimizer.step()
-    except NonFiniteError:
-        raised = True
-    content = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
-    report = detector.report
-    found = {
-        "weights": hashlib.sha256(content).hexdigest(),
-        "finite": all(bool(p.isfinite().all()) for p in net.parameters()),
-        "line": report.origin.site.line if report and report.origin else None,
-        "cause": report.cause.slug if report and report.cause else None,
-        "raised": raised,
-    }
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    calls = 0
+
+    def card(x):
+        global calls
+        calls += 1
+        return x * float("nan") if calls == 5 and rank == 1 else x
+
+    for step in range(9):
+        x = torch.rand(8, 6, generator=draw) + 0.1
+        out = model(x)
+        if sys.argv[1] == "loss":
+            out = card(out)
+        elif out.requires_grad:
+            out.register_hook(card)
+        optimizer.zero_grad()
+        loss_of(out, x).backward()
+        optimizer.step()
+"""
+
+PIPELINE = """
+    stage = nn.Sequential(nn.Linear(6, 16), nn.Tanh()) if rank == 0 else nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(stage.parameters(), 1e-2)
+    for step in range(9):
+        x = torch.rand(8, 6, generator=draw) + 0.1
+        optimizer.zero_grad()
+        if rank == 0:
+            if step == 6:
+                x[3] = -1
+            h = stage(x.log())  # first stage
+            dist.send(h.detach(), 1)
+            gradient = torch.empty_like(h)
+            dist.recv(gradient, 1)
+            h.backward(gradient)
+        else:
+            h = torch.empty(8, 16)
+            dist.recv(h, 0)
+            h.requires_grad_()
+            stage(h).square().mean().backward()
+            dist.send(h.grad, 0)
+        optimizer.step()
+"""
+
+POLICIES = """
+    import copy, logging
+    from firstnan import NaNDetector, NonFiniteError
+    logging.disable()
+    initial = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def fail(step, x, fault):
+        \"\"\"On the last rank only.\"\"\"
+        if fault == "forward" and step in (5, 9) and rank == size - 1:
+            x[3] = 0
+        return x
+
+    def train(wrapper, policy, fault):
+        net = copy.deepcopy(initial)
+        model = DDP(net) if wrapper == "ddp" else sharded(net)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        detector = NaNDetector(model, optimizer, on_nonfinite=policy, snapshot_every=4)
+        raised, updates = False, 0
+        try:
+            with detector:
+                for step in range(60):
+                    x = fail(step, torch.rand(8, 6, generator=draw) + 0.1, fault)
+                    out = model(x)
+                    bad = fault == "backward" and step in (5, 9) and rank == size - 1
+                    spread = (out * 0 if bad else out).square().sum(1).sqrt().mean()
+                    optimizer.zero_grad()
+                    (loss_of(out, x) + 0.01 * spread).backward()
+                    if wrapper == "fsdp" and fault == "shard" and step == 5 and rank == 0:
+                        net[0].weight.grad.to_local()[0, 0] = float("nan")  # in the part of one rank only
+                    optimizer.step()
+        except NonFiniteError:
+            raised = True
+        weights = [p.full_tensor() if wrapper == "fsdp" else p for p in net.parameters()]
+        content = b"".join(p.detach().numpy().tobytes() for p in weights)
+        report = detector.report
+        return {
+            "weights": hashlib.sha256(content).hexdigest(),
+            "finite": all(bool(p.isfinite().all()) for p in weights),
+            "updates": [optimizer.state[p]["step"].item() for p in net.parameters()],
+            "line": report.origin.site.line if report and report.origin else None,
+            "cause": report.cause.slug if report and report.cause else None,
+            "dropped": [e.step for e in detector.events if e.kind in ("skipped", "rolled_back")],
+            "raised": raised,
+        }
+
+    found = {"/".join(case): train(*case) for case in json.loads(sys.argv[1])}
     open(f"found{rank}.json", "w").write(json.dumps(found))
     dist.barrier()
 """
 
-SHARDED = """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    mesh = init_device_mesh("cpu", (size,))
-    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    for layer in (net[0], net[2], net):
-        fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-
-    def train(steps):
-        for step in range(steps):
-            x = torch.rand(8, 6, generator=draw) + 0.1
-            if bad_data and step == 7 and rank == size - 1:
-                x[3] = 0
-            optimizer.zero_grad()
-            loss_of(net(x), x).backward()
-            if not bad_data and step == 5 and rank == 0:
-                net[0].weight.grad.to_local()[0, 0] = float("nan")  # in the part of one rank only
-            optimizer.step()
-"""
-
-SHARDED_RUN = (
-    SHARDED
-    + """
-    bad_data = True
-    train(20)
-    dist.destroy_process_group()
-"""
-)
-
-SHARDED_SKIP = (
-    SHARDED
-    + """
+REPLICAS = """
+    import copy, logging
     from firstnan import NaNDetector
-    bad_data = False
-    with NaNDetector(net, optimizer, on_nonfinite="skip") as detector:
-        train(20)
-    finite = all(bool(p.to_local().isfinite().all()) for p in net.parameters())
-    kinds = [event.kind for event in detector.events]
-    steps = optimizer.state[net[0].weight]["step"].item()
-    open(f"found{rank}.json", "w").write(json.dumps({"finite": finite, "kinds": kinds, "steps": steps}))
+    logging.disable()
+    initial = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def average(net):
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+
+    def train(how, drifts):
+        net = copy.deepcopy(initial)
+        if how == "stages":  # no replicas
+            nn.init.normal_(net[0].weight, generator=draw)
+        model = DDP(net) if how == "ddp" else net
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        with NaNDetector(model, optimizer, check_replicas=2) as detector:
+            for step in range(20):
+                x = torch.rand(8, 6, generator=draw)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                if how == "by hand":
+                    average(net)
+                optimizer.step()
+                if drifts and step == 12 and rank == 1:
+                    net[2].weight.data.view(torch.int32)[0, 3] ^= 1 << 20
+                dist.barrier()
+        return [(e.kind, e.message, e.step, e.layer) for e in detector.events]
+
+    quiet = [train(how, False) for how in ("ddp", "by hand", "stages")]
+    found = {"quiet": quiet, "drift": train("ddp", True)}
+    open(f"found{rank}.json", "w").write(json.dumps(found))
     dist.barrier()
 """
-)
 
 
-def run(folder: Path, text: str, *words: str, ranks: int = 2, firstnan: bool = True) -> list[tuple[int, str]]:
-    """Starts the ranks of a program as a launcher does; returns exit code and stderr of each."""
-    (folder / "train.py").write_text(textwrap.dedent(BEGIN) + textwrap.dedent(text))
-    with socket.socket() as any_socket:
-        any_socket.bind(("127.0.0.1", 0))
-        port = any_socket.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "firstnan", "run", "--json", "out.json"] if firstnan else [sys.executable]
-    processes = [
-        subprocess.Popen(
-            [*command, "train.py", *words],
-            cwd=folder,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+@dataclass(frozen=True)
+class Job:
+    """Starts the ranks of a program as a launcher does, in forks of a process that has torch already."""
+
+    zygote: Zygote
+    folder: Path
+
+    def __call__(self, text: str, *words: str, ranks: int = 2, options: str | None = "") -> list[tuple[int, str]]:
+        """Exit code and stderr of each rank; `options` of `firstnan run`, or None for plain python."""
+        (self.folder / "train.py").write_text(textwrap.dedent(BEGIN) + textwrap.dedent(text))
+        with socket.socket() as any_socket:
+            any_socket.bind(("127.0.0.1", 0))
+            port = any_socket.getsockname()[1]
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = ["run", "--json", "out.json", *(options or "").split()] if options is not None else []
+
+        def start(rank: int) -> tuple[int, str]:
+            env = {**self.zygote.environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            out, err = self.folder / f"{rank}.out", self.folder / f"{rank}.err"
+            request = {"argv": [*command, "train.py", *words], "plain": options is None, "cwd": str(self.folder)}
+            request |= {"env": env, "limit": LIMIT, "stdout": str(out), "stderr": str(err)}
+            code = ask(self.zygote.address, request | {"executable": self.zygote.executable})
+            return code, err.read_text()
+
+        with ThreadPoolExecutor(ranks) as pool:
+            return list(pool.map(start, range(ranks)))
+
+    def answer(self, name: str = "out.json") -> dict[str, Any]:
+        return json.loads((self.folder / name).read_text())  # type: ignore[no-any-return]
+
+    def line(self, mark: str) -> int:
+        lines = (self.folder / "train.py").read_text().splitlines()
+        return max(i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
 
 
-def answer(folder: Path, name: str = "out.json") -> dict[str, Any]:
-    return json.loads((folder / name).read_text())  # type: ignore[no-any-return]
+@pytest.fixture
+def job(firstnan: Zygote, tmp_path: Path) -> Job:
+    return Job(firstnan, tmp_path)
 
 
-def line_of(folder: Path, mark: str = "# here") -> int:
-    lines = (folder / "train.py").read_text().splitlines()
-    return max(i for i, line in enumerate(lines, 1) if line.endswith(mark))
-
-
-def test_the_rank_with_the_bad_sample_is_named(tmp_path: Path) -> None:
-    (first, quiet), (second, told) = run(tmp_path, LOADER)
+def test_the_rank_with_the_bad_sample_is_named(job: Job) -> None:
+    (first, quiet), (second, told) = job(LOADER)
     assert (first, second) == (3, 3)
-    found, other = answer(tmp_path), answer(tmp_path, "out.rank0.json")
+    found, other = job.answer(), job.answer("out.rank0.json")
     assert (found["rank"], found["world_size"], found["step"]) == (1, 2, 5)
-    assert found["origin"]["line"] == line_of(tmp_path)
+    assert found["origin"]["line"] == job.line("forward")
     assert (found["batch"]["dataset_indices"], found["batch"]["confirmed"]) == ([81], True)
     assert found["remedies"][0]["failing_step_finite"]
     assert [one["what"] for one in found["ranks"]] == ["received", "created"]
     assert other["cause"]["slug"] == "collective"
-    assert answer(tmp_path, "out.rank1.json")["origin"] == found["origin"]
+    assert job.answer("out.rank1.json")["origin"] == found["origin"]
     assert "rank 1 of 2" in told
     assert "created on rank 1; received from another by rank 0" in told
     assert "firstnan" not in quiet
 
 
-def test_a_gradient_without_a_loader(tmp_path: Path) -> None:
-    run(tmp_path, BACKWARD, "--verify", "0")
-    found = answer(tmp_path)
-    assert (found["rank"], found["step"], found["origin"]["phase"]) == (0, 6, "backward")
-    assert found["origin"]["line"] == line_of(tmp_path, "# here")
+@pytest.mark.parametrize("fault", ["forward", "backward", "data", "optimizer"])
+@pytest.mark.parametrize(("wrapper", "ranks"), [("ddp", 2), ("ddp", 4), ("fsdp", 4)])
+def test_a_fault_on_one_rank(job: Job, wrapper: str, ranks: int, fault: str) -> None:
+    guilty = ranks - 1
+    results = job(FAULTS, wrapper, fault, str(guilty), ranks=ranks, options="--verify 0")
+    assert results[guilty][0] == 3
+    found = job.answer()
+    assert (found["rank"], found["world_size"], found["step"]) == (guilty, ranks, 6)
+    assert (found["origin"]["line"], found["reproduced"]) == (job.line(fault), "deterministic")
+    if fault in ("forward", "data"):
+        assert found["batch"]["bad_samples"] == [3]
+    what = {one["rank"]: one["what"] for one in found["ranks"]}
+    assert what.pop(guilty) == "created"
+    # An update goes wrong after the exchange: the others are healthy until they meet the lack of this rank.
+    assert set(what.values()) == {"unknown" if fault == "optimizer" else "received"}
 
 
-def test_healthy_ranks_are_silent(tmp_path: Path) -> None:
-    assert run(tmp_path, HEALTHY) == [(0, ""), (0, "")]
-    assert answer(tmp_path)["verdict"] == "clean"
-    assert not list(tmp_path.glob("out.rank*"))
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_fault_on_all_ranks(job: Job, wrapper: str) -> None:
+    assert [code for code, _ in job(FAULTS, wrapper, "forward", "-1", ranks=4, options="--verify 0")] == [3, 3, 3, 3]
+    found = job.answer()
+    assert (found["rank"], found["step"], found["origin"]["line"]) == (0, 6, job.line("forward"))
+    assert [one["what"] for one in found["ranks"]] == ["created"] * 4
 
 
-def test_a_rank_that_raises_something_else_holds_nobody_up(tmp_path: Path) -> None:
-    (first, _), (second, error) = run(tmp_path, DIES)
+def test_healthy_ranks_are_silent(job: Job) -> None:
+    assert job(HEALTHY, options="--check-replicas 2") == [(0, ""), (0, "")]
+    assert (job.answer()["verdict"], job.answer()["world_size"]) == ("clean", 2)
+    assert not list(job.folder.glob("out.rank*"))
+
+
+def test_a_rank_that_raises_something_else_holds_nobody_up(job: Job) -> None:
+    (first, _), (second, error) = job(DIES)
     assert (first, second) == (1, 1)
     assert error.rstrip().endswith("ValueError: the disk is full")
-    assert answer(tmp_path)["verdict"] == "clean"
+    assert job.answer()["verdict"] == "clean"
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback", "warn", "raise"])
-def test_replicas_stay_alike(tmp_path: Path, policy: str) -> None:
-    codes = [code for code, _ in run(tmp_path, DETECTOR, policy, firstnan=False)]
-    assert codes == [0, 0]
-    first, second = answer(tmp_path, "found0.json"), answer(tmp_path, "found1.json")
-    assert first["weights"] == second["weights"]
-    assert first["finite"] is (policy != "warn")
-    assert (first["raised"], second["raised"]) == (policy == "raise", policy == "raise")
-    if policy != "warn":
-        assert (first["line"], first["cause"]) == (None, "collective")
-        assert (second["line"], second["cause"]) == (line_of(tmp_path), "log_of_zero")
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_rank_that_differs_from_its_own_replay(job: Job, where: str) -> None:
+    results = job(SICK, where)
+    assert [code for code, _ in results] == [3, 3]
+    found = job.answer()
+    assert (found["step"], found["cause"]["slug"], found["reproduced"]) == (4, "transient", "transient")
+    if where == "loss":
+        assert (found["rank"], found["ranks"][1]["what"]) == (1, "transient")
+        assert "only the first time, not when replayed, on rank 1" in results[1][1]
+    else:  # the gradients of all ranks are averaged before anybody sees them
+        assert "which one is not known" in found["cause"]["why"]
 
 
-def test_sharded_weights_are_gathered_for_the_replay(tmp_path: Path) -> None:
-    run(tmp_path, SHARDED_RUN)
-    found = answer(tmp_path)
-    assert (found["rank"], found["step"]) == (1, 7)
-    assert found["origin"]["line"] == line_of(tmp_path)
-    assert found["batch"]["bad_samples"] == [3]
+def test_the_first_stage_of_a_pipeline(job: Job) -> None:
+    job(PIPELINE, options="--verify 0")
+    found = job.answer()
+    assert (found["rank"], found["step"], found["origin"]["line"]) == (0, 6, job.line("first stage"))
+    assert [one["what"] for one in found["ranks"]] == ["created", "received"]
 
 
-def test_ranks_that_see_a_part_of_the_gradients_decide_together(tmp_path: Path) -> None:
-    assert [code for code, _ in run(tmp_path, SHARDED_SKIP, firstnan=False)] == [0, 0]
-    for name in ("found0.json", "found1.json"):
-        found = answer(tmp_path, name)
-        assert (found["finite"], found["steps"]) == (True, 19)
-        assert found["kinds"].count("skipped") == 1
+CASES = [
+    *((("ddp", policy, "forward")) for policy in ("skip", "rollback", "warn", "raise")),
+    *((("ddp", policy, "backward")) for policy in ("skip", "rollback")),
+    *((("fsdp", policy, fault)) for policy in ("skip", "rollback") for fault in ("forward", "backward")),
+    ("fsdp", "skip", "shard"),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replicas_stay_alike(job: Job, ranks: int) -> None:
+    results = job(POLICIES, json.dumps(CASES), ranks=ranks, options=None)
+    assert [code for code, _ in results] == [0] * ranks, results
+    found = [job.answer(f"found{rank}.json") for rank in range(ranks)]
+    for wrapper, policy, fault in CASES:
+        each = [one[f"{wrapper}/{policy}/{fault}"] for one in found]
+        first, last = each[0], each[-1]
+        assert all(one["weights"] == first["weights"] for one in each), (wrapper, policy, fault)
+        assert all(one["updates"] == first["updates"] for one in each)
+        assert all(one["dropped"] == first["dropped"] for one in each)
+        assert all(one["raised"] is (policy == "raise") for one in each)
+        assert first["finite"] is (policy != "warn")
+        if policy in ("skip", "rollback"):
+            assert first["dropped"] == ([5] if fault == "shard" else [5, 9])
+        if policy == "skip":
+            assert set(first["updates"]) == {60 - len(first["dropped"])}
+        if policy != "warn" and fault != "shard":
+            assert all((one["line"], one["cause"]) == (None, "collective") for one in each[:-1])
+            assert last["line"] == job.line("forward") if fault == "forward" else last["line"] is not None
+
+
+def test_replicas_that_drift_apart(job: Job) -> None:
+    results = job(REPLICAS, ranks=4, options=None)
+    assert [code for code, _ in results] == [0] * 4, results
+    found = [job.answer(f"found{rank}.json") for rank in range(4)]
+    assert all(one["quiet"] == [[], [], []] for one in found)
+    ((kind, message, step, name),) = [event for one in found for event in one["drift"]]
+    assert (kind, step, name) == ("replicas", 13, "2.weight")
+    assert "replicas differ after step 13: parameter 2.weight has other values on rank 1 than on rank" in message
+    assert message.endswith("they were equal after step 11")
+
+
+# The exchange, without processes.
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    monkeypatch.setattr(module, "_LATER", 0.0)
+    monkeypatch.setattr(module, "_LONGEST", 2.0)
+
+
+def finding(rank: int, size: int, step: int, *, created: bool = False, noticed: str = "gradient") -> Report:
+    cause = None if created else received(rank, size)
+    origin = Origin("forward", "log", "aten.log.default") if created else None
+    return Report("nonfinite", step=step, cause=cause, origin=origin, rank=rank, noticed=Noticed(noticed))  # type: ignore[arg-type]
+
+
+def exchanged(reports: list[Report | None], store: Any) -> list[Report | None]:
+    """What each rank gets; None in the place of a rank that does not come."""
+    size = len(reports)
+
+    def one(rank: int) -> Report | None:
+        report = reports[rank]
+        return Ranks(World(rank, size, False), store).exchange(report) if report is not None else None
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_earliest_step_is_first_and_what_was_created_comes_before_what_was_received() -> None:
+    reports: list[Report | None] = [finding(rank, 100, 7) for rank in range(100)]
+    reports[40] = finding(40, 100, 7, created=True)
+    found = exchanged(reports, dist.HashStore())
+    assert [rank for rank, one in enumerate(found) if one is not None] == [40]
+    assert found[40] is not None
+    assert [one.rank for one in found[40].ranks if one.what == "created"] == [40]
+    assert ranks_line(found[40].ranks, 100).endswith("36 more ranks are not listed")
+    reports[60] = finding(60, 100, 6)
+    assert [rank for rank, one in enumerate(exchanged(reports, dist.HashStore())) if one is not None] == [60]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_ranks_that_do_not_come() -> None:
+    reports = [None, finding(1, 4, 7), finding(2, 4, 7, created=True), None]
+    found = exchanged(reports, dist.HashStore())
+    assert [one is not None for one in found] == [False, False, True, False]
+    assert found[2] is not None
+    assert [one.what for one in found[2].ranks] == ["unknown", "received", "created", "unknown"]
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(("noticed", "named"), [("loss", "rank 1"), ("gradient", "not known")])
+def test_nobody_has_created_it(noticed: str, named: str) -> None:
+    found = exchanged([finding(0, 2, 7), finding(1, 2, 7, noticed=noticed)], dist.HashStore())
+    (first,) = [one for one in found if one is not None]
+    assert first.cause is not None
+    assert (first.cause.slug, first.reproduced) == ("transient", "transient")
+    assert named in first.cause.why
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_store_is_gone() -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise ConnectionError("Broken pipe")
+
+    ranks = Ranks(World(1, 2, False), Gone())
+    report = finding(1, 2, 7)
+    assert ranks.exchange(report) == replace(report, ranks=ranks.exchange(report).ranks)  # type: ignore[union-attr]
+    ranks.settle(report)
+    ranks.wait_for_end()
+    assert ranks.answer() is None
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_answer_reaches_rank_0_before_anybody_ends() -> None:
+    store, order = dist.HashStore(), []
+    first, other = (Ranks(World(rank, 2, False), store) for rank in (1, 0))
+    created = finding(1, 2, 7, created=True)
+
+    def receive() -> None:
+        assert other.exchange(finding(0, 2, 7)) is None
+        answer = other.answer()
+        assert answer is not None
+        assert answer.rank == 1
+        order.append("written")
+        other.written()
+        other.wait_for_end()
+        order.append("ended")
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    report = first.exchange(created)
+    assert report is not None
+    first.settle(report)
+    order.append("settled")
+    thread.join()
+    assert order[0] == "written"

@@ -23,6 +23,7 @@ from firstnan.engine.journal import Counts, EventLog, Journal, Statistics
 from firstnan.engine.model_calls import CallReplay, ModelCalls, UpdateReplay
 from firstnan.engine.policies import Policy, Raise, Rollback, Skip, Warn
 from firstnan.engine.recovery import Recovery
+from firstnan.engine.replicas import Replicas
 from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
 from firstnan.gate.gate import Gate
@@ -57,7 +58,8 @@ class NaNDetector:
     types, names or globs). `stats` keeps the magnitudes of that many last steps per layer. `guard` watches the gradient
     norm: "warn", "clip" or "off"; `max_grad_norm` is an absolute limit for it. `events` keeps at most `max_events`
     events; `on_event` is called with each. `capsule_dir` is a folder for capsules: the failing step in one file of at
-    most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`.
+    most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`. `check_replicas=N` compares the parameters
+    of several ranks after every N updates.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class NaNDetector:
         stats: int = 0,
         guard: str = "warn",
         max_grad_norm: float | None = None,
+        check_replicas: int = 0,
         max_events: int = 1000,
         on_event: Callable[[NaNEvent], None] | None = None,
         capsule_dir: str | os.PathLike[str] | None = None,
@@ -93,6 +96,7 @@ class NaNDetector:
             if guard == "off":
                 raise ValueError("max_grad_norm needs guard='warn' or 'clip' (got guard='off')")
         whole = {"streak": streak, "stats": stats, "max_events": max_events, "capsule_limit": capsule_limit}
+        whole["check_replicas"] = check_replicas
         for name, value in whole.items():
             require_integer(name, value, 0)
         require_integer("snapshot_every", snapshot_every, 1)
@@ -105,7 +109,7 @@ class NaNDetector:
             require_path("capsule_dir", capsule_dir)
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._on_nonfinite, self._snapshot_every, self._capsules = on_nonfinite, snapshot_every, capsules
-        self._guard, self._max_grad_norm = guard, max_grad_norm
+        self._guard, self._max_grad_norm, self._check_replicas = guard, max_grad_norm, check_replicas
         self._policy = _policy(on_nonfinite, streak)
         self._layers, self._trackable, self._skip = layers, trackable, types_and_names("skip", skip)
         self.events = EventLog(max_events, on_event)
@@ -174,6 +178,7 @@ class NaNDetector:
             recovery=recovery,
             calls=calls,
             capsules=capsules,
+            replicas=Replicas(self._check_replicas, journal.replicas_differ) if self._check_replicas else None,
             sources=lambda session: (
                 UpdateReplay(session.microscope, recovery, session.hooks),
                 CallReplay(session.microscope, calls, lambda: not session.through_loop),

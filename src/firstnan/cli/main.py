@@ -8,7 +8,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 # Import nothing heavy here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
-_VALUED = ["--json", "-o", "--output", "--replay", "--verify", "--isolation", "--capsule", "--capsule-limit"]
+_VALUED = [
+    "--json", "-o", "--output", "--replay", "--verify", "--isolation",
+    "--capsule", "--capsule-limit", "--check-replicas",
+]  # fmt: skip
 
 
 class UsageError(Exception):
@@ -73,6 +76,8 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
     launches = startup.is_launcher(program.target, module=program.module)
     if launches:
         startup.follow(program.target, str(json or output or 1))
+        if parsed.check_replicas:
+            os.environ[_CHECK_REPLICAS] = str(parsed.check_replicas)
     fix = _writable(str((json or output or Path("firstnan")).with_suffix(".patch"))) if parsed.fix else None
     options = Options(
         json=json,
@@ -85,6 +90,7 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         capsule=_capsule_request(parsed),
         restart=parsed.replayed_capsule,
         isolation=parsed.isolation == "auto" and os.environ.get("FIRSTNAN_ISOLATION") != "off",
+        check_replicas=parsed.check_replicas,
         if_trained=parsed.if_trained or launches,
     )
     return runner.run(program, Investigation(options))
@@ -184,6 +190,7 @@ def _demo(words: list[str]) -> int:
     return _investigate(_run_parser().parse_args([]), runner.Program(str(demo.path), ()))
 
 
+_CHECK_REPLICAS = "FIRSTNAN_CHECK_REPLICAS"
 _COMMANDS = {"run": _run, "show": _show, "fix": _fix, "replay": _replay, "causes": _causes, "demo": _demo}
 
 
@@ -273,6 +280,13 @@ def _run_parser() -> _Parser:
     parser.add_argument(
         "--capsule-limit", metavar="SIZE", default="2G", help="maximum size of that file, such as 500M (default: 2G)"
     )
+    parser.add_argument(
+        "--check-replicas",
+        type=_count,
+        metavar="N",
+        default=os.environ.get(_CHECK_REPLICAS, "0"),
+        help="compare the parameters of all ranks after every N updates (default: never)",
+    )
     parser.set_defaults(replayed_capsule=None)
     return parser
 
@@ -286,7 +300,9 @@ def _replay_parser() -> _Parser:
         epilog="Exit code: 3 if the step failed again, 0 if it was finite; 2 if the program could not be started.",
     )
     _add_program_options(parser)
-    parser.set_defaults(trace=False, replay="never", capsule=None, verify=0, fix=False, isolation="auto")
+    parser.set_defaults(
+        trace=False, replay="never", capsule=None, verify=0, fix=False, isolation="auto", check_replicas=0
+    )
     return parser
 
 
@@ -389,8 +405,9 @@ def _writable(name: str | None) -> Path | None:
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
-            path.open("xb").close()
-            path.unlink()
+            with suppress(FileExistsError):  # another rank may check at the same moment
+                path.open("xb").close()
+            path.unlink(missing_ok=True)
             return path
         # Opening a pipe would wait for its reader.
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from firstnan.engine import isolation
-from firstnan.engine.conclude import bad_values, came_from_another_rank, came_from_outside, is_numeric
+from firstnan.engine.conclude import bad_values, came_from_another_rank, came_from_outside, is_numeric, not_repeated
 from firstnan.engine.loop_replay import Failure, LoopReplay
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
 from firstnan.engine.ranks import RECEIVED, world
@@ -25,6 +25,7 @@ from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, Findin
 from firstnan.engine.samples.variables import DRAWN, Variables
 from firstnan.engine.turn import LeftLoop, Turn, data_in, line_in, same_values, with_batch, with_batch_first
 from firstnan.gate.gate import Trip
+from firstnan.observe.forked import is_received
 from firstnan.observe.observer import Decision
 from firstnan.records import Batch, NaNEvent, Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
@@ -423,12 +424,22 @@ class TurnReplay:
         return self._rehearsing
 
     def decide(self, optimizer: Any, closure: bool) -> Decision:
-        if self.failure.place == ("gradient update", id(optimizer)) and world().size > 1 and self._reads_the_same():
-            self._session.settle(came_from_another_rank(self.failure.report), before_update=True)
+        if world().size > 1 and self._batch is None and not self._rehearsing and self._reads_the_same():
+            self._was_finite(optimizer)
         if self._batch is not None and not closure:
             raise SystemExit  # it was finite
         self._closes = self._closes or closure
         return Decision.RUN if closure else Decision.DROP
+
+    def _was_finite(self, optimizer: Any) -> None:
+        """The step has come to its update on this rank alone; there will be no second run to tell more."""
+        failure, session = self.failure, self._session
+        if failure.place == ("gradient update", id(optimizer)):
+            session.settle(came_from_another_rank(failure.report), before_update=True)
+        elif failure.trip.noticed.what == "loss" and self.whole:
+            own = failure.is_own(session.microscope)
+            found = not_repeated(failure.report, None) if own else came_from_another_rank(failure.report)
+            session.settle(found, before_update=True)
 
     def update_ended(self) -> None: ...
 
@@ -466,7 +477,8 @@ class TurnReplay:
     def _reads_the_same(self) -> bool:
         """Whether the body computed with the same data as the step did; another batch may fail as well."""
         with self._session.microscope.unseen():
-            return all(same_values(before, self._turn.names.get(name)) for name, before in self._read.items())
+            now = ((before, self._turn.names.get(name)) for name, before in self._read.items())
+            return all(is_received(value) or same_values(before, value) for before, value in now)
 
     def left(self) -> Report:
         return self.failure.report

@@ -27,6 +27,8 @@ from firstnan.tensors.state import (
 # The most batches kept for one step; a step with more is replayed by a second run of the program.
 _MOST_BATCHES = 64
 _MOST_BYTES = 256 << 20
+_MOST_COMPARED = 1 << 22
+"""Elements up to which a batch is compared with what the step reads."""
 _MOST_UPDATES = 16
 _MOST_SEARCHED = 8
 _TESTED, _EVERY = 16, 64  # Random state is compared before and after each of the first steps, then in every n-th step.
@@ -292,6 +294,9 @@ class Handouts:
             return True
         read = {id(t) for value in used for _, t in tensors_in(value, depth=2)}
         newest, older = ({id(t) for _, t in tensors_in(one)} for one in (latest.batch, before[0] if before else None))
+        if newest.isdisjoint(read) and older.isdisjoint(read) and before is not None:  # the loader may have copied it
+            found = [t for value in used for _, t in tensors_in(value, depth=2) if not t.requires_grad]
+            newest, older = (read if _are_copied(one, found) else set() for one in (latest.batch, before[0]))
         if newest.isdisjoint(read) and not older.isdisjoint(read):
             assert before is not None
             self.is_ahead = True
@@ -369,3 +374,19 @@ class Handouts:
 
     def again(self, iterator: Any) -> Handout:
         return self.sources[iterator].again.pop(0)
+
+
+def _are_copied(batch: Any, used: list[Tensor]) -> bool:
+    """Whether a tensor of the batch is among these with the same numbers."""
+    members = [t for _, t in tensors_in(batch) if 1 < t.numel() <= _MOST_COMPARED and t.is_cpu]
+    return any(
+        t.shape == other.shape and t.dtype == other.dtype and other.is_cpu and _is_equal(t, other)
+        for t in members
+        for other in used
+    )
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or (
+        one.is_floating_point() and torch.equal(one.nan_to_num(), other.detach().nan_to_num())
+    )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from firstnan.capsule.content import Capsule
     from firstnan.engine.capsule_replay import CapsuleReplay
     from firstnan.engine.program_watch import ProgramWatch
+    from firstnan.engine.replicas import Replicas
     from firstnan.engine.session import Session
     from firstnan.engine.step_trial import StepTrials
     from firstnan.engine.trial_policy import Trial
@@ -63,6 +64,8 @@ class Options:
     """The captured step to begin with."""
     isolation: bool = True
     """Whether what runs again must change nothing of the user's; if that is impossible, it is not run."""
+    check_replicas: int = 0
+    """After how many updates the parameters of all ranks are compared; 0 for never."""
     if_trained: bool = False
     """Whether this may be any process of a job, such as its launcher: a clean report is written only if it trained,
     and not over the report of another process."""
@@ -85,6 +88,8 @@ class Investigation:
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
         self._interrupted = self._tried = self._over = self._first_part_printed = self._all_printed = False
+        self._capsule_is_finished = False
+        self._replicas: Replicas | None = None
         self.workers, self.ranks = WorkerReports(), Ranks()
         self._answer: Report | None = None
         """The answer of the first of several ranks, if that is another one."""
@@ -161,7 +166,8 @@ class Investigation:
 
     def _finish_capsule(self) -> None:
         watch = self.watch
-        if watch is not None and watch.capsules is not None:
+        if watch is not None and watch.capsules is not None and not self._capsule_is_finished:
+            self._capsule_is_finished = True
             try:
                 self.report = watch.capsules.finish(self.report)
             except Exception as error:  # the report is worth more than its capsule
@@ -209,7 +215,16 @@ class Investigation:
                 may_replay=self.options.replay == "auto",
                 wanted=self._wanted(),
                 again=order is not None,
+                replicas=self._compared_replicas(),
             )
+
+    def _compared_replicas(self) -> Replicas | None:
+        if not self.options.check_replicas or self.order is not None:
+            return None
+        from firstnan.engine.replicas import Replicas
+
+        self._replicas = Replicas(self.options.check_replicas, lambda text, step, name: say(f"warning: {text}"))
+        return self._replicas
 
     def _wanted(self) -> Wanted | None:
         if self.order is not None and self.order.capsule is not None:
@@ -327,27 +342,41 @@ class Investigation:
             return
         at_step = StepTrials(session, session.failure) if session.failure is not None else None
         self._try_remedies(self.report if self.ranks.are_many else report, at_step)
-        if self.ranks.are_many:
-            self.ranks.settle(self.report)
-        if self._first_part_printed and self.options.capsule is None:
-            saved = self.options.json or self.options.output
+        saved = self.options.json or self.options.output
+        if self.ranks.are_many:  # the launcher may end this process as soon as another one ends
+            self._answer_for_all(str(saved) if saved else "")
+        elif self._first_part_printed and self.options.capsule is None:
             self._print_rest(str(saved) if saved else "")
 
     def _is_first_of_ranks(self, report: Report) -> bool:
         """Whether this rank's failure was the first of all; otherwise another rank has the answer."""
         report = self.ranks.placed(report)
         if report.verdict == "clean":
-            self._answer = self.ranks.look()
+            self.report = report
+            if self.ranks.writes_for_all:
+                self._answer = self.ranks.answer()
             return False
         first = self.ranks.exchange(report)
-        if first.rank == self.ranks.rank:
+        if first is not None:
             self.report = first
             return True
         self.report, self._tried, self._all_printed = report, True, True
         self._save(report)
         with contextlib.suppress(KeyboardInterrupt):
-            self._answer = self.ranks.answer()
+            if self.ranks.writes_for_all and (answer := self.ranks.answer()) is not None:
+                self._answer = answer
+                self._write(answer)
+                self.ranks.written()
+            self.ranks.wait_for_end()
         return False
+
+    def _answer_for_all(self, saved: str) -> None:
+        """Writes and prints everything, and gives the other ranks the answer."""
+        self._finish_capsule()
+        self._save(self.report)
+        self._write(self.report)
+        self._print_rest(saved)
+        self.ranks.settle(self.report)
 
     def _try_remedies(self, report: Report, at_step: StepTrials | None = None) -> None:
         """Tries each fix, until one is known to help; prints what is known before."""
@@ -453,16 +482,22 @@ class Investigation:
             print_text(self.report, sys.stderr, saved=saved, parts="rest" if self._first_part_printed else "whole")
 
     def _deliver(self) -> None:
+        notes = self.report.notes
+        if self._replicas is not None and (found := self._replicas.told()):
+            self.report = self.report.with_(notes=(*notes, found))
         self._save(self.report)
+        own = not self.ranks.are_many or self.ranks.is_first
         if self.ranks.are_many and self.ranks.writes_for_all:
-            self._write(self._answer or self.report)
+            self._write(self.report if own else self._answer or self.report)
         if self.report.verdict != "clean":
             saved = self.options.json or self.options.output
             self._print_rest(str(saved) if saved else "")
-            if self.options.fix is not None:
+            if self.options.fix is not None and own:
                 self._write_fix(self.options.fix)
-        elif self.report.notes:
-            say(f"warning: no NaN or Inf reached training, {self.report.notes[0]}")
+        elif notes:
+            say(f"warning: no NaN or Inf reached training, {notes[0]}")
+        if self.ranks.is_first:
+            self.ranks.settle(self.report)
 
     def _write_fix(self, path: Path) -> None:
         remedy = choose(self.report)

@@ -247,6 +247,9 @@ class Journal:
         text = f"step {step}: the loop skipped a batch whose {name} is {kind}"
         self.add(NaNEvent("skipped", text, step, phase="forward", what="loss", tensor=seen))
 
+    def replicas_differ(self, text: str, step: int, name: str) -> None:
+        self.add(NaNEvent("replicas", text, step, phase="optimizer", what="parameter", layer=name))
+
     def skipped(self, report: Report, kept: int) -> None:
         """`kept`: how many updates were made before with the same batch."""
         self.counts.skipped += 1

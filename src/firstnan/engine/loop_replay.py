@@ -23,6 +23,7 @@ from firstnan.tensors.state import Handout, Schedules, copy_batch
 from firstnan.tracing.recording import Raw, first_difference
 
 if TYPE_CHECKING:
+    from firstnan.engine.microscope import Microscope
     from firstnan.engine.session import Session
     from firstnan.engine.turn import Turn
 
@@ -46,6 +47,10 @@ class Failure:
     """The loops around it, innermost first."""
     calls: Sequence[Turn] = ()
     """The functions running inside the innermost loop, innermost first."""
+
+    def is_own(self, microscope: Microscope) -> bool:
+        """Whether all of it was computed on this rank: then it did not come from another one, even if it is gone."""
+        return self.trip.noticed.what == "loss" and not microscope.has_received()
 
 
 def can_replay(session: Session, *, apart: bool = False) -> bool:
@@ -233,7 +238,7 @@ class LoopReplay:
         """The same step from the same state was finite this time."""
         self._finite = True
         self._microscope.stop()
-        if world().size > 1 and self._session.phase is REPLAYING:
+        if world().size > 1 and self._session.phase is REPLAYING and not self.failure.is_own(self._microscope):
             self._settle(came_from_another_rank(self.failure.report), before_update=True)
             return
         if self._session.phase is COMPARING:

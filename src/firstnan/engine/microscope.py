@@ -120,6 +120,11 @@ class Microscope:
         """The last operator that raised an exception, if any."""
         return [i for i, r in enumerate(self.tracer.raws) if r.raised][-1:] if self.tracer is not None else []
 
+    def has_received(self) -> bool:
+        """Whether values of other ranks have come into the forward pass."""
+        raws = self.tracer.raws if self.tracer is not None else []
+        return any(r.phase == "forward" and r.call.func.is_collective for r in raws)
+
     def evidence(self, noticed: Noticed, tensors: list[Tensor], *, anew: bool = True) -> Evidence:
         if anew or self.models is None:
             self.models = self.find_models()

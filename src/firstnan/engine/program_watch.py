@@ -41,6 +41,7 @@ from firstnan.tensors.finite import is_finite, stat, tensors_in
 from firstnan.tensors.models import TrainingObjects
 
 if TYPE_CHECKING:
+    from firstnan.engine.replicas import Replicas
     from firstnan.engine.session import Session
 
 
@@ -63,6 +64,7 @@ class ProgramWatch(Generic[P]):
         wanted: Wanted | None = None,
         restart: Restart | None = None,
         in_worker: bool = False,
+        replicas: Replicas | None = None,
     ) -> None:
         self.policy, handouts = policy, Handouts()
         self.capsules: CapsuleWriter | None = None
@@ -79,6 +81,7 @@ class ProgramWatch(Generic[P]):
             recovery=recovery if may_replay else None,
             sources=lambda session: (UpdateReplay(session.microscope, recovery, session.hooks),),
             restart=restart,
+            replicas=replicas,
             trace_from=trace_from,
             through_loop=True,
             may_replay=may_replay,
@@ -127,6 +130,7 @@ def watch(
     may_replay: bool,
     wanted: Wanted | None,
     again: bool = False,
+    replicas: Replicas | None = None,
 ) -> ProgramWatch[EndProgram]:
     """Watches for a failure; `tracing` records every operator from the first line on, or from a step on.
 
@@ -140,6 +144,7 @@ def watch(
         may_replay=may_replay,
         outputs_decide=outputs_decide,
         wanted=wanted,
+        replicas=replicas,
     )
     found.session.begin()
     if tracing:

@@ -1,7 +1,8 @@
 """Processes that train together: what each of them has found, and one answer for all.
 
 They talk through the store by which they have found each other, never by a collective: a process that trains on, hangs
-or is gone is waited for only so long.
+or is gone is waited for only so long. What a rank sends does not grow with the number of ranks; one of them reads what
+all have found.
 """
 
 from __future__ import annotations
@@ -11,19 +12,27 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from firstnan.diagnose.rules import on_no_rank
 from firstnan.records import RankFinding, Report
 
 _PATIENCE = 20.0
 """Seconds that a process which has found something waits for what the others have found."""
 _LONGEST = 900.0
 """Seconds that it waits for the one that tries the fixes."""
+_LATER = 1.0
+"""Seconds by which the others outlive the first of them, so that the launcher names that one."""
 _POLL = 0.05
-_KEY, _DONE, _ANSWER = "firstnan/found/{}", "firstnan/done", "firstnan/answer"
+_ASKED_PER_SECOND = 10_000
+"""How often all ranks together may ask the store, which is one process."""
+_MOST_LISTED = 64
+_READ_AT_ONCE = 1024
+_FOUND, _COUNT, _DECIDES, _FIRST = "firstnan/found/{}", "firstnan/count", "firstnan/decides", "firstnan/first"
+_LIST, _ANSWER, _WRITTEN, _OVER = "firstnan/list", "firstnan/answer", "firstnan/written", "firstnan/over"
 RECEIVED = "collective"
 """The cause where a value came from another rank."""
 
@@ -59,23 +68,33 @@ def meet(where: str) -> bool:
     """Whether every rank has come here; all of them get the same answer."""
     distributed = sys.modules["torch.distributed"]
     store, size = distributed.distributed_c10d._get_default_store(), world().size
-    came, verdict = f"firstnan/came/{where}", f"firstnan/verdict/{where}"
-    until, count = time.monotonic() + _PATIENCE, store.add(came, 1)
-    while count < size and time.monotonic() < until and not store.check([verdict]):
-        time.sleep(_POLL)
-        count = store.add(came, 0)
+    # Another training of the same process may have met in a step of the same number.
+    round_, place = divmod(store.add(f"firstnan/came/{where}", 1) - 1, size)
+    verdict, came = f"firstnan/verdict/{where}/{round_}", place == size - 1
+    for _ in () if came else _waiting(_PATIENCE, size):
+        if store.check([verdict]):
+            break
     # The first to decide decides for all: one that has waited too long must not leave the others alone.
-    return bool(store.compare_set(verdict, "", "yes" if count >= size else "no") == b"yes")
+    return bool(store.compare_set(verdict, "", "yes" if came else "no") == b"yes")
+
+
+def _waiting(seconds: float, size: int) -> Iterator[None]:
+    """Again and again until the time is over, less often the more ranks there are."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        yield
+        time.sleep(max(_POLL, size / _ASKED_PER_SECOND))
 
 
 class Ranks:
     """This process among those that train together."""
 
-    def __init__(self) -> None:
-        self._world = World()
-        self._store: Any = None
-        self._found: dict[int, Report] = {}
-        """What each rank has found, as far as it has said so."""
+    def __init__(self, here: World | None = None, store: Any = None) -> None:
+        self._world, self._store = here or World(), store
+        self._listed: tuple[RankFinding, ...] = ()
+        """What the ranks have found, as far as they have said so; only the first to fail knows it."""
+        self.is_first = self._has_settled = False
+        """Whether the failure of this rank was the first of all, and whether the others have the answer."""
 
     def join(self) -> None:
         """Remembers the others, as long as the program knows them."""
@@ -95,8 +114,8 @@ class Ranks:
 
     @property
     def writes_for_all(self) -> bool:
-        """Whether this rank writes the answer of all: rank 0, or the first to fail if rank 0 has not said a word."""
-        return self.rank == 0 or (0 not in self._found and bool(self._found) and self.first().rank == self.rank)
+        """Whether this rank writes the answer of all: rank 0, and the first to fail, which may be on another host."""
+        return self.rank == 0 or self.is_first
 
     def path(self, path: Path) -> Path:
         """This rank's own file."""
@@ -105,69 +124,94 @@ class Ranks:
     def placed(self, report: Report) -> Report:
         return replace(report, rank=self._world.rank, world_size=self._world.size)
 
-    def exchange(self, report: Report) -> Report:
-        """Tells the others what was found here, waits for what they have found; returns the first failure of all."""
-        self._found[self.rank] = report
-        self._post(_KEY.format(self.rank), report)
-        for _ in self._waiting(_PATIENCE):
-            self._listen()
-            if len(self._found) == self._world.size:
-                break
-        return self.first()
+    def exchange(self, report: Report) -> Report | None:
+        """Tells the others what was found here, and waits for what they have found.
 
-    def first(self) -> Report:
-        """The first failure, with what every rank has found."""
-        best = min(self._found.values(), key=_order)
-        others = tuple(
-            _finding(rank, self._found.get(rank))
-            for rank in sorted({*self._found, *range(min(self._world.size, _MOST_LISTED))})
-        )
-        return replace(best, ranks=others)
+        Returns the report with what every rank has found, if this was the first failure of all; otherwise None.
+        """
+        first = self.rank
+        with contextlib.suppress(Exception):  # the store is gone with the process that held it
+            if self._store is not None:
+                first = self._first_of_all(report)
+        self.is_first = first == self.rank
+        if not self.is_first:
+            return None
+        with contextlib.suppress(Exception):
+            self._listed = tuple(RankFinding(**one) for one in json.loads(self._store.get(_LIST)))
+        ranks = self._listed or (_finding(self.rank, report),)
+        if len(ranks) == self._world.size and all(one.what == "received" for one in ranks):
+            named = self.rank if _is_own(report) else None
+            report = replace(report, cause=on_no_rank(self._world.size, named), reproduced="transient")
+        return replace(report, ranks=ranks)
 
-    def look(self) -> Report | None:
-        """The first failure that other ranks have told of until now."""
-        self._listen()
-        return self.first() if self._found else None
+    def _first_of_all(self, report: Report) -> int:
+        found = {"order": _order(report), **asdict(_finding(self.rank, report))}
+        self._store.set(_FOUND.format(self.rank), json.dumps(found))
+        if self._store.add(_COUNT, 1) < self._world.size and (first := self._awaited(_FIRST, _PATIENCE)) is not None:
+            return int(first)
+        # The last to come, or the first that has waited too long, decides; it may be gone before it has.
+        if self._store.compare_set(_DECIDES, "", str(self.rank)) == str(self.rank).encode():
+            self._decide()
+        first = self._awaited(_FIRST, _PATIENCE)
+        return self.rank if first is None else int(first)
+
+    def _decide(self) -> None:
+        """Names the first of all, and lists what each has found: what is not like the others before the rest."""
+        found = list(self._found())
+        first = min(found, key=lambda one: one["order"])["rank"]
+        known = {one["rank"]: RankFinding(**{k: v for k, v in one.items() if k != "order"}) for one in found}
+        ranks = [known.get(rank) or RankFinding(rank, "unknown") for rank in range(self._world.size)]
+        ranks.sort(key=lambda one: (one.rank != first, one.what == "received"))
+        listed = sorted(ranks[:_MOST_LISTED], key=lambda one: one.rank)
+        self._store.set(_LIST, json.dumps([asdict(one) for one in listed]))
+        self._store.set(_FIRST, str(first))
+
+    def _found(self) -> Iterable[dict[str, Any]]:
+        """What the ranks have said so far."""
+        store, keys = self._store, [_FOUND.format(rank) for rank in range(self._world.size)]
+        for at in range(0, len(keys), _READ_AT_ONCE):
+            some = keys[at : at + _READ_AT_ONCE]
+            if not store.check(some):  # not all of them have come
+                some = [key for key in some if store.check([key])]
+            at_once = store.has_extended_api() and some
+            yield from map(json.loads, store.multi_get(some) if at_once else (store.get(key) for key in some))
 
     def settle(self, report: Report) -> None:
-        """The first of them has ended its trials: this is the answer for all."""
-        self._post(_ANSWER, report)
+        """The first of them has said everything: this is the answer for all."""
+        if self._store is None or self._has_settled:
+            return
+        self._has_settled = True
         with contextlib.suppress(Exception):
-            self._store.set(_DONE, b"1")
+            self._store.set(_ANSWER, json.dumps(report.to_dict()))
+            if self.rank and any(one.rank == 0 and one.what != "unknown" for one in self._listed):
+                self._awaited(_WRITTEN, _PATIENCE)
+            self._store.set(_OVER, b"1")
+
+    def written(self) -> None:
+        """Rank 0 has written the answer for all."""
+        with contextlib.suppress(Exception):
+            self._store.set(_WRITTEN, b"1")
+
+    def wait_for_end(self) -> None:
+        """Lets the first of them end before this one: a launcher ends all when one of them ends."""
+        if self._awaited(_OVER, _LONGEST) is not None:
+            time.sleep(_LATER)
 
     def answer(self) -> Report | None:
-        """The answer for all, once it is complete; None if it does not come."""
-        for _ in self._waiting(_LONGEST):
-            with contextlib.suppress(Exception):
-                if self._store.check([_DONE]):
-                    return self._read(_ANSWER)
-        return None
-
-    def _waiting(self, seconds: float) -> Iterator[None]:
-        until = time.monotonic() + seconds
-        while self._store is not None and time.monotonic() < until:
-            yield
-            time.sleep(_POLL)
-
-    def _listen(self) -> None:
-        if self._store is None:
-            return
-        for rank in range(self._world.size):
-            if rank not in self._found and (report := self._read(_KEY.format(rank))) is not None:
-                self._found[rank] = report
-
-    def _post(self, key: str, report: Report) -> None:
-        with contextlib.suppress(Exception):  # the store is gone with the process that held it
-            self._store.set(key, json.dumps(report.to_dict()))
-
-    def _read(self, key: str) -> Report | None:
+        """The answer for all, once it is complete; None if there is none, or it does not come."""
         with contextlib.suppress(Exception):
-            if self._store.check([key]):
-                return Report.from_dict(json.loads(self._store.get(key)))
+            if self._store is not None and self._store.add(_COUNT, 0):
+                told = self._awaited(_ANSWER, _LONGEST)
+                return Report.from_dict(json.loads(told)) if told is not None else None
         return None
 
-
-_MOST_LISTED = 64
+    def _awaited(self, key: str, seconds: float) -> bytes | None:
+        """The value of a key, once it is there; None if it does not come."""
+        with contextlib.suppress(Exception):
+            for _ in _waiting(seconds, self._world.size):
+                if self._store.check([key]):
+                    return bytes(self._store.get(key))
+        return None
 
 
 def _order(report: Report) -> tuple[int, int, int]:
@@ -176,16 +220,19 @@ def _order(report: Report) -> tuple[int, int, int]:
     A loss is this rank's own; gradients may be those of all.
     """
     received = report.cause is not None and report.cause.slug == RECEIVED
-    own = report.noticed is not None and report.noticed.what == "loss"
-    kind = 3 if received else 0 if report.origin is not None else 1 if own else 2
+    kind = (3 if received else 1) + (not _is_own(report)) if received or report.origin is None else 0
     return (report.step if report.step is not None else sys.maxsize, kind, report.rank)
 
 
-def _finding(rank: int, report: Report | None) -> RankFinding:
-    if report is None:
-        return RankFinding(rank, "unknown")
+def _is_own(report: Report) -> bool:
+    return report.noticed is not None and report.noticed.what == "loss"
+
+
+def _finding(rank: int, report: Report) -> RankFinding:
     if report.cause is not None and report.cause.slug == RECEIVED:
         return RankFinding(rank, "received", report.step)
+    if report.reproduced == "transient":
+        return RankFinding(rank, "transient", report.step)
     site = report.origin.site if report.origin is not None else None
     where = f"{site.file}:{site.line}" if site is not None else ""
     return RankFinding(rank, "created" if report.origin is not None else "noticed", report.step, where)

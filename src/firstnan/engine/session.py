@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
@@ -39,7 +40,7 @@ from firstnan.engine.policies import (
 )  # fmt: skip
 from firstnan.engine.ranks import world
 from firstnan.engine.scope import Scope
-from firstnan.engine.sharded import any_rank_says, are_sharded, gathered
+from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import LATE, Gate, Trip
 from firstnan.observe.compiler import compiles
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from firstnan.engine.model_calls import ModelCalls, ReplaySource
     from firstnan.engine.program_watch import ProgramValues
     from firstnan.engine.recovery import Recovery
+    from firstnan.engine.replicas import Replicas
     from firstnan.engine.restart import Restart
     from firstnan.gate.growth_guard import Alarm
     from firstnan.observe.layers import LayerWatch, ModelCall
@@ -83,8 +85,8 @@ class Session(Observer):
 
     `gate` and `handouts` are made by whoever makes the parts that share them. `journal`, `layers`, `recovery` and
     `calls` are those of a detector; `capsules` writes the failing step to a file; `restart` starts from such a file;
-    `values` watches what a whole program reads; `sources` are replays that need no loop. `through_loop`: the loop takes
-    its batches through us from the start.
+    `values` watches what a whole program reads; `sources` are replays that need no loop; `replicas` compares ranks.
+    `through_loop`: the loop takes its batches through us from the start.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Session(Observer):
         capsules: CapsuleWriter | None = None,
         restart: Restart | None = None,
         sources: Callable[[Session], Sequence[ReplaySource]] = lambda session: (),
+        replicas: Replicas | None = None,
         trace_from: int | None = None,
         trace_block: bool = False,
         through_loop: bool = False,
@@ -119,6 +122,7 @@ class Session(Observer):
         self.live = LiveTrace(self.microscope, from_update=trace_from, block=trace_block)
         self.hooks = Hooks(self, self.scope.optimizers, program=values is not None)
         self._sources, self._capsules, self._restart = sources(self), capsules, restart
+        self._replicas = replicas
         self.models: Models | None = None
         self.phase: Phase = WATCHING
         self.report: Report | None = None
@@ -151,8 +155,11 @@ class Session(Observer):
         self._held: tuple[Report, bool] | None = None
         """Whether the policy has to wait for other ranks, and what it will decide on."""
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._meetings: Counter[int | None] = Counter()
+        self._gathered: Any = None
+        """The model whose weights are all on this rank, for a replay."""
         self._deferred: Failure | None = None
-        """The failure to investigate when all ranks have come."""
+        """How often the ranks have met in each step, and the failure to investigate when all of them have come."""
         self._explosions: dict[Alarm, History] = {}
         """For each explosion of the loss, what was known when it was noticed."""
         self.let_go_of = False
@@ -309,6 +316,8 @@ class Session(Observer):
         if self._drops(optimizer):
             return Decision.DROP
         trips = self.gate.check_update(optimizer, closure)
+        if self._gathered is not None:
+            trips = [*trips, *self._unreduced(self._gathered)]
         if shared and any_rank_says(bool(trips), optimizer) and not trips:
             trips = [Trip(Noticed("gradient", "on another rank"), [], before_update=True)]
         for trip in trips:
@@ -322,6 +331,11 @@ class Session(Observer):
             self.journal.clip(optimizer, self.gate.norm, self._clip_at)
         self._alarmed(self.gate.update_begins(optimizer, closely=risky, safe=safe), optimizer)
         return Decision.RUN
+
+    def _unreduced(self, model: Any) -> list[Trip]:
+        """What is bad in the gradients of weights that are spread over ranks, in a child."""
+        bad = [(name, gradient) for name, gradient in unreduced(model) if not is_finite(gradient)]
+        return [Trip(Noticed("gradient", bad[0][0]), [t for _, t in bad], before_update=True)] if bad else []
 
     def _shares_weights(self, optimizer: Any) -> bool:
         """Whether ranks have to decide on this update together: each sees only a part of its gradients."""
@@ -464,10 +478,21 @@ class Session(Observer):
             self.recovery.after_update(self.gate.steps.current)
         if self.values is not None:
             self._whole_program_step_ended()
+        if self._replicas is not None:
+            self._compare_replicas(self._replicas)
         self.live.step_ended(by_hand, self.gate.steps)
         self.policy.step_ended(self)
         if self._restart is not None:
             self._restart.step_ended(by_hand)
+
+    def _compare_replicas(self, replicas: Replicas) -> None:
+        steps, models = self.gate.steps, self.models
+        name = models.name if models is not None else lambda tensor: ""
+        try:
+            replicas.updated(steps.total, max(steps.current - 1, 0), list(steps.done), name)
+        except Exception as error:  # the store may be gone
+            self._replicas = None
+            self.internal_error(error)
 
     def _whole_program_step_ended(self) -> None:
         assert self.values is not None
@@ -789,7 +814,7 @@ class Session(Observer):
         """What children find out about a failure; None if there can be none, or in a child."""
         if not self._may_replay or isolation.unavailable():
             return None
-        if are_sharded(list(self.gate.steps.done)):
+        if are_gathered(list(self.gate.steps.done)):
             return self._asked_together(failure)
         return self._asked(failure)
 
@@ -798,14 +823,23 @@ class Session(Observer):
         if self._holds:
             self._deferred = failure
             return Answer(failure.report, failure.trip.before_update)
-        answer: Answer | None = None
-        with gathered(failure.report.step) as there:
-            if there and failure.trip.noticed.what == "loss":
-                answer = self._asked(failure)
-                self.failure = None  # a fix cannot be tried without the other ranks
-        if answer is not None or self.in_child:
+        if failure.trip.noticed.what in ("parameter", "state"):  # the update needs this rank's part only
+            answer = self._asked(failure)
+            self.failure = None
             return answer
-        notes = () if there else (_SHARDED,)
+        answer = None
+        self._meetings[failure.report.step] += 1
+        where = f"step {failure.report.step}/{self._meetings[failure.report.step]}"
+        with gathered(where, list(self.gate.steps.done)) as model:
+            self._gathered = model
+            if model is not None:
+                answer = self._asked(failure)
+        if self.in_child:
+            return None
+        self._gathered = self.failure = None  # a fix cannot be tried without the other ranks
+        if answer is not None:
+            return answer
+        notes = () if model is not None else (_SHARDED,)
         return Answer(replace(failure.report, notes=(*failure.report.notes, *notes)), failure.trip.before_update)
 
     def _asked(self, failure: Failure) -> Answer | None:
@@ -835,7 +869,9 @@ class Session(Observer):
     def keep_state(self, report: Report, trip: Trip) -> None:
         """Saves the failing step in a capsule while its weights still exist."""
         if self._capsules is not None and self.values is not None:
-            self._capsules.tripped(report, written=not trip.before_update or self.gate.in_step is not None)
+            self._capsules.tripped(
+                self._told_of(report), written=not trip.before_update or self.gate.in_step is not None
+            )
 
     def lacks_capsule(self, report: Report) -> bool:
         """Whether the capsule could not be written, since the update was already in the weights."""

@@ -128,6 +128,8 @@ def _forget_ranks() -> None:
     for group in list(distributed.distributed_c10d._world.pg_map):
         for device in group._device_types:
             group._register_backend(device, ProcessGroup.BackendType.CUSTOM, make(group.rank(), group.size()))
+    for name in ("recv", "recv_anysource", "broadcast", "scatter"):
+        setattr(ProcessGroup, name, _receiving(getattr(ProcessGroup, name), always=name != "broadcast"))
     replicated = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in [one for one in gc.get_objects() if isinstance(one, (replicated, sharded))]:
@@ -138,6 +140,33 @@ def _forget_ranks() -> None:
                 module.set_requires_gradient_sync(False)
                 module.set_reshard_after_backward(False)
                 module.set_reshard_after_forward(False)
+
+
+def _receiving(original: Callable[..., Any], *, always: bool) -> Callable[..., Any]:
+    """A call that writes what another rank has sent: here harmless numbers, since nothing comes.
+
+    Unless `always`, finite numbers that are already there are kept: a broadcast often repeats what all ranks have.
+    """
+    torch = sys.modules["torch"]
+    chance = torch.Generator().manual_seed(0)
+
+    def receive(group: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = given if isinstance(given, list) else [given]
+        root = next((one.rootRank for one in (*args, *kwargs.values()) if hasattr(one, "rootRank")), None)
+        for tensor in tensors if root is None or root != group.rank() else ():
+            if tensor.is_floating_point() and (always or not tensor.isfinite().all()):
+                tensor.detach().copy_(torch.rand(tensor.shape, generator=chance) * 0.9 + 0.1)
+            elif always and not tensor.is_floating_point():
+                tensor.zero_()
+            tensor._firstnan_is_received = True
+        return original(group, given, *args, **kwargs)
+
+    return receive
+
+
+def is_received(value: Any) -> bool:
+    """Whether another rank has sent this in the failing step; it is something else in the child."""
+    return "_firstnan_is_received" in getattr(value, "__dict__", ())
 
 
 def _at_once(result: Any) -> Any:

@@ -455,8 +455,9 @@ class RankFinding:
     """What one of several processes that train together has found."""
 
     rank: int
-    what: Literal["created", "received", "noticed", "unknown"]
-    """The value was created there; came from another rank; was noticed, no more; the rank did not say."""
+    what: Literal["created", "received", "noticed", "transient", "unknown"]
+    """The value was created there; came from another rank; was noticed, no more; was not there when the rank replayed
+    its step; the rank did not say."""
     step: int | None = None
     where: str = ""
     """File and line, if it was created there."""
@@ -466,7 +467,7 @@ class RankFinding:
 class NaNEvent:
     """One thing that the detector noticed, as data."""
 
-    kind: Literal["nonfinite", "spike", "explosion", "clipped", "skipped", "rolled_back", "scale"]
+    kind: Literal["nonfinite", "spike", "explosion", "clipped", "skipped", "rolled_back", "scale", "replicas"]
     message: str
     """One readable line."""
     step: int | None = None

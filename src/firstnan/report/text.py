@@ -290,7 +290,7 @@ class _Page:
 
     def _ranks(self) -> Rows:
         if self.report.ranks:
-            yield "ranks", self._text(ranks_line(self.report.ranks))
+            yield "ranks", self._text(ranks_line(self.report.ranks, self.report.world_size))
 
     def _footer(self, saved: str) -> Rows:
         yield from self._ranks()
@@ -770,18 +770,20 @@ _ON_RANKS = {
     "created": "created on {}",
     "received": "received from another by {}",
     "noticed": "noticed, with unknown origin, on {}",
+    "transient": "only the first time, not when replayed, on {}",
     "unknown": "nothing is known of {}",
 }
 
 
-def ranks_line(ranks: Sequence[RankFinding]) -> str:
+def ranks_line(ranks: Sequence[RankFinding], size: int) -> str:
     """`created on rank 1; received from another by ranks 0, 2, 3`."""
     found = {what: tuple(one.rank for one in ranks if one.what == what) for what in _ON_RANKS}
-    return "; ".join(
+    parts = [
         _ON_RANKS[what].format(f"rank{'s' if len(which) > 1 else ''} {_few(which)}")
         for what, which in found.items()
         if which
-    )
+    ]
+    return "; ".join(parts + ([f"{size - len(ranks)} more ranks are not listed"] if size > len(ranks) else []))
 
 
 def _few(numbers: tuple[int, ...]) -> str:

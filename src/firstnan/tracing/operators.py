@@ -90,6 +90,10 @@ class OpInfo:
     ignored: bool
     """Neither computes nor writes, so it is not recorded."""
 
+    @property
+    def is_collective(self) -> bool:
+        return self.aten.startswith(("c10d", "_c10d"))
+
 
 _known: dict[int, tuple[OpInfo, Any]] = {}
 

@@ -99,6 +99,21 @@ def received(rank: int, size: int) -> Cause:
     return Cause(entry.slug, entry.title, why, (), 0.9, entry.link)
 
 
+def on_no_rank(size: int, rank: int | None) -> Cause:
+    """The cause if no rank has created the value when it replayed its own part of the step.
+
+    `rank`: the one whose own loss was bad, if it is known.
+    """
+    entry = catalogue()["transient"]
+    which = "which one is not known" if rank is None else f"the first bad loss was that of rank {rank}"
+    why = (
+        f"Each of the {size} ranks has replayed its own part of the step, and all of them were finite. So one of them "
+    )
+    why += f"computed something else the first time; {which}. Possible reasons are {_MACHINE}, or other "
+    why += "program state such as a counter or a cache."
+    return Cause(entry.slug, entry.title, why, (), 0.5, entry.link)
+
+
 def _all(failure: Failure) -> list[Cause]:
     return [cause for cause in (rule.apply(failure) for rule in RULES) if cause is not None]
 
