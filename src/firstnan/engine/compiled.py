@@ -82,7 +82,7 @@ def _asked(session: Session, failure: Failure, way: Way, work: Any) -> Any:
         session.continue_as_child(policy)
         turn, start = way
         try:
-            work(policy, TurnReplay(session, failure, turn, start=start, traced=False))
+            work(session, policy, TurnReplay(session, failure, turn, start=start, traced=False))
         except Exception:
             if os.environ.get("FIRSTNAN_DEBUG"):
                 raise
@@ -90,24 +90,24 @@ def _asked(session: Session, failure: Failure, way: Way, work: Any) -> Any:
     return heard(child, session)
 
 
-def _run(policy: Answering, replay: TurnReplay) -> None:
+def _run(session: Session, policy: Answering, replay: TurnReplay) -> None:
     failed = replay.fails_again()
     policy.answer("failed" if failed else "finite" if replay.was_finite else "")
 
 
-def _run_uncompiled(policy: Answering, replay: TurnReplay) -> None:
+def _run_uncompiled(session: Session, policy: Answering, replay: TurnReplay) -> None:
     eager.ask()
-    _run(policy, replay)
+    _run(session, policy, replay)
 
 
-def _compare(policy: Answering, replay: TurnReplay) -> None:
+def _compare(session: Session, policy: Answering, replay: TurnReplay) -> None:
     """Compiles the step once more, and compares each graph with its operators."""
 
     def working() -> None:  # a compiler says nothing for a long time
         for _ in range(int(_LONGEST / _NEWS)):
             if over.wait(_NEWS):
                 return
-            policy.tell(None)
+            policy.working(session)
 
     def found(difference: GraphDifference) -> None:
         over.set()

@@ -92,9 +92,11 @@ def compile_again(forward: Around, backward: Around) -> None:
     """
     import torch._dynamo
     from torch import fx
+    from torch._dynamo import output_graph
     from torch._dynamo.backends import common
-    from torch._dynamo.output_graph import OutputGraph
 
+    graphs: Any = output_graph.OutputGraph
+    backends: Any = common
     torch._dynamo.reset()
     with suppress(ImportError, AttributeError):  # a cache would have the backward graph without compiling it
         torch._functorch.config.enable_autograd_cache = False
@@ -102,7 +104,7 @@ def compile_again(forward: Around, backward: Around) -> None:
         import torch._inductor.config
 
         torch._inductor.config.compile_threads = 1
-    compile_graph, make = OutputGraph.call_user_compiler, common.aot_module_simplified
+    compile_graph, make = graphs.call_user_compiler, backends.aot_module_simplified
 
     def call_user_compiler(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
         original = fx.GraphModule(graph, deepcopy(graph.graph))  # a compiler may change what it is given
@@ -119,5 +121,5 @@ def compile_again(forward: Around, backward: Around) -> None:
             kwargs["bw_compiler"] = compile_backward
         return make(*args, **kwargs)
 
-    OutputGraph.call_user_compiler = call_user_compiler
-    common.aot_module_simplified = aot_module_simplified
+    graphs.call_user_compiler = call_user_compiler
+    backends.aot_module_simplified = aot_module_simplified

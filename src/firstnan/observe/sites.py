@@ -161,7 +161,8 @@ def site_on_line(file: str, line: int, function: str, name: str) -> Site:
         node
         for node in (ast.walk(tree) if tree else ())
         if isinstance(node, ast.Call)
-        and first <= node.lineno == node.end_lineno <= last
+        and first <= node.lineno <= last
+        and node.lineno == node.end_lineno
         and getattr(node.func, "attr", getattr(node.func, "id", None)) == name
     ]
     if len(calls) != 1 or not source:

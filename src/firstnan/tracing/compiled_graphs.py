@@ -166,7 +166,8 @@ def _values(graph: fx.GraphModule, args: Sequence[Any]) -> tuple[dict[fx.Node, A
 
 def _returning(graph: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
     """The same graph, with the results of these operators."""
-    copy, made = fx.Graph(), {}
+    copy = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         if node.op != "output":
             made[node] = copy.node_copy(node, made.__getitem__)
@@ -224,7 +225,7 @@ def _described(
         tuple(_frames(node)),
         module,
         module_type,
-        tuple(stat(name, value.detach()) for name, value in read if _is_number(value)),
+        tuple(stat(name, value.detach()) for name, value in read if value is not None and _is_number(value)),
         stat("", uncompiled.detach()) if uncompiled is not None else None,
         stat("", compiled.detach()),
         earlier,
