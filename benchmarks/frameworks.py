@@ -1,10 +1,10 @@
 """Measures what the callbacks cost in healthy training with each framework, on the GPT with 4 million parameters.
 
-    .venv-frameworks/bin/python benchmarks/frameworks.py [--steps N] [--rounds R] [--only lightning ...]
+    .venv-frameworks/bin/python benchmarks/frameworks.py [--rounds R] [lightning transformers accelerate ignite]
 
-Each framework trains the same model twice, in two processes that take turns every few steps: without firstnan, and with
-its callback (or a detector around, or `firstnan run`). The ratio of their processor times is printed: other programs on
-the machine affect it less than the time on the clock.
+One process for each framework, in which the callback's detector is attached for a block of steps and detached for the
+next. The ratio of their processor times is printed: other programs on the machine affect it less than the clock's time.
+What `firstnan run` costs is measured by run_overhead.py.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from typing import Any
 
 from side_by_side import STEADY, compare, show
 
-BLOCK = 4  # steps before the other process continues
-UNTIMED = 20
-WAYS = {
-    "lightning": ("callback", "run"),
-    "transformers": ("callback", "run"),
-    "accelerate": ("detector", "run"),
-    "ignite": ("callback",),
-}
+BLOCK, UNTIMED = 12, 4
+"""Steps before the detector is attached or detached, and how many of them are not measured."""
 
 
 class Pace:
-    """Lets training go on when the other process has had its turn; says how much processor time each turn took."""
+    """Attaches and detaches the detector between steps, and prints how much processor time each block took."""
 
-    def __init__(self) -> None:
-        self._left, self._since = 0, 0.0
+    def __init__(self, rounds: int) -> None:
+        self._steps, self._blocks, self._since = -BLOCK, 2 * rounds, 0.0
+        self.detector: Callable[[], Any] = lambda: None
 
     def step_begins(self) -> None:
-        if self._left == 0:
-            if self._since:
-                print(f"took {time.process_time() - self._since}", flush=True)
-            line = sys.stdin.readline()
-            if not line:
-                sys.stdout.flush()
+        if self._steps >= 0:
+            self._block_goes_on(*divmod(self._steps, BLOCK))
+        self._steps += 1
+
+    def _block_goes_on(self, block: int, step: int) -> None:
+        if step == 0:
+            if block:
+                seconds = (time.process_time() - self._since) / (BLOCK - UNTIMED)
+                print("took", "bare" if block % 2 else "firstnan", seconds, flush=True)
+            if block == self._blocks:
                 os._exit(0)
-            self._left, self._since = int(line), time.process_time()
-        self._left -= 1
+            detector = self.detector()
+            detector.detach() if block % 2 == 0 else detector.attach()
+        elif step == UNTIMED:
+            self._since = time.process_time()
 
 
 def tokens(size: Any) -> Iterator[Any]:
@@ -55,13 +56,13 @@ def tokens(size: Any) -> Iterator[Any]:
         yield torch.randint(0, size.vocab, (size.length + 1,))
 
 
-def model_and_data() -> tuple[Any, Any]:
+def model_and_data(rounds: int) -> tuple[Any, Any, Pace]:
     from gpt import GPT, Size
     from torch.utils.data import DataLoader, IterableDataset
     from training import make_steady
 
     make_steady()
-    size, pace = Size(), Pace()
+    size, pace = Size(), Pace(rounds)
 
     class Tokens(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -70,7 +71,7 @@ def model_and_data() -> tuple[Any, Any]:
                     pace.step_begins()
                 yield one
 
-    return GPT(size), DataLoader(Tokens(), batch_size=size.batch)
+    return GPT(size), DataLoader(Tokens(), batch_size=size.batch), pace
 
 
 def loss_of(model: Any, batch: Any) -> Any:
@@ -79,13 +80,15 @@ def loss_of(model: Any, batch: Any) -> Any:
     return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def lightning(way: str, folder: str) -> None:
-    import lightning as L
+def lightning(rounds: int, folder: str) -> None:
     import torch
+    from lightning import LightningModule, Trainer
 
-    gpt, loader = model_and_data()
+    from firstnan.integrations.lightning import FirstNaN
 
-    class Net(L.LightningModule):
+    gpt, loader, pace = model_and_data(rounds)
+
+    class Net(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.gpt = gpt
@@ -96,33 +99,29 @@ def lightning(way: str, folder: str) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
-    callbacks: list[Any] = []
-    if way == "callback":
-        from firstnan.integrations.lightning import FirstNaN
-
-        callbacks = [FirstNaN()]
-    trainer = L.Trainer(
+    callback = FirstNaN()
+    pace.detector = lambda: callback.detector
+    trainer = Trainer(
         max_steps=1 << 30, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder, callbacks=callbacks,
+        enable_model_summary=False, default_root_dir=folder, callbacks=[callback],
     )  # fmt: skip
     trainer.fit(Net(), loader)
 
 
-def transformers(way: str, folder: str) -> None:
+def transformers(rounds: int, folder: str) -> None:
     import torch
     from transformers import Trainer, TrainingArguments
 
-    gpt, loader = model_and_data()
+    from firstnan.integrations.transformers import FirstNaNCallback
+
+    gpt, loader, pace = model_and_data(rounds)
 
     class Own(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             return loss_of(model, inputs["tokens"])
 
-    callbacks: list[Any] = []
-    if way == "callback":
-        from firstnan.integrations.transformers import FirstNaNCallback
-
-        callbacks = [FirstNaNCallback()]
+    callback = FirstNaNCallback()
+    pace.detector = lambda: callback.detector
     arguments = TrainingArguments(
         folder, max_steps=1 << 30, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
         remove_unused_columns=False, per_device_train_batch_size=8, logging_steps=500, lr_scheduler_type="constant",
@@ -132,39 +131,37 @@ def transformers(way: str, folder: str) -> None:
         model=gpt,
         args=arguments,
         train_dataset=loader.dataset,
-        callbacks=callbacks,
+        callbacks=[callback],
         data_collator=lambda rows: {"tokens": torch.stack(rows)},
     ).train()
 
 
-def accelerate(way: str, folder: str) -> None:
+def accelerate(rounds: int, folder: str) -> None:
     import torch
     from accelerate import Accelerator
 
     from firstnan import NaNDetector
 
-    gpt, loader = model_and_data()
+    gpt, loader, pace = model_and_data(rounds)
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(gpt, torch.optim.AdamW(gpt.parameters(), lr=3e-4), loader)
 
-    def train() -> None:
+    with NaNDetector(model, optimizer) as detector:
+        pace.detector = lambda: detector
         for batch in loader:
             loss = loss_of(model, batch)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
 
-    if way == "detector":
-        with NaNDetector(model, optimizer):
-            train()
-    train()
 
-
-def ignite(way: str, folder: str) -> None:
+def ignite(rounds: int, folder: str) -> None:
     import torch
     from ignite.engine import Engine
 
-    gpt, loader = model_and_data()
+    from firstnan.integrations.ignite import FirstNaN
+
+    gpt, loader, pace = model_and_data(rounds)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=3e-4)
 
     def update(engine: Any, batch: Any) -> None:
@@ -173,14 +170,13 @@ def ignite(way: str, folder: str) -> None:
         optimizer.step()
 
     trainer = Engine(update)
-    if way == "callback":
-        from firstnan.integrations.ignite import FirstNaN
-
-        FirstNaN(gpt, optimizer).attach(trainer)
+    handler = FirstNaN(gpt, optimizer)
+    handler.attach(trainer)
+    pace.detector = lambda: handler.detector
     trainer.run(loader, max_epochs=1, epoch_length=1 << 30)
 
 
-TRAIN: dict[str, Callable[[str, str], None]] = {
+TRAIN: dict[str, Callable[[int, str], None]] = {
     "lightning": lightning,
     "transformers": transformers,
     "accelerate": accelerate,
@@ -188,67 +184,36 @@ TRAIN: dict[str, Callable[[str, str], None]] = {
 }
 
 
-class Program:
-    """One framework in a process of its own, which makes steps on request."""
-
-    def __init__(self, framework: str, way: str, folder: str) -> None:
-        run = ("-m", "firstnan", "run") if way == "run" else ()
-        words = [sys.executable, *run, __file__, "--train", framework, "--way", way, "--folder", folder]
-        self._process = subprocess.Popen(
-            words,
+def measure(framework: str, rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {"bare": [], "firstnan": []}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, __file__, framework, "--rounds", str(rounds), "--folder", folder],
             env={**os.environ, **STEADY, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             text=True,
+            check=False,
         )
-
-    def run(self, steps: int) -> float:
-        """Seconds of processor time for so many steps."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{steps}\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith("took "):
-                return float(line.split()[1])
-        raise SystemExit("the program ended early")
-
-    def end(self) -> None:
-        self._process.communicate()
-
-
-def measure(framework: str, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Every round has new processes, since the memory layout of a process alone makes a few per cent difference."""
-    ways = ("bare", *WAYS[framework])
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            programs = {way: Program(framework, way, folder) for way in ways}
-            for program in programs.values():
-                program.run(UNTIMED)
-            for _ in range(steps // BLOCK):
-                for way, program in programs.items():
-                    seconds[way].append(program.run(BLOCK))
-            for program in programs.values():
-                program.end()
+    for line in done.stdout.splitlines():
+        if line.startswith("took "):
+            _, way, number = line.split()
+            seconds[way].append(float(number))
+    if len(seconds["firstnan"]) < rounds:
+        raise SystemExit(f"the program ended early\n{done.stderr[-2000:]}")
     return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=[*WAYS], default=[*WAYS])
-    parser.add_argument("--train", help=argparse.SUPPRESS)
-    parser.add_argument("--way", default="bare", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
+    parser.add_argument("frameworks", nargs="*", choices=[*TRAIN], default=[*TRAIN])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.train:
-        TRAIN[options.train](options.way, options.folder)
+    if options.folder:
+        TRAIN[options.frameworks[0]](options.rounds, options.folder)
         return
-    for framework in options.only:
-        seconds = measure(framework, options.steps, options.rounds)
+    for framework in options.frameworks:
+        seconds = measure(framework, options.rounds)
         show(framework, {way: compare(seconds[way], seconds["bare"]) for way in seconds})
 
 
