@@ -1,16 +1,20 @@
 """Measures what the callbacks cost in healthy training with each framework, on the GPT with 4 million parameters.
 
-    .venv-frameworks/bin/python benchmarks/frameworks.py [--rounds R] [lightning transformers accelerate ignite]
+    .venv-frameworks/bin/python benchmarks/frameworks.py [--rounds R] [--own] [lightning transformers accelerate ignite]
 
 One process for each framework, in which the callback's detector is attached for a block of steps and detached for the
 next. The ratio of their processor times is printed: other programs on the machine affect it less than the clock's time.
+With `--own` the detector stays attached, and the processor time inside firstnan's own functions is measured instead, as
+a part of all other time: less precise (the profiler costs something as well), but nothing else on the machine matters.
 What `firstnan run` costs is measured by run_overhead.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -24,15 +28,43 @@ BLOCK, UNTIMED = 12, 4
 """Steps before the detector is attached or detached, and how many of them are not measured."""
 
 
+PROFILED = 40
+PROGRAM_OWN = ("backward", "__next__", "grad", "closure", "step", "wrapper", "zero_grad")
+"""Functions that we call on behalf of the program: what they take is the program's own time."""
+
+
+def own_share(profile: cProfile.Profile) -> float:
+    """The time inside firstnan, and inside functions of others that it calls for itself, per other time."""
+    ours = os.path.join("src", "firstnan", "")
+    own = total = 0.0
+    for (file, _, name), (_, _, inside, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        total += inside
+        if ours in file:
+            own += inside
+        elif name not in PROGRAM_OWN:
+            # Of a function of Python only its own time is known for each caller; of one of C that is all there is.
+            own += sum(numbers[2] for (caller, _, _), numbers in callers.items() if ours in caller)
+    return own / (total - own)
+
+
 class Pace:
     """Attaches and detaches the detector between steps, and prints how much processor time each block took."""
 
     def __init__(self, rounds: int) -> None:
+        """No rounds: the detector stays attached, and the time inside our own functions is measured."""
         self._steps, self._blocks, self._since = -BLOCK, 2 * rounds, 0.0
         self.detector: Callable[[], Any] = lambda: None
+        self._profile = cProfile.Profile(time.process_time) if not rounds else None
 
     def step_begins(self) -> None:
-        if self._steps >= 0:
+        if self._profile is not None:
+            if self._steps == BLOCK:
+                self._profile.enable()
+            elif self._steps == BLOCK + PROFILED:
+                self._profile.disable()
+                print("own", own_share(self._profile), flush=True)
+                os._exit(0)
+        elif self._steps >= 0:
             self._block_goes_on(*divmod(self._steps, BLOCK))
         self._steps += 1
 
@@ -184,8 +216,14 @@ TRAIN: dict[str, Callable[[int, str], None]] = {
 }
 
 
-def measure(framework: str, rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {"bare": [], "firstnan": []}
+def own(framework: str) -> float:
+    for line in run(framework, 0).splitlines():
+        if line.startswith("own "):
+            return float(line.split()[1])
+    raise SystemExit("the program ended early")
+
+
+def run(framework: str, rounds: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, __file__, framework, "--rounds", str(rounds), "--folder", folder],
@@ -194,12 +232,17 @@ def measure(framework: str, rounds: int) -> dict[str, list[float]]:
             text=True,
             check=False,
         )
-    for line in done.stdout.splitlines():
+    if done.returncode:
+        raise SystemExit(f"the program ended early\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def measure(framework: str, rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {"bare": [], "firstnan": []}
+    for line in run(framework, rounds).splitlines():
         if line.startswith("took "):
             _, way, number = line.split()
             seconds[way].append(float(number))
-    if len(seconds["firstnan"]) < rounds:
-        raise SystemExit(f"the program ended early\n{done.stderr[-2000:]}")
     return seconds
 
 
@@ -207,12 +250,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("frameworks", nargs="*", choices=[*TRAIN], default=[*TRAIN])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--own", action="store_true", help="measure the time inside firstnan's own functions")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder:
         TRAIN[options.frameworks[0]](options.rounds, options.folder)
         return
     for framework in options.frameworks:
+        if options.own:
+            print(f"{framework}: {1 + own(framework):.4f}", flush=True)
+            continue
         seconds = measure(framework, options.rounds)
         show(framework, {way: compare(seconds[way], seconds["bare"]) for way in seconds})
 
