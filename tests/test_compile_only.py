@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.data import DataLoader, TensorDataset
 
 from firstnan import NaNDetector, NonFiniteError, Report, load
+from firstnan.engine import isolation
+from firstnan.observe import manifest
+from firstnan.observe.compiler import compile_again
 from zygote import Zygote
 
 pytestmark = pytest.mark.slow
@@ -150,6 +154,29 @@ def test_what_fails_now_and_then_is_not_the_compilers_fault() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "_outcome", outcome)
         assert slug(trained(wrong_cosh)) != "compile_only"
+
+
+def test_a_comparison_replaces_what_the_manifest_names() -> None:
+    modules = [importlib.import_module(one) for one in sorted({module for module, _ in manifest.COMPARED})]
+
+    def all_of_them() -> dict[tuple[str, str], Any]:
+        found = {}
+        for module in modules:
+            for name, value in vars(module).items():
+                found[module.__name__, name] = value
+                if isinstance(value, type) and value.__module__ == module.__name__:
+                    found |= {(module.__name__, f"{name}.{inner}"): one for inner, one in vars(value).items()}
+        return found
+
+    before, child = all_of_them(), isolation.fork()
+    if isinstance(child, isolation.Channel):
+        compile_again(lambda *args: None, lambda *args: None)
+        child.send({name for name, value in all_of_them().items() if before.get(name) is not value})
+        child.leave()
+    assert child is not None
+    changed = list(child.receive(60))
+    child.end()
+    assert changed == [set(manifest.COMPARED)]
 
 
 PROGRAM = """\
