@@ -40,11 +40,12 @@ versions:
 	$(PYTHON) tools/versions.py --folder $(VERSIONS_DIR) $(ARGS)
 
 test-frameworks: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest --timeout=300 tests/frameworks $(ARGS)
+	$(FRAMEWORKS)/bin/python -m pytest -q -n 2 --dist worksteal --timeout=300 tests/frameworks $(ARGS)
 
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requirements.txt
 	$(FRAMEWORKS)/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -r tests/frameworks/requirements.txt
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fastai==2.8.12
 	@touch $@
 
 # torch is not needed: the reference is made from the source text. Not --quiet, which hides warnings from --strict too.

@@ -17,8 +17,9 @@ from firstnan import Report, load
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-with contextlib.suppress(ImportError):
-    importlib.import_module("lightning.fabric.wrappers")  # it replaces torch.compile for good, which is not our doing
+for wrappers in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"):
+    with contextlib.suppress(ImportError):  # they replace torch.compile for good, which is not our doing
+        importlib.import_module(wrappers)
 
 
 @dataclass(frozen=True)

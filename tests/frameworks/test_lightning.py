@@ -167,6 +167,18 @@ def test_what_is_noticed_goes_to_the_logger_which_is_closed(tmp_path: Path) -> N
     assert "loss" in (Path(failed.log_dir) / "metrics.csv").read_text()
 
 
+def test_a_detector_that_is_taken_away_stops_nothing(tmp_path: Path) -> None:
+    class TakesAway(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            callback.detector.detach()  # type: ignore[union-attr]
+
+    callback = FirstNaN()
+    fit = trainer(tmp_path, callback, TakesAway())
+    fit.fit(Regression(), loader())
+    assert fit.state.finished
+    assert callback.report is None
+
+
 def test_a_wrong_option_is_an_error_at_once() -> None:
     with pytest.raises(TypeError):
         FirstNaN(on_nonfinit="skip")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,42 @@ def test_fastai() -> None:
         healthy.fit(1)
     with learn(41).no_bar() as broken, pytest.raises(NonFiniteError) as error:
         broken.fit(1)
-    report = error.value.report
-    assert report.origin is not None
-    assert report.origin.site is not None
-    assert (report.origin.site.line, report.step) == (line_of(HERE, "born: loss"), 5)
+    check(error.value.report)
+
+
+FASTAI = """\
+import fastai.callback.progress
+import torch
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x, y = torch.randn(64, 4), torch.rand(64, 1) + 0.5
+y[41] = 0.0
+
+
+def relative(prediction, y):
+    return ((prediction - y) ** 2 / y).mean()  # born
+
+
+loader = DataLoader(TensorDataset(x, y), batch_size=8)
+learn = Learner(DataLoaders(loader, loader), torch.nn.Linear(4, 1), loss_func=relative)
+with learn.no_bar(), learn.no_logging():
+    learn.fit(2)
+"""
+
+
+def test_a_fix_is_tried_in_the_loop_of_fastai(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Its loop has the number of the batch and the batch in one variable: `for o in enumerate(self.dl)`."""
+    pytest.importorskip("fastai.learner")
+    words = ("-m", "firstnan", "run", "--json", str(tmp_path / "report.json"), "train.py")
+    ended = run(FASTAI, words=(sys.executable, *words))
+    assert ended.code == 3, ended.stderr
+    report = ended.report
+    assert (report.origin.site.line, report.step) == (line_of(FASTAI, "born"), 5)
+    assert report.batch.dataset_indices == (41,)
+    assert report.remedies[0].proven, report.remedies[0].note
 
 
 TRAIN = """

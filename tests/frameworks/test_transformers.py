@@ -138,6 +138,51 @@ def test_a_collator_is_found_by_its_own_line(tmp_path: Path) -> None:
     assert origin.site.line == line_of(HERE, "born: collator")
 
 
+def test_trainers_of_trl(tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [f"w{i}" for i in range(50)]
+    known = {"<pad>": 0, "<eos>": 1, **{word: i + 2 for i, word in enumerate(words)}}
+    splitting = Tokenizer(models.WordLevel(known, unk_token="<eos>"))
+    splitting.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitting, pad_token="<pad>", eos_token="<eos>")
+
+    class Weighted(trl.SFTTrainer):  # type: ignore[name-defined, misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            loss = super().compute_loss(model, inputs, False, num_items_in_batch)
+            weight = (inputs["input_ids"][:, 0] - 23).abs()
+            return loss * weight.log().mean()  # born: trl
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 52, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    training = Weighted(
+        model=transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)),
+        args=trl.SFTConfig(
+            str(tmp_path / "out"), per_device_train_batch_size=8, max_steps=4, report_to=[], use_cpu=True, bf16=False,
+            save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, max_length=16,
+        ),
+        train_dataset=datasets.Dataset.from_list(
+            [{"text": " ".join(words[(i * 7 + j) % 50] for j in range(6))} for i in range(32)]
+        ),
+        processing_class=tokenizer,
+        callbacks=[FirstNaNCallback()],
+    )  # fmt: skip
+    with pytest.raises(NonFiniteError) as error:
+        training.train()
+    report = error.value.report
+    assert report.origin is not None
+    assert report.origin.site is not None
+    assert report.origin.site.line == line_of(HERE, "born: trl")
+    assert report.cause is not None
+    assert report.cause.slug == "log_of_zero"
+    assert report.batch is not None
+    assert report.batch.confirmed
+    assert all(torch.isfinite(p).all() for p in training.model.parameters())
+
+
 PROGRAM = """\
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from firstnan.diagnose.rules import ONLY_COMPILED
 from firstnan.engine import isolation
 from firstnan.engine.conclude import bad_values, came_from_another_rank, came_from_outside, is_numeric, not_repeated
 from firstnan.engine.loop_replay import Failure, LoopReplay
@@ -60,8 +61,8 @@ class Answer:
     def worth(self) -> int:
         """3 if the origin is known and no other way would tell more; 2 if the same step was finite when replayed."""
         origin, replayed = self.report.origin, self.report.reproduced != "transient"
-        received = self.report.cause is not None and self.report.cause.slug == RECEIVED
-        if received or (origin is not None and replayed and (self.whole or not came_from_outside(origin))):
+        explained = self.report.cause is not None and self.report.cause.slug in (RECEIVED, ONLY_COMPILED)
+        if explained or (origin is not None and replayed and (self.whole or not came_from_outside(origin))):
             return 3
         return 2 if not replayed else 1 if origin is not None else 0
 
@@ -251,6 +252,8 @@ class TurnReplay:
         self._batch = batch
         self.error: BaseException | None = None
         """What has ended a turn that is not traced."""
+        self._elsewhere = self._updates = False
+        """Whether something else than the failing statement was not finite, and whether the turn came to an update."""
 
     def run(self) -> NoReturn:
         session, policy = self._session, self._session.policy
@@ -429,6 +432,7 @@ class TurnReplay:
         if self._batch is not None and not closure:
             raise SystemExit  # it was finite
         self._closes = self._closes or closure
+        self._updates = True
         return Decision.RUN if closure else Decision.DROP
 
     def _was_finite(self, optimizer: Any) -> None:
@@ -448,6 +452,7 @@ class TurnReplay:
         if self._batch is not None or self._searching:
             self._failed = True
             raise LeftLoop if self._searching else SystemExit
+        self._elsewhere = True
         if self._rehearsing or self._code is None or place[0] != self.failure.place[0]:
             return
         if line_in(self._code, sys._getframe()) == self._turn.at:
@@ -461,6 +466,11 @@ class TurnReplay:
         """Runs the turn; whether it fails as before."""
         self._run()
         return self._failed
+
+    @property
+    def was_finite(self) -> bool:
+        """Whether the turn came to its update with the same data, and everything was finite."""
+        return self._updates and not self._elsewhere and not self._failed and self._reads_the_same()
 
     def _settle(self, trip: Trip, events: list[int]) -> None:
         if not self._reads_the_same():

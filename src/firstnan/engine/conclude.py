@@ -20,6 +20,7 @@ from firstnan.engine.rates import with_rate_sites
 from firstnan.engine.samples.cut import Maker
 from firstnan.engine.samples.units import unit_of
 from firstnan.gate.gate import Gate
+from firstnan.observe.compiler import was_used
 from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership, Spot, names_read_on, resolve
 from firstnan.records import Batch, History, Noticed, OpEvent, Origin, Report, Role, Site, Trace
@@ -252,6 +253,7 @@ def came_from_another_rank(report: Report) -> Report:
 def not_repeated(report: Report, difference: Difference | None) -> Report:
     """The report of a step that failed once and was finite another time, from the same state."""
     how = "The step was finite when replayed with the same batch, random numbers, buffers and weights"
+    how += ", but without the compiler" if was_used() else ""
     own = difference.whose == "program" if difference is not None else None
     found = transient(how, difference.text if difference else "", programs_own=own)
     known = [c for c in (report.cause, *report.other_causes) if c is not None and c.slug != found.slug]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from torch import Tensor
 
+from firstnan.diagnose.rules import ONLY_COMPILED
 from firstnan.engine.conclude import came_from_outside, infinite_number
 from firstnan.engine.journal import one_line
 from firstnan.engine.ranks import world
@@ -137,6 +138,7 @@ class EndProgram(Policy):
         self.unresolved = (
             world().size == 1
             and not (session.live.on or self.interrupted)
+            and not (report.cause is not None and report.cause.slug == ONLY_COMPILED)
             and (origin is None or (outside and report.reproduced != "transient") or session.lacks_capsule(report))
         )
         self.save(report)

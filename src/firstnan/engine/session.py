@@ -20,6 +20,7 @@ from torch import Tensor
 
 from firstnan.engine import children, isolation, turn_search
 from firstnan.engine.children import Answer, Answering, TurnReplay
+from firstnan.engine.compiled import with_compiler
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.divergence import diverged
 from firstnan.engine.handouts import Handouts
@@ -851,6 +852,7 @@ class Session(Observer):
                 answer = replace(answer, report=replace(answer.report, loops=loops))
             if answer is None or self.in_child:
                 return answer
+            answer = with_compiler(self, failure, answer)
             return children.with_drawn(self, failure, turn_search.with_samples(self, failure, answer))
         except KeyboardInterrupt:
             if not isinstance(self.policy, EndProgram):

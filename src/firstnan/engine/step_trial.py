@@ -377,11 +377,13 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
     loop = turn.loop
     if isinstance(loop, ast.For) and latest is not None and iterator is not None and not turn.counts:
         counters = {name: turn.names[name] for name in _names(loop.target) if type(turn.names.get(name)) is int}
+        before = latest.batch
         while True:
             batch = next(iterator, None)
-            found = _unpacked(loop.target, batch, latest.batch, turn.names) if batch is not None else None
+            found = _unpacked(loop.target, batch, before, turn.names) if batch is not None else None
             if found is None:
                 break
+            before = batch
             counters = {name: number + 1 for name, number in counters.items()}
             yield {**found, **counters}
     else:
@@ -426,7 +428,10 @@ def _names(target: ast.expr) -> list[str]:
 def _unpacked(target: ast.expr, batch: Any, before: Any, names: dict[str, Any]) -> dict[str, Any] | None:
     """The variables of the loop for a batch: where the batch before was taken apart, or kept whole."""
     if isinstance(target, ast.Name):
-        return {target.id: batch} if type(names.get(target.id)) is not int else None
+        held = names.get(target.id)
+        if type(held) is tuple and held is not before and any(one is before for one in held):  # of enumerate or zip
+            return {target.id: tuple(batch if one is before else one + 1 if type(one) is int else one for one in held)}
+        return {target.id: batch} if type(held) is not int else None
     if not isinstance(target, ast.Tuple | ast.List):
         return None
     parts = target.elts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 from torch.nn import Module
 
 from firstnan import NaNDetector
+from firstnan.engine.session import Session
 from firstnan.records import NaNEvent, Report
 
 
@@ -51,6 +53,22 @@ class TrainingCallback:
         # Some frameworks do not say that training ended with an error; then it ends with this object.
         weakref.finalize(self, detector.detach).atexit = False
         return detector
+
+    def epoch_begins(self, number: int) -> None:
+        """An epoch begins, by the framework's count."""
+        if (session := self._session) is not None:
+            session.journal.epoch_begins(number)
+
+    def batch_begins(self, number: int) -> None:
+        """The step of a batch begins, by the framework's count in this epoch."""
+        if (session := self._session) is not None:
+            session.journal.batch_begins(number)
+
+    @property
+    def _session(self) -> Session | None:
+        with contextlib.suppress(RuntimeError):  # the program has detached it
+            return self.detector.session if self.detector is not None else None
+        return None
 
     def end(self, error: BaseException | None = None) -> None:
         """Training has ended: checks what it left behind, or explains the error that it ended with."""

@@ -34,8 +34,7 @@ class FirstNaN(TrainingCallback):
         self.begin(self._model, self._optimizer).session.when_stopped(self.abandon)
 
     def _epoch_started(self, engine: Any) -> None:
-        if self.detector is not None:
-            self.detector.session.journal.epoch_begins(engine.state.epoch - 1)
+        self.epoch_begins(engine.state.epoch - 1)
 
     def _completed(self, engine: Any) -> None:
         self.end()

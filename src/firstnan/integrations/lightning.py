@@ -27,12 +27,10 @@ class FirstNaN(TrainingCallback):
         self.begin(pl_module, list(trainer.optimizers), on_event=self._log)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.detector is not None:
-            self.detector.session.journal.epoch_begins(trainer.current_epoch)
+        self.epoch_begins(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self.detector is not None:
-            self.detector.session.journal.batch_begins(batch_idx)
+        self.batch_begins(batch_idx)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.end()

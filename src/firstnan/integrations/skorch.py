@@ -23,8 +23,7 @@ class FirstNaN(TrainingCallback):
         self.begin(net.module_, net.optimizer_).session.when_stopped(self.abandon)
 
     def on_epoch_begin(self, net: Any, **kwargs: Any) -> None:
-        if self.detector is not None:
-            self.detector.session.journal.epoch_begins(len(net.history) - 1)
+        self.epoch_begins(len(net.history) - 1)
 
     def on_train_end(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:  # noqa: N803 - skorch's name
         self.end()

@@ -31,8 +31,7 @@ class FirstNaNCallback(TrainingCallback):
         session.when_stopped(self.abandon)  # `on_train_end` does not come after an error
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.detector is not None:
-            self.detector.session.journal.epoch_begins(int(state.epoch or 0))
+        self.epoch_begins(int(state.epoch or 0))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.end()

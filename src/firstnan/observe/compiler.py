@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -79,3 +80,53 @@ def _codes_in(module: ModuleType) -> Iterator[CodeType]:
         elif isinstance(thing, CodeType):
             waiting += [c for c in thing.co_consts if isinstance(c, CodeType)]
             yield thing
+
+
+def was_used() -> bool:
+    """Whether the program has compiled anything."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+
+
+Around = Callable[[Any, Any, Any], Any]
+"""A graph, its compiler, and what that has made of it -> what to run instead."""
+
+
+def compile_again(forward: Around, backward: Around) -> None:
+    """Forgets what was compiled; every graph that the program compiles from here on passes through these functions.
+
+    For a forked child only: nothing of it is undone.
+    """
+    import torch._dynamo
+    from torch import fx
+    from torch._dynamo import output_graph
+    from torch._dynamo.backends import common
+
+    graphs: Any = output_graph.OutputGraph
+    backends: Any = common
+    torch._dynamo.reset()
+    with suppress(ImportError, AttributeError):  # a cache would have the backward graph without compiling it
+        torch._functorch.config.enable_autograd_cache = False
+    with suppress(ImportError, AttributeError):  # the processes that compile are the parent's
+        import torch._inductor.config
+
+        torch._inductor.config.compile_threads = 1
+    compile_graph, make = graphs.call_user_compiler, backends.aot_module_simplified
+
+    def call_user_compiler(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        original = fx.GraphModule(graph, deepcopy(graph.graph))  # a compiler may change what it is given
+        return forward(original, self.compiler_fn, compile_graph(self, graph, *args, **kwargs))
+
+    def aot_module_simplified(*args: Any, **kwargs: Any) -> Any:
+        compiler = kwargs.get("bw_compiler")
+        if compiler is not None:
+
+            def compile_backward(graph: Any, examples: Any) -> Any:
+                original = fx.GraphModule(graph, deepcopy(graph.graph))
+                return backward(original, compiler, compiler(graph, examples))
+
+            kwargs["bw_compiler"] = compile_backward
+        return make(*args, **kwargs)
+
+    graphs.call_user_compiler = call_user_compiler
+    backends.aot_module_simplified = aot_module_simplified

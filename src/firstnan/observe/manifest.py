@@ -83,6 +83,12 @@ FORKED: tuple[tuple[str, str], ...] = (
 )
 """Replaced for good in a forked child, where threads, workers and servers are gone (`forked.py`)."""
 
+COMPARED: tuple[tuple[str, str], ...] = (
+    ("torch._dynamo.output_graph", "OutputGraph.call_user_compiler"),
+    ("torch._dynamo.backends.common", "aot_module_simplified"),
+)
+"""Replaced as well in a forked child that compares compiled graphs with their operators (`compiler.py`)."""
+
 FILTERED: tuple[tuple[str, str], ...] = (
     ("builtins", "open"),
     ("io", "open"),

@@ -152,6 +152,29 @@ def _resolve(name: str, code: CodeType, lasti: int) -> Site:
     return Site(name, line, column, end_line, end_column, code.co_name, text, source, first)
 
 
+def site_on_line(file: str, line: int, function: str, name: str) -> Site:
+    """A place of which only the line is known: the call of this name there, if there is one, or the statement."""
+    first, last = _statement(file, line, line)
+    source = tuple(text.rstrip("\n") for text in linecache.getlines(file)[first - 1 : last])[:_MAX_SOURCE_LINES]
+    site, tree = Site(file, line, function=function, source=source, source_line=first), _tree(file)
+    calls = [
+        node
+        for node in (ast.walk(tree) if tree else ())
+        if isinstance(node, ast.Call)
+        and first <= node.lineno <= last
+        and node.lineno == node.end_lineno
+        and getattr(node.func, "attr", getattr(node.func, "id", None)) == name
+    ]
+    if len(calls) != 1 or not source:
+        return whole_statement(site)
+    [call], lines = calls, linecache.getlines(file)
+    column, end = (
+        len(lines[call.lineno - 1].encode()[:n].decode()) for n in (call.col_offset, call.end_col_offset or 0)
+    )
+    text = lines[call.lineno - 1][column:end]
+    return replace(site, line=call.lineno, column=column, end_line=call.lineno, end_column=end, code=text)
+
+
 def function_site(code: CodeType) -> Site:
     """The place of a function, or of a lambda: its first line."""
     line = code.co_firstlineno

@@ -8,10 +8,10 @@ from firstnan.diagnose.causes import catalogue
 from firstnan.diagnose.rules import data, operators, overflow
 from firstnan.diagnose.rules.base import RULES, Failure, growth, nonfinite
 from firstnan.diagnose.rules.user_rules import rule
-from firstnan.records import Cause, History, Origin, StepRecord, Trace
+from firstnan.records import Cause, History, Origin, StepRecord, TensorStat, Trace
 from firstnan.records.words import number
 
-__all__ = ["divergence", "explain", "from_history", "rule", "transient"]
+__all__ = ["ONLY_COMPILED", "divergence", "explain", "from_history", "only_compiled", "rule", "transient"]
 
 RULE_MODULES = (data, operators, overflow)
 """Imported for the rules that they register."""
@@ -112,6 +112,32 @@ def on_no_rank(size: int, rank: int | None) -> Cause:
     why += f"computed something else the first time; {which}. Possible reasons are {_MACHINE}, or other "
     why += "program state such as a counter or a cache."
     return Cause(entry.slug, entry.title, why, (), 0.5, entry.link)
+
+
+ONLY_COMPILED = "compile_only"
+
+
+def only_compiled(
+    backend: str, origin: Origin | None, uncompiled: TensorStat | None, earlier: str, *, times: int
+) -> Cause:
+    """The cause if a step fails each of several `times` that it is compiled, and is finite otherwise.
+
+    `uncompiled`: what the operator at the origin returns uncompiled. `earlier`: an operator before it that differs.
+    """
+    entry = catalogue()[ONLY_COMPILED]
+    by = f" by {backend}" if backend else ""
+    why = f"The step fails whenever it is compiled{by}, and is finite when the same operators run one by one."
+    evidence = [
+        f"compiled, it failed {times} times of {times}; uncompiled, it was finite {times - 1} times of {times - 1}"
+    ]
+    if origin is not None and origin.produced is not None:
+        what = "derivative" if origin.phase == "backward" else "result"
+        why += f" The first {what} that is finite only uncompiled is that of `{origin.op}`."
+        if uncompiled is not None and uncompiled.min is not None:
+            ends = f"{number(uncompiled.min)} to {number(uncompiled.max)}"
+            evidence.append(f"`{origin.op}` uncompiled: {ends}; compiled: {nonfinite(origin.produced)}")
+    evidence += [earlier] if earlier else []
+    return Cause(entry.slug, entry.title, why, tuple(evidence), 0.95, entry.link)
 
 
 def _all(failure: Failure) -> list[Cause]:
