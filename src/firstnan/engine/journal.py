@@ -21,9 +21,10 @@ from torch import Tensor
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.ranks import world
 from firstnan.gate.gate import StepCounter
+from firstnan.gate.forecast import sentence, subject
 from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.layers import LayerFinding
-from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat
+from firstnan.records import Forecast, LayerTrack, NaNEvent, Noticed, Report, TensorStat
 from firstnan.records.codec import encode
 from firstnan.tensors.finite import stat
 from firstnan.tensors.models import Models, largest_gradient, parameters_of
@@ -229,6 +230,11 @@ class Journal:
         )
         self.add(event)
 
+    def foreseen(self, forecast: Forecast) -> None:
+        """Records a forecast, or that it is withdrawn."""
+        self.counts.warnings += forecast.withdrawn is None
+        self.add(event_of_forecast(forecast))
+
     def clip(self, optimizer: Any, norm: float | None, limit: float | None) -> None:
         """Clips the gradients if their norm exceeds the limit; of many clips in a row fewer and fewer are logged."""
         if optimizer is None or norm is None or not limit or not limit < norm < math.inf:
@@ -299,6 +305,16 @@ class Journal:
             text = f"step {report.step}: layer {origin.module} ({origin.module_type}): {of} is not finite"
             where: Any = {"phase": origin.phase, "what": what, "layer": origin.module, "layer_type": origin.module_type}
             self.add(NaNEvent("nonfinite", text, report.step, tensor=origin.produced, **where))
+
+
+def event_of_forecast(forecast: Forecast) -> NaNEvent:
+    kind: Literal["forecast", "withdrawn"] = "forecast" if forecast.withdrawn is None else "withdrawn"
+    step = forecast.since_step if forecast.withdrawn is None else forecast.withdrawn
+    text = f"step {step}: {sentence(forecast)}"
+    if forecast.withdrawn is not None:
+        text = f"step {step}: the forecast of step {forecast.since_step} is withdrawn: {subject(forecast)} has turned"
+    what: Any = {"layer": "output", "scale": "gradient"}.get(forecast.what, forecast.what)
+    return NaNEvent(kind, text, step, what=what, layer=forecast.name if forecast.what == "layer" else "")
 
 
 def one_line(report: Report) -> str:

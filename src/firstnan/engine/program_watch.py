@@ -21,6 +21,7 @@ from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.divergence import diverged, event_of
 from firstnan.engine.handouts import Handouts
+from firstnan.engine.journal import event_of_forecast
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.model_calls import UpdateReplay
 from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, RaiseInProgram, Stop, end_program
@@ -33,7 +34,7 @@ from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, resolve
-from firstnan.records import History, NaNEvent, Noticed, Report
+from firstnan.records import Forecast, History, NaNEvent, Noticed, Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import kind, place
 from firstnan.repair.verdict import Reach, TrialOutcome
@@ -217,7 +218,13 @@ def _refresh(code: CodeType) -> None:
 class ProgramValues:
     """Checks what the program reads, what its modules return before it trains, and how it ends."""
 
-    def __init__(self, ownership: Ownership, *, outputs_decide: bool = False) -> None:
+    def __init__(
+        self,
+        ownership: Ownership,
+        *,
+        outputs_decide: bool = False,
+        tell: Callable[[NaNEvent], None] = lambda event: None,
+    ) -> None:
         self.bad_output: Noticed | None = None
         """A non-finite output of an outermost module, before the program trained."""
         self._ownership, self._outputs_decide = ownership, outputs_decide
@@ -233,6 +240,8 @@ class ProgramValues:
         self._output_event: int | None = None
         self._explosions: dict[Alarm, History] = {}
         """Each explosion of the loss, with the steps before it."""
+        self._forecasts: list[NaNEvent] = []
+        self._tell = tell
         self._session: Session
 
     def watch(self, session: Session) -> None:
@@ -263,6 +272,13 @@ class ProgramValues:
 
     def exploded(self, alarm: Alarm, history: History) -> None:
         self._explosions[alarm] = history
+
+    def foreseen(self, forecast: Forecast) -> None:
+        """A forecast, or one that is withdrawn."""
+        event = replace(event_of_forecast(forecast), time=time())
+        if len(self._forecasts) < _MOST_READS:
+            self._forecasts.append(event)
+        self._tell(event)
 
     def read(self, tensor: Tensor, frame: FrameType) -> None:
         seen = [tensor]

@@ -318,6 +318,8 @@ class Session(Observer):
         if self._clip_at is not None:
             self.journal.clip(optimizer, self.gate.norm, self._clip_at)
         self._alarmed(self.gate.update_begins(optimizer, closely=risky, safe=safe), optimizer)
+        if self.gate.news:
+            self._tell_forecasts()
         return Decision.RUN
 
     def _shares_weights(self, optimizer: Any) -> bool:
@@ -535,6 +537,8 @@ class Session(Observer):
 
     def _manual_step_ended(self) -> None:
         self._alarmed(self.gate.end_manual_step(), None)
+        if self.gate.news:
+            self._tell_forecasts()
         self._step_ended(by_hand=True)
 
     def norm_measured(self, gradients: list[Tensor], norm: Any) -> None:
@@ -563,6 +567,13 @@ class Session(Observer):
         self._journal.alarmed(alarm, optimizer)
         if self._clips and self._clip_at is None and alarm.kind != "explosion":
             self._journal.clip(optimizer, alarm.norm, alarm.usual)
+
+    def _tell_forecasts(self) -> None:
+        for forecast in self.gate.take_news():
+            if self.values is not None:
+                self.values.foreseen(forecast)
+            if self._journal is not None:
+                self._journal.foreseen(forecast)
 
     def _is_training_thread(self) -> bool:
         return self.training_thread in (None, threading.get_ident())
@@ -969,6 +980,7 @@ class Session(Observer):
         return self._told_of(report)
 
     def _told_of(self, report: Report) -> Report:
+        report = replace(report, forecast=tuple(self.gate.forecasts))
         if self._journal is not None:
             return self._journal.completed(report)
         here = world()

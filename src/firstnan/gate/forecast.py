@@ -1,0 +1,201 @@
+"""When something that grows will reach the largest number of its type, from the slope of its logarithm.
+
+A warning that comes to nothing costs more than one that does not come. So a forecast is made only of a rise that is
+long, steady and does not slow down, and it is withdrawn when the rise ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+from firstnan.records import Forecast
+
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38, "float64": 1.7e308}
+"""The largest number of each type."""
+
+_MOST_POINTS = 24
+"""Slopes are compared between this many points."""
+_STEADY = 0.7
+"""A rise slows down if the second half of it is flatter than this many times the first."""
+_TURNED = 2.0
+"""Doublings below the peak at which a rise has turned."""
+_HORIZON = 4.0
+"""A forecast reaches at most this many times as far as the rise has lasted."""
+
+Point = tuple[int, float]
+"""A step, and a value in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """In how many steps a rise reaches its limit."""
+
+    steps: float
+    low: float
+    high: float
+
+
+def reach(points: Sequence[Point], limit: float) -> Reach | None:
+    """When these positive numbers, oldest first, reach the limit; None if they do not rise steadily.
+
+    A rise that is a straight line of the logarithms goes on as such. One that slows down there, but not by itself
+    (weights that grow by the same amount in each step), goes on as a straight line.
+    """
+    points = thinned(points)
+    if len(points) < 4:
+        return None
+    logs = [(step, math.log2(value)) for step, value in points]
+    found = _line(logs, math.log2(limit))
+    if found is not None:
+        return found
+    return _line([(step, value) for step, value in points], limit)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most 24 of them, evenly, with the last."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    step = (len(points) - 1) / (_MOST_POINTS - 1)
+    return [points[round(i * step)] for i in range(_MOST_POINTS)]
+
+
+def _line(points: Sequence[Point], limit: float) -> Reach | None:
+    half = len(points) // 2
+    first, second = slope(points[: half + 1]), slope(points[half:])
+    if second <= 0 or second < _STEADY * first:
+        return None
+    whole = slope(points)
+    # The scatter around the line says how much of the rise is chance.
+    rest = [value - whole * step for step, value in points]
+    middle = median(rest)
+    scatter = 1.5 * median(abs(r - middle) for r in rest)
+    span = points[-1][0] - points[0][0]
+    if whole * span < 4 * scatter:
+        return None
+    spread = scatter / span
+    left = limit - points[-1][1]
+    steep, flat = max(whole, second) + spread, min(whole, second) - spread
+    if left <= 0 or flat <= 0:
+        return None
+    last = max(second, slope(points[-4:]))  # a rise that gets steeper gets there sooner
+    steps = left / (last if last > 1.5 * whole else second)
+    return Reach(steps, min(left / max(steep, last), steps), max(left / flat, steps))
+
+
+def slope(points: Sequence[Point]) -> float:
+    """The median of all slopes between two points, which a few outliers do not change."""
+    slopes = [
+        (later[1] - earlier[1]) / (later[0] - earlier[0])
+        for i, earlier in enumerate(points)
+        for later in points[i + 1 :]
+        if later[0] > earlier[0]
+    ]
+    return median(slopes) if slopes else 0.0
+
+
+class Outlook:
+    """The forecast of one series: made once, withdrawn if the series turns, and then perhaps made again."""
+
+    __slots__ = ("_made", "_peak", "_quiet_until", "forecast")
+
+    def __init__(self) -> None:
+        self.forecast: Forecast | None = None
+        """The one that holds."""
+        self._made = 0
+        self._peak = 0.0
+        self._quiet_until = -1
+
+    def make(
+        self,
+        what: Literal["loss", "gradient", "layer", "scale"],
+        name: str,
+        kind: str,
+        limit: float,
+        points: Sequence[Point],
+    ) -> Forecast | None:
+        """The forecast of this rise, if there is one to be made and none holds."""
+        step, now = points[-1]
+        if self.forecast is not None or step < self._quiet_until:
+            return None
+        found = reach(points, limit)
+        span = step - points[0][0]
+        if found is None or found.steps > _HORIZON * span:
+            return None
+        low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
+        self.forecast = Forecast(what, name, kind, limit, now, max(round(found.steps), 1), low, high, step)
+        self._peak = now
+        self._made += 1
+        return self.forecast
+
+    def turned(self, step: int, value: float) -> Forecast | None:
+        """The forecast that this value makes void: it is far below the peak, or the time is long over."""
+        forecast = self.forecast
+        if forecast is None:
+            return None
+        self._peak = max(self._peak, value)
+        late = step > forecast.since_step + 4 * forecast.high + 16
+        if value > 2**-_TURNED * self._peak and not late:
+            return None
+        self.forecast = None
+        # One that was wrong is not made again soon.
+        self._quiet_until = step + 64 * 4**self._made
+        return replace(forecast, withdrawn=step)
+
+
+_RISEN = {"loss": 7.0, "gradient": 10.0}
+"""Doublings above the first values from which on a rise counts: less may be a hard batch or a new part of training."""
+_MOST_KEPT = 128
+
+
+class Rise:
+    """A loss or gradient norm above its first values, followed as long as it stays there."""
+
+    __slots__ = ("_outlook", "_what", "points")
+
+    def __init__(self, what: Literal["loss", "gradient"]) -> None:
+        self._what: Literal["loss", "gradient"] = what
+        self.points: list[Point] = []
+        """The rise so far; empty while there is none."""
+        self._outlook = Outlook()
+
+    def add(self, step: int, value: float, first: float, kind: str, limit: float) -> list[Forecast]:
+        """One more value, where the first ones were `first`: a new forecast, or one that is withdrawn."""
+        if not 0 < value < math.inf:
+            return []
+        void = self._outlook.turned(step, value)
+        news = [void] if void is not None else []
+        if value <= first:
+            self.points = []
+            return news
+        self.points.append((step, value))
+        if len(self.points) > _MOST_KEPT:
+            self.points = self.points[::2]
+        if math.log2(value / first) >= _RISEN[self._what] and value >= max(v for _, v in self.points[-4:]):
+            made = self._outlook.make(self._what, "", kind, limit, self.points)
+            news += [made] if made is not None else []
+        return news
+
+
+def subject(forecast: Forecast) -> str:
+    """`the gradient norm of opt_d`, `decoder.ffn.2`."""
+    if forecast.what == "layer":
+        return forecast.name or "a layer"
+    what = {"loss": "the loss", "gradient": "the gradient norm", "scale": "the scale of the gradient scaler"}
+    return what[forecast.what] + (f" of {forecast.name}" if forecast.name else "")
+
+
+def sentence(forecast: Forecast) -> str:
+    """`decoder.ffn.2 reaches the limit of float16 in about 40 steps (25 to 70): it is 1.2e+03 and keeps growing`."""
+    f = forecast
+    if f.what == "scale":
+        return f"{subject(f)} has sunk to {f.now:g} and falls below {f.limit:g} in about {_steps(f)}"
+    return f"{subject(f)} reaches the limit of {f.kind} in about {_steps(f)}: it is {f.now:.3g} and keeps growing"
+
+
+def _steps(f: Forecast) -> str:
+    steps = f"{f.in_steps} step{'s' * (f.in_steps != 1)}"
+    return steps if f.low == f.high else f"{steps} ({f.low} to {f.high})"
