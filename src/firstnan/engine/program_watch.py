@@ -27,6 +27,7 @@ from firstnan.engine.model_calls import UpdateReplay
 from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, RaiseInProgram, Stop, end_program
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.restart import Restart
+from firstnan.engine.sampling import StepSamples
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
 from firstnan.engine.turn import Turn, turns_around, turns_in_traceback
@@ -65,12 +66,15 @@ class ProgramWatch(Generic[P]):
         wanted: Wanted | None = None,
         restart: Restart | None = None,
         in_worker: bool = False,
+        tell: Callable[[NaNEvent], None] = lambda event: None,
+        samples: StepSamples | None = None,
+        on_step: Callable[[Session], None] | None = None,
     ) -> None:
         self.policy, handouts = policy, Handouts()
         self.capsules: CapsuleWriter | None = None
         if wanted is not None:
             self.capsules = CapsuleWriter(wanted, gate, handouts, lambda: _training_objects(gate))
-        self.values, recovery = ProgramValues(ownership, outputs_decide=outputs_decide), Recovery()
+        self.values, recovery = ProgramValues(ownership, outputs_decide=outputs_decide, tell=tell), Recovery()
         self.session = Session(
             policy,
             ownership=ownership,
@@ -85,6 +89,8 @@ class ProgramWatch(Generic[P]):
             through_loop=True,
             may_replay=may_replay,
             in_worker=in_worker,
+            samples=samples,
+            on_step=on_step,
             say=lambda text: print(text, file=sys.stderr),
         )
         self.values.watch(self.session)
@@ -124,10 +130,12 @@ def watch(
     may_replay: bool,
     wanted: Wanted | None,
     again: bool = False,
+    tell: Callable[[NaNEvent], None] = lambda event: None,
+    on_step: Callable[[Session], None] | None = None,
 ) -> ProgramWatch[EndProgram]:
     """Watches for a failure; `tracing` records every operator from the first line on, or from a step on.
 
-    `again`: this is a second run.
+    `again`: this is a second run. `tell` gets forecasts as events, `on_step` is called after each step.
     """
     found = ProgramWatch(
         EndProgram(save, explained),
@@ -137,6 +145,9 @@ def watch(
         may_replay=may_replay,
         outputs_decide=outputs_decide,
         wanted=wanted,
+        tell=tell,
+        samples=StepSamples(ownership) if not (tracing or again) else None,
+        on_step=on_step,
     )
     found.session.begin()
     if tracing:
@@ -348,7 +359,21 @@ class ProgramValues:
         session.microscope.stop()
         if self._left_by_program and session.report is not None and not self._policy.unresolved:
             self._policy.explain(session, session.report)
-        return session.report if session.report is not None else self._finite()
+        return session.report if session.report is not None else self._with_outlook(self._finite())
+
+    def _with_outlook(self, report: Report) -> Report:
+        """The report of a finite run, with its history, its forecasts and the head-room of its operators."""
+        gate = self._session.gate
+        if not gate.trained:
+            return report
+        history = report.history if report.history.steps else gate.past(self._ownership)
+        return replace(
+            report,
+            history=history,
+            events=(*report.events, *self._forecasts),
+            forecast=tuple(gate.forecasts),
+            headroom=self._session.headroom(),
+        )
 
     def _finite(self) -> Report:
         """The report of a program without a non-finite value: its loss may have exploded all the same."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
@@ -116,14 +117,18 @@ class Outlook:
         kind: str,
         limit: float,
         points: Sequence[Point],
+        horizon: float | None = None,
     ) -> Forecast | None:
-        """The forecast of this rise, if there is one to be made and none holds."""
+        """The forecast of this rise, if there is one to be made and none holds.
+
+        `horizon`: how many times as far as the rise has lasted it may reach.
+        """
         step, now = points[-1]
         if self.forecast is not None or step < self._quiet_until:
             return None
         found = reach(points, limit)
         span = step - points[0][0]
-        if found is None or found.steps > _HORIZON * span:
+        if found is None or found.steps > (horizon or _HORIZON) * span:
             return None
         low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
         self.forecast = Forecast(what, name, kind, limit, now, max(round(found.steps), 1), low, high, step)
@@ -178,6 +183,42 @@ class Rise:
             made = self._outlook.make(self._what, "", kind, limit, self.points)
             news += [made] if made is not None else []
         return news
+
+
+_LOW_SCALE = 32.0
+_HALVINGS = 6
+
+
+class SinkingScale:
+    """The scale of a gradient scaler: it is halved when an update is skipped, and below 1 nothing can be trained."""
+
+    __slots__ = ("_forecast", "_skips")
+
+    def __init__(self) -> None:
+        self._skips: list[Point] = []
+        """The last skipped updates, as long as the scale has only sunk."""
+        self._forecast: Forecast | None = None
+
+    def skipped(self, step: int, scale: float) -> Forecast | None:
+        """An update was skipped at this scale: the forecast, if there is one to be made."""
+        if self._skips and scale >= self._skips[-1][1]:
+            self._skips = []
+        self._skips = [*self._skips[-_HALVINGS + 1 :], (step, scale)]
+        if self._forecast is not None or scale > _LOW_SCALE or scale < 1 or len(self._skips) < _HALVINGS:
+            return None
+        apart = [later[0] - earlier[0] for earlier, later in pairwise(self._skips)]
+        left = math.floor(math.log2(scale)) + 1
+        low, high = left * min(apart), left * max(apart)
+        self._forecast = Forecast("scale", "", "scale", 1.0, scale, round(left * median(apart)), low, high, step)
+        return self._forecast
+
+    def turned(self, step: int) -> Forecast | None:
+        """An update was made in this step: the forecast that is void, as the scale has held for long enough."""
+        forecast = self._forecast
+        if forecast is None or step <= self._skips[-1][0] + 4 * forecast.high + 16:
+            return None
+        self._forecast, self._skips = None, []
+        return replace(forecast, withdrawn=step)
 
 
 def subject(forecast: Forecast) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from firstnan.gate.by_hand import HandWritten
-from firstnan.gate.forecast import LARGEST
+from firstnan.gate.forecast import LARGEST, SinkingScale
 from firstnan.gate.growth_guard import Alarm, Guard, Weights
 from firstnan.gate.histories import Histories
 from firstnan.observe.gradient_hooks import GradientNorms
@@ -117,6 +117,8 @@ class Gate:
         self._scaling = False
         """Whether a gradient scaler is used, which handles infinite gradients itself."""
         self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
+        self._sinking = SinkingScale()
+        self._names: dict[int, str] = {}
         self._limits: dict[int, tuple[str, float, float]] = {}
         self.forecasts: list[Forecast] = []
         """Those made so far, withdrawn or not."""
@@ -130,6 +132,8 @@ class Gate:
     def optimizer_made(self, optimizer: Any) -> None:
         self.optimizers += 1
         self._histories.made(optimizer)
+        for table in (self._names, self._limits):
+            table.pop(id(optimizer), None)
         # An optimizer created in the middle of training continues the count; those created before it alternate.
         self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
 
@@ -233,11 +237,14 @@ class Gate:
         """Whether a gradient scaler handles infinite gradients."""
         return self._scaling
 
-    def loss_scaled(self, given: Any, result: Any) -> None:
+    def loss_scaled(self, given: Any, result: Any, scaler: Any = None) -> None:
         """A gradient scaler may scale a finite loss to infinity, so the unscaled loss is checked."""
         self._scaling = self._scaling or result is not given  # a disabled scaler returns its argument
         if isinstance(given, Tensor) and isinstance(result, Tensor):
             self._scaled = (weakref.ref(result), given.detach())
+            known = getattr(scaler, "_scale", None)
+            if isinstance(known, Tensor) and reads_are_free(known):  # elsewhere it is known when an update is skipped
+                self.scale = known.item()
 
     def _unscaled(self, known: tuple[weakref.ref[Tensor], Any], roots: list[Tensor]) -> list[Tensor]:
         scaled, given = known
@@ -315,6 +322,8 @@ class Gate:
             self._histories.track(optimizer).measured(step)
             known, ratio = sample.measure(known)
             scale = self.scale if self._scaling else None
+            if self._scaling and (void := self._sinking.turned(step)) is not None:
+                self.foresees(void)
             self._histories.add(optimizer, (step, loss, self.norm, rate, known, ratio, scale))
         self._loss = None
         trips: list[Trip] = []
@@ -386,6 +395,9 @@ class Gate:
         self._scaling, self.scale = True, scale
         if self.skipping_since is None:
             self.skipping_since = self.steps.of(optimizer)
+        sinks = self._sinking.skipped(self.steps.of(optimizer), scale) if self._new_guard is not None else None
+        if sinks is not None:
+            self.foresees(sinks)
         if scale >= 1.0 and not self._bad_unscaled:
             return _NONE
         bad = [p.grad for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
@@ -487,8 +499,7 @@ class Gate:
         return known
 
     def _foreseen(self, news: Sequence[Forecast], optimizer: Any) -> None:
-        several = self.optimizers > 1 and optimizer is not None
-        name = optimizer_name(self.call_sites.of(optimizer, Ownership())[1]) if several else ""
+        name = self._name_of(optimizer) if self.optimizers > 1 and optimizer is not None else ""
         for one in news:
             self.foresees(replace(one, name=name))
 
@@ -609,6 +620,25 @@ class Gate:
     def steps_of(self, optimizers: list[Any]) -> list[StepRecord]:
         """The last steps of these optimizers; without any, of the current one."""
         return [r for o in optimizers for r in self._histories.of(o)] if optimizers else list(self.past().steps)
+
+    def last_step(self) -> tuple[str, StepRecord] | None:
+        """The last step that was made; with several optimizers, the name of the one that made it comes first."""
+        last = self.steps.last
+        optimizer = last() if last is not None and not self.is_by_hand else None
+        recent = self._histories.track(optimizer).recent
+        if not recent:
+            return None
+        name = self._name_of(optimizer) if self.optimizers > 1 and optimizer is not None else ""
+        return name, StepRecord(*recent[-1])
+
+    def _name_of(self, optimizer: Any) -> str:
+        """What the program calls this optimizer; its number if that is not known."""
+        known = self._names.get(id(optimizer))
+        if known is None:
+            name = optimizer_name(self.call_sites.of(optimizer, Ownership())[1])
+            taken = name in self._names.values()
+            known = self._names[id(optimizer)] = f"optimizer_{len(self._names)}" if taken or not name else name
+        return known
 
     def _history(self, optimizer: Any, ownership: Ownership | None) -> OptimizerHistory:
         steps, earlier = tuple(self._histories.of(optimizer)), self._histories.before(optimizer)

@@ -1,0 +1,572 @@
+"""Measures forecasts: how long before the first non-finite value they come, and how many healthy trainings get one.
+
+    python benchmarks/forecast.py [--only NAME...] [--set first|second|all] [--verbose]
+
+The rule was made with the programs of the first set; those of the second were written after it was fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name of the trade
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+from firstnan import NaNDetector
+from firstnan.records import NaNEvent
+
+torch.set_num_threads(1)
+LEAD = 5
+"""A warning is in time if it comes so many steps before the first non-finite value."""
+
+
+class DivergedError(Exception):
+    """A loss or gradient is not finite."""
+
+
+Step = Callable[[int], None]
+
+
+@dataclass
+class Training:
+    models: dict[str, nn.Module]
+    optimizers: list[Any]
+    step: Step
+
+
+def update(optimizer: Any, loss: Tensor, clip: float | None = None, scaler: Any = None) -> None:
+    """One update, if loss and gradients are finite."""
+    if not math.isfinite(loss.item()):
+        raise DivergedError
+    optimizer.zero_grad()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if scaler is not None:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < 1:
+            raise DivergedError
+        return
+    loss.backward()
+    if any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in parameters):
+        raise DivergedError
+    if clip is not None:
+        nn.utils.clip_grad_norm_(parameters, clip)
+    optimizer.step()
+
+
+def mlp(*sizes: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    return nn.Sequential(*[part for i, o in pairwise(sizes) for part in (nn.Linear(i, o), act())][:-1])
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    diverges: bool
+    steps: int
+    make: Callable[[], Training]
+    second: bool = False
+
+
+PROGRAMS: list[Program] = []
+
+
+def program(name: str, steps: int, *, diverges: bool = False, second: bool = False) -> Callable[[Any], Any]:
+    def add(make: Callable[[], Training]) -> Callable[[], Training]:
+        PROGRAMS.append(Program(name, diverges, steps, make, second))
+        return make
+
+    return add
+
+
+@dataclass
+class Outcome:
+    name: str
+    diverges: bool
+    failed: int | None = None
+    """The first step with a non-finite value."""
+    forecasts: list[NaNEvent] = field(default_factory=list)
+    others: list[NaNEvent] = field(default_factory=list)
+    """Warnings of the growth guard."""
+
+    @property
+    def lead(self) -> int | None:
+        """Steps between the first forecast and the failure."""
+        steps = [e.step for e in self.forecasts if e.kind == "forecast" and e.step is not None]
+        return self.failed - min(steps) if steps and self.failed is not None else None
+
+    @property
+    def guard_lead(self) -> int | None:
+        steps = [e.step for e in self.others if e.step is not None]
+        return self.failed - min(steps) if steps and self.failed is not None else None
+
+
+def run(program: Program) -> Outcome:
+    torch.manual_seed(0)
+    training, found = program.make(), Outcome(program.name, program.diverges)
+
+    def noticed(event: NaNEvent) -> None:
+        if event.kind in ("forecast", "withdrawn"):
+            found.forecasts.append(event)
+        elif event.kind in ("spike", "explosion"):
+            found.others.append(event)
+
+    with NaNDetector(training.models, training.optimizers, layers=True, on_nonfinite="warn", on_event=noticed):
+        for t in range(program.steps):
+            try:
+                training.step(t)
+            except DivergedError:
+                found.failed = t
+                break
+    return found
+
+
+# --- the first set: training that diverges ------------------------------------------------------------------------
+
+
+def regression(model: nn.Module, optimizer: Any, *, noise: float = 0.1, scale: float = 1.0, **more: Any) -> Training:
+    x = torch.randn(512, 10)
+    y = x.sum(1, keepdim=True) * scale
+
+    def step(t: int) -> None:
+        rows = torch.randint(0, 512, (32,))
+        update(optimizer, F.mse_loss(model(x[rows]), y[rows] + noise * torch.randn(32, 1)), **more)
+
+    return Training({"": model}, [optimizer], step)
+
+
+def classification(model: nn.Module, optimizer: Any, *, before: Step = lambda t: None, **more: Any) -> Training:
+    x = torch.randn(512, 10)
+    y = x[:, :3].argmax(1)
+
+    def step(t: int) -> None:
+        before(t)
+        rows = torch.randint(0, 512, (32,))
+        update(optimizer, F.cross_entropy(model(x[rows]), y[rows]), **more)
+
+    return Training({"": model}, [optimizer], step)
+
+
+def rate(optimizer: Any, of: Callable[[int], float]) -> Step:
+    def before(t: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = of(t)
+
+    return before
+
+
+@program("linear regression, rate too high", 2000, diverges=True)
+def _() -> Training:
+    model = nn.Linear(10, 1)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=1.2))
+
+
+@program("linear regression, rate slightly too high", 4000, diverges=True)
+def _() -> Training:
+    model = nn.Linear(10, 1)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@program("momentum 0.99 and a large rate", 2000, diverges=True)
+def _() -> Training:
+    model = mlp(10, 32, 1)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.99))
+
+
+@program("warm-up that overshoots", 3000, diverges=True)
+def _() -> Training:
+    model = nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    training = regression(model, optimizer)
+    before, step = rate(optimizer, lambda t: 1e-3 * t), training.step
+    training.step = lambda t: (before(t), step(t))[1]
+    return training
+
+
+@program("RNN that explodes", 3000, diverges=True)
+def _() -> Training:
+    cell, head = nn.RNN(4, 16, nonlinearity="relu", batch_first=True), nn.Linear(16, 1)
+    model = nn.ModuleList([cell, head])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+
+    def step(t: int) -> None:
+        x = torch.randn(16, 30, 4)
+        update(optimizer, F.mse_loss(head(cell(x)[0][:, -1]), x.sum((1, 2))[:, None]))
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("deep network without normalisation, large rate", 2000, diverges=True)
+def _() -> Training:
+    model = mlp(10, 64, 64, 64, 64, 1, act=nn.Identity)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=0.3))
+
+
+@program("value function that blows up (off-policy)", 5000, diverges=True)
+def _() -> Training:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    a, b = torch.tensor([[1.0, 0.2]]), torch.tensor([[2.0, 0.5]])
+
+    def step(t: int) -> None:
+        target = 0.99 * model(b).detach() + 0.1
+        update(optimizer, F.mse_loss(model(a), target))
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("float16 activations, weights that grow without decay", 3000, diverges=True)
+def _() -> Training:
+    model = mlp(10, 64, 64, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(512, 10)
+
+    def step(t: int) -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x[torch.randint(0, 512, (32,))])
+        update(optimizer, -0.1 * out.float().abs().clamp(max=1e30).log1p().mean() - 3e-3 * out.float().abs().mean())
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("float16 logits that grow", 4000, diverges=True)
+def _() -> Training:
+    q, k = nn.Linear(16, 32), nn.Linear(16, 32)
+    model = nn.ModuleDict({"q": q, "k": k})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(64, 16)
+
+    class Scores(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a @ b.T
+
+    model["scores"] = scores = Scores()
+
+    def step(t: int) -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            s = scores(q(x), k(x))
+        update(optimizer, -(torch.diagonal(s.float()).mean() - s.float().mean()) * 0.01)
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("GAN whose generator runs away", 5000, diverges=True)
+def _() -> Training:
+    g, d = mlp(4, 32, 2), mlp(2, 32, 1)
+    og, od = torch.optim.SGD(g.parameters(), lr=0.3), torch.optim.SGD(d.parameters(), lr=0.3)
+
+    def step(t: int) -> None:
+        real, fake = torch.randn(32, 2), g(torch.randn(32, 4))
+        update(od, d(fake.detach()).mean() - d(real).mean())
+        update(og, -d(g(torch.randn(32, 4))).mean())
+
+    return Training({"g": g, "d": d}, [og, od], step)
+
+
+@program("Adam without its epsilon's help, exponential head", 3000, diverges=True)
+def _() -> Training:
+    model = nn.Linear(10, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    x = torch.randn(512, 10)
+
+    def step(t: int) -> None:
+        rows = torch.randint(0, 512, (32,))
+        update(optimizer, -(model(x[rows]).exp()).mean())
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("residual network of linear maps", 3000, diverges=True)
+def _() -> Training:
+    layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(8)])
+    head = nn.Linear(16, 1)
+    model = nn.ModuleDict({"layers": layers, "head": head})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(256, 16)
+
+    def step(t: int) -> None:
+        rows = torch.randint(0, 256, (32,))
+        h = x[rows]
+        for layer in layers:
+            h = h + 0.3 * layer(h)
+        update(optimizer, F.mse_loss(head(h), x[rows].sum(1, keepdim=True)))
+
+    return Training({"": model}, [optimizer], step)
+
+
+# --- the first set: healthy training ------------------------------------------------------------------------------
+
+
+@program("classification with Adam", 600)
+def _() -> Training:
+    model = mlp(10, 32, 3)
+    return classification(model, torch.optim.Adam(model.parameters(), lr=3e-3))
+
+
+@program("regression with SGD", 600)
+def _() -> Training:
+    model = mlp(10, 32, 1)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=0.02))
+
+
+@program("loss that goes to 0", 1500)
+def _() -> Training:
+    model = nn.Linear(10, 1)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=0.1), noise=0.0)
+
+
+@program("catapult: a rate at the edge of stability", 800)
+def _() -> Training:
+    model = mlp(10, 256, 1)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=0.12), noise=0.0)
+
+
+@program("warm-up", 800)
+def _() -> Training:
+    model = mlp(10, 64, 64, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    return classification(model, optimizer, before=rate(optimizer, lambda t: 1e-5 + 3e-3 * min(t / 400, 1)))
+
+
+@program("warm restarts", 1000)
+def _() -> Training:
+    model = mlp(10, 64, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    cosine = rate(optimizer, lambda t: 0.25 * (1 + math.cos(math.pi * (t % 200) / 200)) + 1e-3)
+    return classification(model, optimizer, before=cosine)
+
+
+@program("batches with outliers", 1000)
+def _() -> Training:
+    model = mlp(10, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x = torch.randn(512, 10)
+
+    def step(t: int) -> None:
+        rows = torch.randint(0, 512, (32,))
+        y = x[rows].sum(1, keepdim=True)
+        y = y * 300 if t % 97 == 50 else y
+        update(optimizer, F.mse_loss(model(x[rows]), y), clip=1.0)
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("head that starts at zero", 800)
+def _() -> Training:
+    model = mlp(10, 64, 64, 3)
+    last: Any = model[-1]
+    nn.init.zeros_(last.weight)
+    return classification(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@program("saddle: tiny initial weights", 1500)
+def _() -> Training:
+    model = mlp(10, 32, 32, 1, act=nn.Tanh)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.02)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@program("GAN, non-saturating", 800)
+def _() -> Training:
+    g, d = mlp(4, 32, 2), mlp(2, 32, 1)
+    og, od = torch.optim.Adam(g.parameters(), lr=2e-3), torch.optim.Adam(d.parameters(), lr=2e-3)
+
+    def step(t: int) -> None:
+        real, fake = torch.randn(32, 2) + 2, g(torch.randn(32, 4))
+        update(od, F.softplus(d(fake.detach())).mean() + F.softplus(-d(real)).mean())
+        update(og, F.softplus(-d(g(torch.randn(32, 4)))).mean())
+
+    return Training({"g": g, "d": d}, [og, od], step)
+
+
+@program("WGAN with clipped weights", 1000)
+def _() -> Training:
+    g, d = mlp(4, 32, 2), mlp(2, 32, 1)
+    og, od = torch.optim.RMSprop(g.parameters(), lr=1e-3), torch.optim.RMSprop(d.parameters(), lr=1e-3)
+
+    def step(t: int) -> None:
+        update(od, d(g(torch.randn(32, 4)).detach()).mean() - d(torch.randn(32, 2) * 3).mean())
+        with torch.no_grad():
+            for p in d.parameters():
+                p.clamp_(-0.1, 0.1)
+        update(og, -d(g(torch.randn(32, 4))).mean())
+
+    return Training({"g": g, "d": d}, [og, od], step)
+
+
+@program("float16 with a scaler", 600)
+def _() -> Training:
+    model = mlp(10, 64, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    x = torch.randn(512, 10)
+    y = x[:, :3].argmax(1)
+
+    def step(t: int) -> None:
+        rows = torch.randint(0, 512, (32,))
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.cross_entropy(model(x[rows]), y[rows])
+        update(optimizer, loss, scaler=scaler)
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("float16 with large but steady activations", 800)
+def _() -> Training:
+    model = mlp(10, 64, 64, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    x = torch.randn(512, 10) * 300
+    y = x[:, :3].argmax(1)
+
+    def step(t: int) -> None:
+        rows = torch.randint(0, 512, (32,))
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.cross_entropy(model(x[rows]) / 300, y[rows])
+        update(optimizer, loss)
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("separable classes: logits grow without end", 3000)
+def _() -> Training:
+    model = mlp(10, 32, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    x = torch.randn(512, 10)
+    y = (x[:, 0] > 0).long()
+    x[:, 0] += (2 * y - 1) * 2
+
+    def step(t: int) -> None:
+        rows = torch.randint(0, 512, (32,))
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.cross_entropy(model(x[rows]), y[rows])
+        update(optimizer, loss)
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("embeddings that grow", 1500)
+def _() -> Training:
+    table, head = nn.Embedding(100, 16), nn.Linear(16, 100)
+    model = nn.ModuleDict({"table": table, "head": head})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def step(t: int) -> None:
+        words = torch.randint(0, 100, (64,))
+        update(optimizer, F.cross_entropy(head(table(words)), (words * 7 + 1) % 100))
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("LSTM", 300)
+def _() -> Training:
+    cell, head = nn.LSTM(4, 16, batch_first=True), nn.Linear(16, 1)
+    model = nn.ModuleList([cell, head])
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def step(t: int) -> None:
+        x = torch.randn(16, 12, 4)
+        update(optimizer, F.mse_loss(head(cell(x)[0][:, -1]), x[..., 0].sum(1, keepdim=True)), clip=1.0)
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("policy gradient", 800)
+def _() -> Training:
+    model = mlp(4, 32, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def step(t: int) -> None:
+        x = torch.randn(32, 4)
+        choice = torch.distributions.Categorical(logits=model(x))
+        action = choice.sample()
+        reward = (action == x[:, :3].argmax(1)).float() * 10 + torch.randn(32) * 5
+        update(optimizer, -(choice.log_prob(action) * (reward - reward.mean())).mean())
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("Q-learning with a target network", 1200)
+def _() -> Training:
+    model, target = mlp(4, 32, 2), mlp(4, 32, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def step(t: int) -> None:
+        if t % 50 == 0:
+            target.load_state_dict(model.state_dict())
+        s, a = torch.randn(32, 4), torch.randint(0, 2, (32, 1))
+        with torch.no_grad():
+            value = s[:, :1] + 0.95 * target(torch.randn(32, 4)).max(1, keepdim=True).values
+        update(optimizer, F.smooth_l1_loss(model(s).gather(1, a), value))
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("targets whose scale grows", 1500)
+def _() -> Training:
+    model = mlp(10, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    x = torch.randn(512, 10)
+
+    def step(t: int) -> None:
+        rows = torch.randint(0, 512, (32,))
+        update(optimizer, F.mse_loss(model(x[rows]), x[rows].sum(1, keepdim=True) * (1 + t / 30)))
+
+    return Training({"": model}, [optimizer], step)
+
+
+@program("long plateau", 2500)
+def _() -> Training:
+    model = mlp(10, 16, 1, act=nn.Sigmoid)
+    return regression(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+
+
+def show(outcomes: Iterable[Outcome], verbose: bool) -> None:
+    outcomes = list(outcomes)
+    for one in outcomes:
+        events = [e.message for e in one.forecasts + one.others]
+        if one.diverges:
+            mark = "in time" if one.lead is not None and one.lead >= LEAD else "LATE" if one.failed else "DID NOT FAIL"
+            told = f"fails in step {one.failed}, forecast {one.lead} steps before (guard {one.guard_lead})"
+        else:
+            mark = "FALSE" if one.forecasts else "quiet"
+            told = f"failed in {one.failed}" if one.failed else f"guard: {len(one.others)}" if one.others else ""
+        print(f"{mark:<13}{one.name}: {told}", *(events[:4] if verbose else ()), sep="\n    ", flush=True)
+    lost, healthy = [o for o in outcomes if o.diverges and o.failed], [o for o in outcomes if not o.diverges]
+    in_time = sum(o.lead is not None and o.lead >= LEAD for o in lost)
+    print(f"forecast {LEAD} or more steps before: {in_time} of {len(lost)} that diverge")
+    print(f"false forecasts: {sum(bool(o.forecasts) for o in healthy)} of {len(healthy)} healthy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--set", choices=("first", "second", "all"), default="all")
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    wanted = [
+        p
+        for p in PROGRAMS
+        if options.set in ("all", "second" if p.second else "first")
+        and (not options.only or any(text in p.name for text in options.only))
+    ]
+    show([run(p) for p in wanted], options.verbose)
+
+
+if __name__ == "__main__":
+    main()
