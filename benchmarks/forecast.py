@@ -65,6 +65,9 @@ def update(optimizer: Any, loss: Tensor, clip: float | None = None, scaler: Any 
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
+    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    if not all(bool(torch.isfinite(v).all()) for v in kept):
+        raise DivergedError
 
 
 def mlp(*sizes: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -230,7 +233,7 @@ def _() -> Training:
 @program("float16 activations, weights that grow without decay", 3000, diverges=True)
 def _() -> Training:
     model = mlp(10, 64, 64, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     x = torch.randn(512, 10)
 
     def step(t: int) -> None:
@@ -264,13 +267,15 @@ def _() -> Training:
 
 @program("GAN whose generator runs away", 5000, diverges=True)
 def _() -> Training:
-    g, d = mlp(4, 32, 2), mlp(2, 32, 1)
-    og, od = torch.optim.SGD(g.parameters(), lr=0.3), torch.optim.SGD(d.parameters(), lr=0.3)
+    g, d = nn.Linear(4, 2), nn.Linear(2, 1)
+    og, od = torch.optim.SGD(g.parameters(), lr=0.5), torch.optim.SGD(d.parameters(), lr=0.5)
 
     def step(t: int) -> None:
-        real, fake = torch.randn(32, 2), g(torch.randn(32, 4))
-        update(od, d(fake.detach()).mean() - d(real).mean())
-        update(og, -d(g(torch.randn(32, 4))).mean())
+        noise = torch.randn(32, 4)
+        loss_d = d(g(noise).detach()).mean() - d(torch.randn(32, 2) + 1).mean()
+        loss_g = -d(g(noise)).mean()
+        update(og, loss_g)
+        update(od, loss_d)
 
     return Training({"g": g, "d": d}, [og, od], step)
 
@@ -293,7 +298,7 @@ def _() -> Training:
     layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(8)])
     head = nn.Linear(16, 1)
     model = nn.ModuleDict({"layers": layers, "head": head})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(256, 16)
 
     def step(t: int) -> None:

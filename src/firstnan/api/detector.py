@@ -214,6 +214,7 @@ class NaNDetector:
             trackable=self._trackable,
             skip=self._skip,
             statistics=self.stats is not None,
+            measures=True,
             defer_reads=self._on_cpu(),
             steps=before.steps if before is not None else 0,
         )

@@ -20,10 +20,14 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4
 
 _MOST_POINTS = 24
 """Slopes are compared between this many points."""
+_ENOUGH = 8
+"""The least points of the later part of a rise."""
 _STEADY = 0.7
 """A rise slows down if the second half of it is flatter than this many times the first."""
-_TURNED = 2.0
-"""Doublings below the peak at which a rise has turned."""
+_TURNED, _IN_A_ROW = 4.0, 3
+"""A rise has turned if it is this many times below its peak for three values in a row: series are noisy."""
+_CERTAIN = 8.0
+"""The latest step that a forecast names is at most this many times as far away as the earliest."""
 _HORIZON = 4.0
 """A forecast reaches at most this many times as far as the rise has lasted."""
 
@@ -38,22 +42,25 @@ class Reach:
     steps: float
     low: float
     high: float
+    span: int
+    """How long the part of the rise was that shows it."""
 
 
 def reach(points: Sequence[Point], limit: float) -> Reach | None:
     """When these positive numbers, oldest first, reach the limit; None if they do not rise steadily.
 
     A rise that is a straight line of the logarithms goes on as such. One that slows down there, but not by itself
-    (weights that grow by the same amount in each step), goes on as a straight line.
+    (weights that grow by the same amount in each step), goes on as a straight line. What began differently long ago is
+    judged by its later part.
     """
-    points = thinned(points)
-    if len(points) < 4:
-        return None
-    logs = [(step, math.log2(value)) for step, value in points]
-    found = _line(logs, math.log2(limit))
-    if found is not None:
-        return found
-    return _line([(step, value) for step, value in points], limit)
+    for part in (points, points[len(points) // 2 :], points[len(points) * 3 // 4 :]):
+        if len(part) < (4 if part is points else _ENOUGH):
+            return None
+        some = thinned(part)
+        found = _line([(step, math.log2(value)) for step, value in some], math.log2(limit)) or _line(some, limit)
+        if found is not None:
+            return found
+    return None
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -74,7 +81,7 @@ def _line(points: Sequence[Point], limit: float) -> Reach | None:
     rest = [value - whole * step for step, value in points]
     middle = median(rest)
     scatter = 1.5 * median(abs(r - middle) for r in rest)
-    span = points[-1][0] - points[0][0]
+    span = round(points[-1][0] - points[0][0])
     if whole * span < 4 * scatter:
         return None
     spread = scatter / span
@@ -84,7 +91,7 @@ def _line(points: Sequence[Point], limit: float) -> Reach | None:
         return None
     last = max(second, slope(points[-4:]))  # a rise that gets steeper gets there sooner
     steps = left / (last if last > 1.5 * whole else second)
-    return Reach(steps, min(left / max(steep, last), steps), max(left / flat, steps))
+    return Reach(steps, min(left / max(steep, last), steps), max(left / flat, steps), span)
 
 
 def slope(points: Sequence[Point]) -> float:
@@ -101,12 +108,12 @@ def slope(points: Sequence[Point]) -> float:
 class Outlook:
     """The forecast of one series: made once, withdrawn if the series turns, and then perhaps made again."""
 
-    __slots__ = ("_made", "_peak", "_quiet_until", "forecast")
+    __slots__ = ("_below", "_made", "_peak", "_quiet_until", "forecast")
 
     def __init__(self) -> None:
         self.forecast: Forecast | None = None
         """The one that holds."""
-        self._made = 0
+        self._made = self._below = 0
         self._peak = 0.0
         self._quiet_until = -1
 
@@ -127,8 +134,9 @@ class Outlook:
         if self.forecast is not None or step < self._quiet_until:
             return None
         found = reach(points, limit)
-        span = step - points[0][0]
-        if found is None or found.steps > (horizon or _HORIZON) * span:
+        if found is None or found.steps > (horizon or _HORIZON) * found.span:
+            return None
+        if found.high > _CERTAIN * max(found.low, 1.0):
             return None
         low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
         self.forecast = Forecast(what, name, kind, limit, now, max(round(found.steps), 1), low, high, step)
@@ -143,9 +151,10 @@ class Outlook:
             return None
         self._peak = max(self._peak, value)
         late = step > forecast.since_step + 4 * forecast.high + 16
-        if value > 2**-_TURNED * self._peak and not late:
+        self._below = self._below + 1 if value < self._peak / _TURNED else 0
+        if self._below < _IN_A_ROW and not late:
             return None
-        self.forecast = None
+        self.forecast, self._below = None, 0
         # One that was wrong is not made again soon.
         self._quiet_until = step + 64 * 4**self._made
         return replace(forecast, withdrawn=step)
@@ -159,12 +168,14 @@ _MOST_KEPT = 128
 class Rise:
     """A loss or gradient norm above its first values, followed as long as it stays there."""
 
-    __slots__ = ("_outlook", "_what", "points")
+    __slots__ = ("_inside", "_outlook", "_what", "points")
 
     def __init__(self, what: Literal["loss", "gradient"]) -> None:
         self._what: Literal["loss", "gradient"] = what
         self.points: list[Point] = []
         """The rise so far; empty while there is none."""
+        self._inside = 0
+        """How many of the last values were not above the first ones."""
         self._outlook = Outlook()
 
     def add(self, step: int, value: float, first: float, kind: str, limit: float) -> list[Forecast]:
@@ -173,8 +184,10 @@ class Rise:
             return []
         void = self._outlook.turned(step, value)
         news = [void] if void is not None else []
-        if value <= first:
+        self._inside = self._inside + 1 if value <= first else 0
+        if self._inside >= _IN_A_ROW:
             self.points = []
+        if value <= first:
             return news
         self.points.append((step, value))
         if len(self.points) > _MOST_KEPT:

@@ -55,7 +55,7 @@ class LayerWatch:
     """Watches the layers of `roots` (name prefix -> model) and reports every non-finite tensor to `sink`.
 
     `trackable` replaces the choice of layers, `skip` excludes types, names or globs, and `statistics` also reports the
-    magnitude of every output and of its gradient. With `defer_reads` most steps only take notes until the loss is
+    magnitude of every output and of its gradient; `measures` that of the outputs, in every 16th step. With `defer_reads` most steps only take notes until the loss is
     known: then call `read_notes` if it is bad, `drop_notes` if it is good. The first steps, counted from `steps`, and
     every eighth step are read in full.
     """
@@ -68,6 +68,7 @@ class LayerWatch:
         trackable: Trackable | None = None,
         skip: Iterable[type | str] = (),
         statistics: bool = False,
+        measures: bool = False,
         defer_reads: bool = False,
         steps: int = 0,
     ) -> None:
@@ -80,6 +81,7 @@ class LayerWatch:
         self._trains: Callable[[], bool] = lambda: True
         self._roots, self._trackable, self._skip = dict(roots), trackable, tuple(skip)
         self._statistics, self._defer_reads = statistics, defer_reads and not statistics
+        self._may_measure = measures
         self._full_until = _FULL_STEPS
         self._lock = threading.RLock()
         self._attached = False
@@ -305,7 +307,9 @@ class LayerWatch:
 
     def _measures(self, recording: bool) -> bool:
         """Whether the layers that run now tell how large their outputs are."""
-        measured = recording and (self.steps < self._full_until or self.steps % _MEASURED_EVERY == 0)
+        measured = (
+            self._may_measure and recording and (self.steps < self._full_until or self.steps % _MEASURED_EVERY == 0)
+        )
         self._forward.measures(self._statistics or measured, measured and self.steps % _COUNTED_EVERY == 0)
         return self._statistics or measured
 
