@@ -55,9 +55,9 @@ class LayerWatch:
     """Watches the layers of `roots` (name prefix -> model) and reports every non-finite tensor to `sink`.
 
     `trackable` replaces the choice of layers, `skip` excludes types, names or globs, and `statistics` also reports the
-    magnitude of every output and of its gradient; `measures` that of the outputs, in every 16th step. With `defer_reads` most steps only take notes until the loss is
-    known: then call `read_notes` if it is bad, `drop_notes` if it is good. The first steps, counted from `steps`, and
-    every eighth step are read in full.
+    magnitude of every output and of its gradient; `measures` that of the outputs, in every 16th step. With
+    `defer_reads` most steps only take notes until the loss is known: then call `read_notes` if it is bad, `drop_notes`
+    if it is good. The first steps, counted from `steps`, and every eighth step are read in full.
     """
 
     def __init__(
