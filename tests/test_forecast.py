@@ -335,5 +335,5 @@ def test_live_is_plain_lines_where_there_is_no_terminal(firstnan: Zygote, tmp_pa
     (tmp_path / "train.py").write_text(PROGRAM.format(rate=0.05))
     result = firstnan(["run", "--live", "train.py"], cwd=tmp_path)
     assert result.code == 0
-    assert result.stderr.startswith("firstnan:  1 steps  loss ")
+    assert result.stderr.startswith("firstnan:  1 step  loss ")
     assert "\x1b" not in result.stderr

@@ -546,7 +546,8 @@ def say(text: str) -> None:
 
 def status(session: Session) -> tuple[list[str], str]:
     """How training is doing, for one line; and the forecast that holds, if there is one."""
-    parts = [f"{session.gate.steps.updates} steps"]
+    count = session.gate.steps.updates
+    parts = [f"{count} step{'s' * (count != 1)}"]
     known = session.gate.last_step()
     if known is not None:
         last = known[1]
