@@ -214,7 +214,11 @@ def _() -> Training:
 @program("deep network without normalisation, large rate", 2000, diverges=True)
 def _() -> Training:
     model = mlp(10, 64, 64, 64, 64, 1, act=nn.Identity)
-    return regression(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    training = regression(model, optimizer)
+    before, step = rate(optimizer, lambda t: 2e-4 * t), training.step
+    training.step = lambda t: (before(t), step(t))[1]
+    return training
 
 
 @program("value function that blows up (off-policy)", 5000, diverges=True)
@@ -298,7 +302,7 @@ def _() -> Training:
     layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(8)])
     head = nn.Linear(16, 1)
     model = nn.ModuleDict({"layers": layers, "head": head})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.15)
     x = torch.randn(256, 16)
 
     def step(t: int) -> None:
@@ -671,7 +675,7 @@ def _() -> Training:
 @program("convolution, summed loss", 3000, diverges=True, second=True)
 def _() -> Training:
     model = nn.Conv1d(4, 4, 5, padding=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.006)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
 
     def step(t: int) -> None:
         x = torch.randn(4, 4, 32)
@@ -696,7 +700,7 @@ def _() -> Training:
 @program("Poisson regression, rate too high", 3000, diverges=True, second=True)
 def _() -> Training:
     model = nn.Linear(10, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     x = torch.randn(256, 10)
     y = torch.poisson((x[:, :1] * 0.5 + 1).exp())
 

@@ -46,20 +46,22 @@ class Reach:
     """How long the part of the rise was that shows it."""
 
 
-def reach(points: Sequence[Point], limit: float) -> Reach | None:
+def reach(points: Sequence[Point], limit: float, horizon: float = math.inf) -> Reach | None:
     """When these positive numbers, oldest first, reach the limit; None if they do not rise steadily.
 
     A rise that is a straight line of the logarithms goes on as such. One that slows down there, but not by itself
     (weights that grow by the same amount in each step), goes on as a straight line. What began differently long ago is
-    judged by its later part.
+    judged by its later part. Nothing is continued further than `horizon` times its own length, or said if it is vague.
     """
     for part in (points, points[len(points) // 2 :], points[len(points) * 3 // 4 :]):
         if len(part) < (4 if part is points else _ENOUGH):
             return None
         some = thinned(part)
-        found = _line([(step, math.log2(value)) for step, value in some], math.log2(limit)) or _line(some, limit)
-        if found is not None:
-            return found
+        for line in ([(step, math.log2(value)) for step, value in some], math.log2(limit)), (some, limit):
+            found = _line(*line)
+            vague = found is None or found.high > _CERTAIN * max(found.low, 1.0)
+            if found is not None and not vague and found.steps <= horizon * found.span:
+                return found
     return None
 
 
@@ -133,10 +135,8 @@ class Outlook:
         step, now = points[-1]
         if self.forecast is not None or step < self._quiet_until:
             return None
-        found = reach(points, limit)
-        if found is None or found.steps > (horizon or _HORIZON) * found.span:
-            return None
-        if found.high > _CERTAIN * max(found.low, 1.0):
+        found = reach(points, limit, horizon or _HORIZON)
+        if found is None:
             return None
         low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
         self.forecast = Forecast(what, name, kind, limit, now, max(round(found.steps), 1), low, high, step)

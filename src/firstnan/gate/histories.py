@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,8 @@ class Track:
 
     def __init__(self) -> None:
         self.recent: list[Numbers] = []
-        self._levels: list[list[StepSpan]] = []
+        self._levels: list[list[Numbers]] = []
+        """The fields of StepSpans; the records themselves would cost a small model more than all else here."""
         self.sample_at = 1
         """The step in which what is expensive is measured next."""
 
@@ -57,47 +59,44 @@ class Track:
         """What is before the last steps, oldest first."""
         old = self.recent[: max(len(self.recent) - _LENGTH, 0)]
         newest = [_span_of_steps(old[i : i + _TOGETHER]) for i in range(0, len(old), _TOGETHER)]
-        return (*(span for level in reversed(self._levels) for span in level), *newest)
+        kept = [span for level in reversed(self._levels) for span in level]
+        return tuple(StepSpan(*span) for span in (*kept, *newest))
 
     def measured(self, step: int) -> None:
         """What is expensive was measured in this step: at first after twice as many steps, then after 64 more."""
         self.sample_at = step + max(1, min(step, _LENGTH))
 
 
-def _span_of_steps(steps: list[Numbers]) -> StepSpan:
-    columns = list(zip(*((*one, *(None,) * (7 - len(one))) for one in steps), strict=True))
-    loss, norm = ([v for v in columns[i] if v is not None] for i in (1, 2))
-    return StepSpan(
+def _span_of_steps(steps: list[Numbers]) -> Numbers:
+    """The fields of a StepSpan."""
+    columns = list(zip_longest(*zip_longest(*steps)))  # those that were not measured are left out at the end
+    numbers = [[row[i] for row in columns if row[i] is not None] for i in range(1, len(columns[0]))]
+    numbers += [[]] * (6 - len(numbers))
+    loss, norm = numbers[:2]
+    return (
         steps[0][0],
         len(steps),
         sum(loss) / len(loss) if loss else None,
         max(loss, default=None),
         sum(norm) / len(norm) if norm else None,
         max(norm, default=None),
-        *(next((v for v in reversed(column) if v is not None), None) for column in columns[3:]),
+        *(column[-1] if column else None for column in numbers[2:]),
     )
 
 
-def _joined(spans: list[StepSpan]) -> StepSpan:
-    def mean(name: str) -> float | None:
-        known = [(v, s.steps) for s in spans if (v := getattr(s, name)) is not None]
+def _joined(spans: list[Numbers]) -> Numbers:
+    def mean(i: int) -> float | None:
+        known = [(s[i], s[1]) for s in spans if s[i] is not None]
         return sum(v * n for v, n in known) / sum(n for _, n in known) if known else None
 
-    def largest(name: str) -> float | None:
-        return max((v for s in spans if (v := getattr(s, name)) is not None), default=None)
+    def largest(i: int) -> float | None:
+        return max((s[i] for s in spans if s[i] is not None), default=None)
 
-    def last(name: str) -> float | None:
-        return next((v for s in reversed(spans) if (v := getattr(s, name)) is not None), None)
+    def last(i: int) -> float | None:
+        return next((s[i] for s in reversed(spans) if s[i] is not None), None)
 
-    return StepSpan(
-        spans[0].step,
-        sum(s.steps for s in spans),
-        mean("loss"),
-        largest("loss_max"),
-        mean("grad_norm"),
-        largest("grad_norm_max"),
-        *map(last, ("lr", "param_norm", "update_ratio", "scale")),
-    )
+    count = sum(s[1] for s in spans)
+    return (spans[0][0], count, mean(2), largest(3), mean(4), largest(5), *map(last, (6, 7, 8, 9)))
 
 
 class Histories:

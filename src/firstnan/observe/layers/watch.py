@@ -42,8 +42,8 @@ _FULL_STEPS = 16
 _EVERY = 8
 # Of the steps that are read in full, every second one, and the first, measure how large the outputs are.
 _MEASURED_EVERY = 16
-# Zeros and subnormal numbers are counted in this many steps fewer.
-_COUNTED_EVERY = 64
+# Zeros and subnormal numbers, which take several passes over a tensor, are counted even more rarely.
+_COUNTED_EVERY = 256
 
 Unseen = Callable[[], AbstractContextManager[Any] | None]
 """A context that hides what is done in it from the tracer; None if there is nothing to hide from."""
