@@ -30,7 +30,7 @@ def train(log_to: Any, each: Any = lambda step, loss: None) -> list[float]:
             optimizer.step()
             losses.append(loss.item())
             each(step, losses[-1])
-            if detector.summary()["warnings"] >= 3:
+            if any(event.kind == "forecast" for event in detector.events):
                 break
     return losses
 
