@@ -32,7 +32,9 @@ class Collector:
     def layer_event(self, found: LayerFinding) -> None:
         self.found.append(found)
 
-    def magnitude(self, layer: str, phase: str, norm: float, low: float, high: float) -> None:
+    def magnitude(
+        self, layer: str, phase: str, dtype: torch.dtype, norm: float, low: float, high: float, *shares: float
+    ) -> None:
         self.magnitudes.append((layer, phase, norm, low, high))
 
     def first(self) -> tuple[str, str, str]:

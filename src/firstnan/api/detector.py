@@ -24,8 +24,10 @@ from firstnan.engine.model_calls import CallReplay, ModelCalls, UpdateReplay
 from firstnan.engine.policies import Policy, Raise, Rollback, Skip, Warn
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.replicas import Replicas
+from firstnan.engine.sampling import StepSamples
 from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
+from firstnan.engine.step_log import StepLog
 from firstnan.gate.gate import Gate
 from firstnan.gate.growth_guard import Guard
 from firstnan.observe.layers import LayerWatch, Sink
@@ -59,7 +61,8 @@ class NaNDetector:
     norm: "warn", "clip" or "off"; `max_grad_norm` is an absolute limit for it. `events` keeps at most `max_events`
     events; `on_event` is called with each. `capsule_dir` is a folder for capsules: the failing step in one file of at
     most `capsule_limit` bytes, for `firstnan replay` and `firstnan.replay`. `check_replicas=N` compares the parameters
-    of several ranks after every N updates.
+    of several ranks after every N updates. `log_to` gets the numbers of every step and
+    the events: the path of a CSV file, a SummaryWriter of TensorBoard, or a run of W&B or MLflow.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class NaNDetector:
         on_event: Callable[[NaNEvent], None] | None = None,
         capsule_dir: str | os.PathLike[str] | None = None,
         capsule_limit: int = LIMIT,
+        log_to: Any = None,
     ) -> None:
         self._roots, self._optimizers = models_given(model), optimizers_given(optimizer)
         if on_nonfinite not in get_args(OnNonfinite):
@@ -112,13 +116,19 @@ class NaNDetector:
         self._guard, self._max_grad_norm, self._check_replicas = guard, max_grad_norm, check_replicas
         self._policy = _policy(on_nonfinite, streak)
         self._layers, self._trackable, self._skip = layers, trackable, types_and_names("skip", skip)
-        self.events = EventLog(max_events, on_event)
+        self._logs: StepLog | None = None
+        if log_to is not None:
+            from firstnan.integrations.loggers import sink_for
+
+            self._logs = StepLog(sink_for(log_to))
+        self.events = EventLog(max_events, on_event if self._logs is None else _both(self._logs.event, on_event))
         """The NaNEvent records so far: the first ones and the last ones."""
         self.stats = Statistics(stats) if stats else None
         """Magnitudes per layer in the last steps: `dump()`, `select(pattern)`, `clear()`."""
         self.reports: list[Report] = []
         """The reports of the failures that were investigated, the first one first."""
         self._ownership = Ownership(tuple(directories(sys._getframe(1))))
+        self._samples = StepSamples(self._ownership)
         self._source = NamelessSource()
         """Stands for the loader of steps that are functions."""
         self._lock = threading.RLock()
@@ -183,6 +193,8 @@ class NaNDetector:
                 UpdateReplay(session.microscope, recovery, session.hooks),
                 CallReplay(session.microscope, calls, lambda: not session.through_loop),
             ),
+            samples=self._samples,
+            on_step=self._logs.add if self._logs is not None else None,
             clips=self._guard == "clip",
             clip_at=self._max_grad_norm if self._guard == "clip" else None,
         )
@@ -207,6 +219,7 @@ class NaNDetector:
             trackable=self._trackable,
             skip=self._skip,
             statistics=self.stats is not None,
+            measures=True,
             defer_reads=self._on_cpu(),
             steps=before.steps if before is not None else 0,
         )
@@ -225,6 +238,8 @@ class NaNDetector:
             session.end()
             if lost is not None:
                 log.warning("%s", nonfinite_error(lost))
+            if self._logs is not None:
+                self._logs.flush()
             counts, before = self._counts, self._before
             bad = counts.nonfinite > before.nonfinite and self._on_nonfinite != "raise"
             if bad or counts.warnings > before.warnings:
@@ -295,6 +310,15 @@ class NaNDetector:
         if self._session is None:
             raise RuntimeError("the detector is not attached: use `with NaNDetector(...) as detector:` or attach()")
         return self._session
+
+
+def _both(first: Callable[[NaNEvent], None], second: Callable[[NaNEvent], None] | None) -> Callable[[NaNEvent], None]:
+    def noticed(event: NaNEvent) -> None:
+        first(event)
+        if second is not None:
+            second(event)
+
+    return noticed
 
 
 class Batches:

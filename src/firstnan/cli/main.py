@@ -18,11 +18,12 @@ from firstnan.observe import runner
 
 if TYPE_CHECKING:
     from firstnan.capsule import Wanted
+    from firstnan.engine.step_log import StepLog
 
 # Import nothing heavy here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
 _VALUED = [
-    "--json", "-o", "--output", "--replay", "--verify", "--isolation",
+    "--json", "-o", "--output", "--csv", "--replay", "--verify", "--isolation",
     "--capsule", "--capsule-limit", "--check-replicas",
 ]  # fmt: skip
 
@@ -92,6 +93,8 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         isolation=parsed.isolation == "auto" and os.environ.get("FIRSTNAN_ISOLATION") != "off",
         check_replicas=parsed.check_replicas,
         if_trained=parsed.if_trained or launches,
+        logs=_csv_log(parsed.csv),
+        live=parsed.live,
     )
     return runner.run(program, Investigation(options))
 
@@ -275,6 +278,8 @@ def _run_parser() -> _Parser:
         help="keep whatever runs again away from your files, network and processes, or do not run it (default: auto); "
         "off: run it again in the open",
     )
+    parser.add_argument("--live", action="store_true", help="show in one line how training is doing")
+    parser.add_argument("--csv", metavar="FILE", help="write loss, gradient norm and more of every step to a CSV file")
     parser.add_argument("--fix", action="store_true", help="write the best proven fix as a .patch next to the report")
     parser.add_argument("--capsule", metavar="DIR", help="save the failing step to a file in DIR, for firstnan replay")
     parser.add_argument(
@@ -301,7 +306,15 @@ def _replay_parser() -> _Parser:
     )
     _add_program_options(parser)
     parser.set_defaults(
-        trace=False, replay="never", capsule=None, verify=0, fix=False, isolation="auto", check_replicas=0
+        trace=False,
+        replay="never",
+        capsule=None,
+        verify=0,
+        fix=False,
+        isolation="auto",
+        check_replicas=0,
+        csv=None,
+        live=False,
     )
     return parser
 
@@ -385,6 +398,16 @@ def _capsule_request(parsed: argparse.Namespace) -> Wanted | None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"can't write capsules to {parsed.capsule!r}: not a directory")
     return Wanted(folder, int(float(size[1]) * 1024 ** " KMGT".index(size[2].upper() or " ")))
+
+
+def _csv_log(name: str | None) -> StepLog | None:
+    path = _writable(name)
+    if path is None or os.environ.get("RANK", "0") not in ("", "0"):  # of several ranks, the first writes it
+        return None
+    from firstnan.engine.step_log import StepLog
+    from firstnan.integrations.csv_file import CsvFile
+
+    return StepLog(CsvFile(path))
 
 
 def _known_format(name: str | None) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,15 +17,18 @@ from firstnan.engine import trials
 from firstnan.engine.isolation import IsolationError
 from firstnan.engine.ranks import Ranks
 from firstnan.engine.second_run import Order, SecondRun, Start
+from firstnan.engine.step_log import StepLog
 from firstnan.engine.workers import WorkerReports
+from firstnan.gate.forecast import sentence
 from firstnan.observe.runner import Program, before_leaving, before_replacing, overlay_sources, when_imported
 from firstnan.observe.sites import Ownership
-from firstnan.records import Batch, Report
+from firstnan.records import Batch, NaNEvent, Report
 from firstnan.records.codec import ReportError
 from firstnan.records.files import write_whole
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import Reach, TrialOutcome, ended_by, last_bad_step
 from firstnan.report import Progress, print_text, write
+from firstnan.report.live import LiveStatus
 
 if TYPE_CHECKING:
     from firstnan.capsule.content import Capsule
@@ -66,6 +70,10 @@ class Options:
     """Whether what runs again must change nothing of the user's; if that is impossible, it is not run."""
     check_replicas: int = 0
     """After how many updates the parameters of all ranks are compared; 0 for never."""
+    logs: StepLog | None = None
+    """Where the numbers of each step are written."""
+    live: bool = False
+    """Whether one line shows how training is doing."""
     if_trained: bool = False
     """Whether this may be any process of a job, such as its launcher: a clean report is written only if it trained,
     and not over the report of another process."""
@@ -93,6 +101,8 @@ class Investigation:
         self.workers, self.ranks = WorkerReports(), Ranks()
         self._answer: Report | None = None
         """The answer of the first of several ranks, if that is another one."""
+        self.logs = options.logs if self.order is None else None
+        self._live = LiveStatus() if options.live and self.order is None else None
         self._fate = TrialOutcome()
         """How the program ended, as text; the exception itself would keep tensors alive."""
 
@@ -130,6 +140,10 @@ class Investigation:
 
     def end(self) -> int | None:
         self._over = True
+        if self._live is not None:
+            self._live.end()
+        if self.logs is not None:
+            self.logs.flush()
         self.seconds = time.monotonic() - self.began
         self.ranks.join()
         watch = self.watch
@@ -216,6 +230,8 @@ class Investigation:
                 wanted=self._wanted(),
                 again=order is not None,
                 replicas=self._compared_replicas(),
+                tell=self._foreseen if order is None else lambda event: None,
+                on_step=self._on_step() if order is None else None,
             )
 
     def _compared_replicas(self) -> Replicas | None:
@@ -225,6 +241,32 @@ class Investigation:
 
         self._replicas = Replicas(self.options.check_replicas, lambda text, step, name: say(f"warning: {text}"))
         return self._replicas
+
+    def _on_step(self) -> Callable[[Session], None] | None:
+        """What is called after each step: the log and the status line, if they are wanted."""
+        logs, live = self.logs, self._live
+        if live is None:
+            return logs.add if logs is not None else None
+
+        def after(session: Session) -> None:
+            if logs is not None:
+                logs.add(session)
+            if live.is_due() and not session.in_child:
+                live.show(*status(session))
+
+        return after
+
+    def _foreseen(self, event: NaNEvent) -> None:
+        """One line for the first forecast that holds, however many follow, and one when none holds any more."""
+        watch = self.watch
+        holding = sum(f.withdrawn is None for f in watch.session.gate.forecasts) if watch is not None else 0
+        first = holding == (1 if event.kind == "forecast" else 0)
+        if first and not self.replays_here() and not self.workers.is_elsewhere:
+            if self.logs is not None:
+                self.logs.event(event)
+            if self._live is not None:
+                self._live.end()
+            say(f"warning: {event.message}")
 
     def _wanted(self) -> Wanted | None:
         if self.order is not None and self.order.capsule is not None:
@@ -549,6 +591,25 @@ def _not_isolated(error: OSError) -> str:
 
 def say(text: str) -> None:
     print(f"firstnan: {text}", file=sys.stderr, flush=True)
+
+
+def status(session: Session) -> tuple[list[str], str]:
+    """How training is doing, for one line; and the forecast that holds, if there is one."""
+    count = session.gate.steps.updates
+    parts = [f"{count} step{'s' * (count != 1)}"]
+    known = session.gate.last_step()
+    if known is not None:
+        last = known[1]
+        numbers = (
+            ("loss", last.loss),
+            ("gradient norm", session.gate.norm if last.grad_norm is None else last.grad_norm),
+        )
+        parts += [f"{what} {value:.4g}" for what, value in numbers if value is not None]
+    nearest = session.headroom()[:1]
+    for one in nearest:
+        parts.append(f"nearest limit: {one.code} at line {one.line}, {one.argument} {one.value:.3g}")
+    holding = [f for f in session.gate.forecasts if f.withdrawn is None]
+    return parts, sentence(holding[-1]) if holding else ""
 
 
 def reason_not_to_try(report: Report, options: Options) -> str:

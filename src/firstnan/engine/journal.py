@@ -20,10 +20,12 @@ from torch import Tensor
 
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.ranks import world
+from firstnan.gate.forecast import sentence, subject
 from firstnan.gate.gate import StepCounter
 from firstnan.gate.growth_guard import Alarm
+from firstnan.gate.layer_histories import LayerHistories
 from firstnan.observe.layers import LayerFinding
-from firstnan.records import LayerTrack, NaNEvent, Noticed, Report, TensorStat, words
+from firstnan.records import Forecast, LayerTrack, NaNEvent, Noticed, Report, TensorStat, words
 from firstnan.records.codec import encode
 from firstnan.tensors.finite import stat
 from firstnan.tensors.models import Models, largest_gradient, parameters_of
@@ -83,6 +85,11 @@ class Journal:
         self._replayed: list[NaNEvent] = []
         """What the layer watch has found in its notes of the failing step, and in a replay of it."""
         self._outputs = 0
+        self.layers = LayerHistories(self.foreseen)
+
+    def tell_forecasts(self, foresees: Callable[[Forecast], None]) -> None:
+        """Forecasts of layers go there."""
+        self.layers = LayerHistories(foresees)
 
     def epoch_begins(self, number: int | None = None) -> None:
         """The next epoch, or the one with this number."""
@@ -185,9 +192,16 @@ class Journal:
         if self._outputs.bit_count() == 1:
             _say(logging.WARNING, f"{self._event_of(found).message}, and so is what the model returns")
 
-    def magnitude(self, layer: str, phase: str, norm: float, low: float, high: float) -> None:
-        if self.stats is not None and not self._replaying():
-            self.stats.add(self.steps.current, layer, phase, norm, low, high)  # type: ignore[arg-type]
+    def magnitude(
+        self, layer: str, phase: str, dtype: torch.dtype, norm: float, low: float, high: float, *shares: float
+    ) -> None:
+        if self._replaying():
+            return
+        step = self.steps.current
+        if phase == "forward":
+            self.layers.add(step, layer, str(dtype).removeprefix("torch."), norm, _max_abs(low, high), shares)
+        if self.stats is not None:
+            self.stats.add(step, layer, phase, norm, low, high)  # type: ignore[arg-type]
 
     def tripped(self, noticed: Noticed, tensors: list[Tensor], step: int | None, norm: float | None) -> None:
         """Records the trip itself as an event."""
@@ -228,6 +242,11 @@ class Journal:
             grad_norm=alarm.norm,
         )
         self.add(event)
+
+    def foreseen(self, forecast: Forecast) -> None:
+        """Records a forecast, or that it is withdrawn."""
+        self.counts.warnings += forecast.withdrawn is None
+        self.add(event_of_forecast(forecast))
 
     def clip(self, optimizer: Any, norm: float | None, limit: float | None) -> None:
         """Clips the gradients if their norm exceeds the limit; of many clips in a row fewer and fewer are logged."""
@@ -275,11 +294,36 @@ class Journal:
             self._noted, self._replayed = [], []
             self._name_layer(report)
         events = [e for e in self.events if e.step == report.step][:_EVENTS_IN_REPORT]
-        history = replace(report.history, layers=self.stats.tracks()) if self.stats is not None else report.history
+        history = replace(report.history, layers=self._tracks()) if self._names_layers else report.history
         if report.batch is not None and self._batch is not None:
             report = replace(report, batch=replace(report.batch, index=self._batch))
         notes = (*report.notes, *(note for note in self._notes if note not in report.notes))
         return replace(report, events=tuple(events), history=history, rank=here.rank, world_size=here.size, notes=notes)
+
+    def _tracks(self) -> tuple[LayerTrack, ...]:
+        """The layers that grew most, or that a forecast names."""
+        kept = self.layers.series
+        tracks = self.stats.tracks() if self.stats is not None else ()
+        if self.stats is None:
+            measured = [(name, s.points(), s.norms()) for name, s in list(kept.items())]
+            tracks = _grown(
+                [
+                    LayerTrack(name, "forward", tuple(p[0] for p in points), norms, tuple(p[1] for p in points))
+                    for name, points, norms in measured
+                    if points
+                ]
+            )
+        return tuple(self._completed_track(track) for track in tracks)
+
+    def _completed_track(self, track: LayerTrack) -> LayerTrack:
+        series = self.layers.series.get(track.layer) if track.phase == "forward" else None
+        if series is None:
+            return track
+        shares = series.shares
+        counts = tuple(map(int, shares[::3])), tuple(shares[1::3]), tuple(shares[2::3])
+        return LayerTrack(
+            track.layer, track.phase, track.steps, track.norm, track.max_abs, series.dtype, *counts, series.earlier()
+        )
 
     def explained(self, report: Report, before: Report | None = None) -> None:
         """Keeps the report of an investigated failure, in the place of one made `before` for the same failure."""
@@ -307,6 +351,16 @@ class Journal:
             text = f"step {report.step}: layer {origin.module} ({origin.module_type}): {of} is not finite"
             where: Any = {"phase": origin.phase, "what": what, "layer": origin.module, "layer_type": origin.module_type}
             self.add(NaNEvent("nonfinite", text, report.step, tensor=origin.produced, **where))
+
+
+def event_of_forecast(forecast: Forecast) -> NaNEvent:
+    kind: Literal["forecast", "withdrawn"] = "forecast" if forecast.withdrawn is None else "withdrawn"
+    step = forecast.since_step if forecast.withdrawn is None else forecast.withdrawn
+    text = f"step {step}: {sentence(forecast)}"
+    if forecast.withdrawn is not None:
+        text = f"step {step}: the forecast of step {forecast.since_step} is withdrawn: {subject(forecast)} has turned"
+    what: Any = {"layer": "output", "scale": "gradient"}.get(forecast.what, forecast.what)
+    return NaNEvent(kind, text, step, what=what, layer=forecast.name if forecast.what == "layer" else "")
 
 
 def one_line(report: Report) -> str:
@@ -518,19 +572,17 @@ class Statistics:
 
     def tracks(self, most: int = 6) -> tuple[LayerTrack, ...]:
         """The layers that grew most up to the last step, in the order in which they began to grow."""
-        found = []
-        rings = self._copy()
-        end = max((rows[-1][0] for rows in rings.values()), default=0)
-        for (layer, phase), rows in rings.items():
-            steps, sizes = tuple(row[0] for row in rows), tuple(_max_abs(low, high) for _, _, low, high in rows)
-            # Backward of the failing step may not have run; a layer that has been idle for longer is not involved.
-            if steps[-1] >= end - 1 and (growth := _growth(sizes)):
-                factor, left = growth
-                track = LayerTrack(layer, phase, steps, tuple(row[1] for row in rows), sizes)
-                found.append((factor, steps[left], track))
-        # Of those that changed equally, the first ones: the others were only affected by them.
-        found.sort(key=lambda f: (-f[0], f[1]))
-        return tuple(track for _, _, track in sorted(found[:most], key=lambda f: f[1]))
+        tracks = [
+            LayerTrack(
+                layer,
+                phase,
+                tuple(row[0] for row in rows),
+                tuple(row[1] for row in rows),
+                tuple(_max_abs(low, high) for _, _, low, high in rows),
+            )
+            for (layer, phase), rows in self._copy().items()
+        ]
+        return _grown(tracks, most)
 
     def clear(self) -> None:
         with self._lock:
@@ -547,6 +599,20 @@ def _fits(layer: str, pattern: str) -> bool:
 
 def _max_abs(low: float, high: float) -> float:
     return math.nan if low != low or high != high else max(abs(low), abs(high))
+
+
+def _grown(tracks: list[LayerTrack], most: int = 6) -> tuple[LayerTrack, ...]:
+    """Those that grew most up to the last step, in the order in which they began to grow."""
+    found = []
+    end = max((track.steps[-1] for track in tracks), default=0)
+    for track in tracks:
+        # Backward of the failing step may not have run; a layer that has been idle for longer is not involved.
+        if track.steps[-1] >= end - 1 and (growth := _growth(track.max_abs)):
+            factor, left = growth
+            found.append((factor, track.steps[left], track))
+    # Of those that changed equally, the first ones: the others were only affected by them.
+    found.sort(key=lambda f: (-f[0], f[1]))
+    return tuple(track for _, _, track in sorted(found[:most], key=lambda f: f[1]))
 
 
 def _growth(sizes: Sequence[float]) -> tuple[float, int] | None:

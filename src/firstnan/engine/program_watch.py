@@ -21,18 +21,20 @@ from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.divergence import event_of
 from firstnan.engine.handouts import Handouts
+from firstnan.engine.journal import event_of_forecast
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.model_calls import UpdateReplay
 from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, RaiseInProgram, Stop, end_program
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.restart import Restart
+from firstnan.engine.sampling import StepSamples
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
 from firstnan.engine.turn import Turn, turns_around, turns_in_traceback
 from firstnan.gate.gate import Gate, Trip
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, resolve
-from firstnan.records import NaNEvent, Noticed, Report
+from firstnan.records import Forecast, NaNEvent, Noticed, Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import kind, place
 from firstnan.repair.verdict import Reach, TrialOutcome
@@ -65,12 +67,15 @@ class ProgramWatch(Generic[P]):
         restart: Restart | None = None,
         in_worker: bool = False,
         replicas: Replicas | None = None,
+        tell: Callable[[NaNEvent], None] = lambda event: None,
+        samples: StepSamples | None = None,
+        on_step: Callable[[Session], None] | None = None,
     ) -> None:
         self.policy, handouts = policy, Handouts()
         self.capsules: CapsuleWriter | None = None
         if wanted is not None:
             self.capsules = CapsuleWriter(wanted, gate, handouts, lambda: _training_objects(gate))
-        self.values, recovery = ProgramValues(ownership, outputs_decide=outputs_decide), Recovery()
+        self.values, recovery = ProgramValues(ownership, outputs_decide=outputs_decide, tell=tell), Recovery()
         self.session = Session(
             policy,
             ownership=ownership,
@@ -86,6 +91,8 @@ class ProgramWatch(Generic[P]):
             through_loop=True,
             may_replay=may_replay,
             in_worker=in_worker,
+            samples=samples,
+            on_step=on_step,
             say=lambda text: print(text, file=sys.stderr),
         )
         self.values.watch(self.session)
@@ -131,10 +138,12 @@ def watch(
     wanted: Wanted | None,
     again: bool = False,
     replicas: Replicas | None = None,
+    tell: Callable[[NaNEvent], None] = lambda event: None,
+    on_step: Callable[[Session], None] | None = None,
 ) -> ProgramWatch[EndProgram]:
     """Watches for a failure; `tracing` records every operator from the first line on, or from a step on.
 
-    `again`: this is a second run.
+    `again`: this is a second run. `tell` gets forecasts as events, `on_step` is called after each step.
     """
     found = ProgramWatch(
         EndProgram(save, explained),
@@ -145,6 +154,9 @@ def watch(
         outputs_decide=outputs_decide,
         wanted=wanted,
         replicas=replicas,
+        tell=tell,
+        samples=StepSamples(ownership) if not (tracing or again) else None,
+        on_step=on_step,
     )
     found.session.begin()
     if tracing:
@@ -226,7 +238,13 @@ def _refresh(code: CodeType) -> None:
 class ProgramValues:
     """Checks what the program reads, what its modules return before it trains, and how it ends."""
 
-    def __init__(self, ownership: Ownership, *, outputs_decide: bool = False) -> None:
+    def __init__(
+        self,
+        ownership: Ownership,
+        *,
+        outputs_decide: bool = False,
+        tell: Callable[[NaNEvent], None] = lambda event: None,
+    ) -> None:
         self.bad_output: Noticed | None = None
         """A non-finite output of an outermost module, before the program trained."""
         self._ownership, self._outputs_decide = ownership, outputs_decide
@@ -240,6 +258,8 @@ class ProgramValues:
         self._left_by_program = False
         """Whether the program has ended itself at the failure."""
         self._output_event: int | None = None
+        self._forecasts: list[NaNEvent] = []
+        self._tell = tell
         self._session: Session
 
     def watch(self, session: Session) -> None:
@@ -267,6 +287,13 @@ class ProgramValues:
             # A loss that was skipped has given way to the next one; a metric of the same turn is still there.
             if loss() is None and len(self._skipped) < _MOST_SKIPPED:
                 self._skipped.setdefault(step, site)
+
+    def foreseen(self, forecast: Forecast) -> None:
+        """A forecast, or one that is withdrawn."""
+        event = replace(event_of_forecast(forecast), time=time())
+        if len(self._forecasts) < _MOST_READS:
+            self._forecasts.append(event)
+        self._tell(event)
 
     def read(self, tensor: Tensor, frame: FrameType) -> None:
         seen = [tensor]
@@ -336,7 +363,21 @@ class ProgramValues:
         session.microscope.stop()
         if self._left_by_program and session.report is not None and not self._policy.unresolved:
             self._policy.explain(session, session.report)
-        return session.report if session.report is not None else self._finite()
+        return session.report if session.report is not None else self._with_outlook(self._finite())
+
+    def _with_outlook(self, report: Report) -> Report:
+        """The report of a finite run, with its history, its forecasts and the head-room of its operators."""
+        gate = self._session.gate
+        if not gate.trained:
+            return report
+        history = report.history if report.history.steps else gate.past(self._ownership)
+        return replace(
+            report,
+            history=history,
+            events=(*report.events, *self._forecasts),
+            forecast=tuple(gate.forecasts),
+            headroom=self._session.headroom(),
+        )
 
     def _finite(self) -> Report:
         """The report of a program without a non-finite value: its loss may have exploded all the same."""

@@ -48,7 +48,7 @@ from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership, place_of
-from firstnan.records import Batch, History, LoopTurn, NaNEvent, Noticed, Report
+from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from firstnan.engine.recovery import Recovery
     from firstnan.engine.replicas import Replicas
     from firstnan.engine.restart import Restart
+    from firstnan.engine.sampling import StepSamples
     from firstnan.gate.growth_guard import Alarm
     from firstnan.observe.layers import LayerWatch, ModelCall
     from firstnan.tensors.models import Models
@@ -87,7 +88,8 @@ class Session(Observer):
     `gate` and `handouts` are made by whoever makes the parts that share them. `journal`, `layers`, `recovery` and
     `calls` are those of a detector; `capsules` writes the failing step to a file; `restart` starts from such a file;
     `values` watches what a whole program reads; `sources` are replays that need no loop; `replicas` compares ranks.
-    `through_loop`: the loop takes its batches through us from the start.
+    `through_loop`: the loop takes its batches through us from the start. `samples` looks at the
+    operators of a few healthy steps; `on_step` is called after each.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class Session(Observer):
         clips: bool = False,
         clip_at: float | None = None,
         say: Callable[[str], object] = log.error,
+        samples: StepSamples | None = None,
+        on_step: Callable[[Session], None] | None = None,
     ) -> None:
         self.policy, self.scope = policy, scope or Scope()
         self.gate, self.handouts = gate or Gate(), handouts or Handouts()
@@ -134,6 +138,7 @@ class Session(Observer):
         self._clips, self._clip_at = clips, clip_at
         """Whether gradients are clipped after a warning, and the limit that every norm is clipped to."""
         self._errors = InternalErrors(say)
+        self.samples, self._on_step = samples, on_step
         self._lock = threading.RLock()
         self._busy = self._told = False
         """Whether code of ours runs that looks like training, and whether this step's failure was reported."""
@@ -185,6 +190,8 @@ class Session(Observer):
         self.hooks.install()
         if self.calls is not None:
             self.calls.attach()
+        if self._journal is not None:
+            self._journal.tell_forecasts(self.gate.foresees)
         if self.layers is not None:
             # What a replay shows is kept apart until the failure is explained.
             self.journal.keep_layers_apart(lambda: self.microscope.running or self.phase in REPLAYS)
@@ -207,6 +214,8 @@ class Session(Observer):
                 self.resume()
         _active.discard(self)
         self.hooks.remove()
+        if self.samples is not None:
+            self.samples.stop(self.gate.steps.current)
         self.gate.gradient_norms.remove()
         if self.calls is not None:
             self.calls.detach()
@@ -458,6 +467,8 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.update_ended()
             return
+        if self.gate.news:
+            self._tell_forecasts()
         self._told, told = False, self._told
         if self.phase is SETTLED:
             self.policy.step_dropped(self)
@@ -481,6 +492,10 @@ class Session(Observer):
             self._whole_program_step_ended()
         if self._replicas is not None:
             self._compare_replicas(self._replicas)
+        if self.samples is not None and self.gate.steps.total >= self.samples.due and not self.live.on:
+            self.samples.step_ended(self.gate.steps.total)
+        if self._on_step is not None:
+            self._on_step(self)
         self.live.step_ended(by_hand, self.gate.steps)
         self.policy.step_ended(self)
         if self._restart is not None:
@@ -514,6 +529,8 @@ class Session(Observer):
         return called or bool(self.scope.optimizers)
 
     def before_backward(self, roots: list[Tensor], frame: FrameType) -> None:
+        if self.samples is not None and self.samples.active:
+            self.samples.stop(self.gate.steps.current)
         if self._was_stopped():
             return
         if not self.gate.call_sites.backward:
@@ -580,8 +597,8 @@ class Session(Observer):
     def gradients_clipped(self, parameters: list[Tensor], limit: Any, norm: Any) -> None:
         self.gate.gradients_clipped(parameters, limit, norm)
 
-    def loss_scaled(self, given: Any, scaled: Any) -> Any:
-        self.gate.loss_scaled(given, scaled)
+    def loss_scaled(self, given: Any, scaled: Any, scaler: Any) -> Any:
+        self.gate.loss_scaled(given, scaled, scaler)
         overflows = self.gate.overflows
         if overflows >= _MANY_OVERFLOWS and overflows.bit_count() == 1 and self.phase is WATCHING:
             self.gate.judged_unscaled(children.is_bad_unscaled(self, given))
@@ -600,6 +617,13 @@ class Session(Observer):
         self._journal.alarmed(alarm, optimizer)
         if self._clips and self._clip_at is None and alarm.kind != "explosion":
             self._journal.clip(optimizer, alarm.norm, alarm.usual)
+
+    def _tell_forecasts(self) -> None:
+        for forecast in self.gate.take_news():
+            if self.values is not None:
+                self.values.foreseen(forecast)
+            if self._journal is not None:
+                self._journal.foreseen(forecast)
 
     def _is_training_thread(self) -> bool:
         return self.training_thread in (None, threading.get_ident())
@@ -1026,10 +1050,15 @@ class Session(Observer):
         return self._told_of(report)
 
     def _told_of(self, report: Report) -> Report:
+        report = replace(report, forecast=tuple(self.gate.forecasts), headroom=self.headroom())
         if self._journal is not None:
             return self._journal.completed(report)
         here = world()
         return replace(report, rank=here.rank, world_size=here.size)
+
+    def headroom(self) -> tuple[Headroom, ...]:
+        """How near risky operators have come to their limits, in the steps that were sampled."""
+        return self.samples.nearest() if self.samples is not None else ()
 
     def buffers_before(self) -> list[Any]:
         """The buffers as they were when the current step began."""

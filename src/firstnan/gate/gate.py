@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from firstnan.gate.by_hand import HandWritten
+from firstnan.gate.forecast import LARGEST, SinkingScale
 from firstnan.gate.growth_guard import Alarm, Guard, Weights
 from firstnan.gate.histories import Histories
 from firstnan.observe.gradient_hooks import GradientNorms
 from firstnan.observe.sites import CallSites, Ownership, optimizer_name
-from firstnan.records import History, Noticed, OptimizerHistory, StepRecord
+from firstnan.records import Forecast, History, Noticed, OptimizerHistory, StepRecord
 from firstnan.tensors.finite import (
     TensorVersion,
     is_finite,
@@ -41,6 +42,7 @@ from firstnan.tensors.models import (
 
 _SMALL = 1 << 14
 _LOSS, _GRADIENT, _PARAMETER, _STATE = Noticed("loss"), Noticed("gradient"), Noticed("parameter"), Noticed("state")
+_MOST_FORECASTS = 32
 _STATE_EVERY = 64
 """Updates of an optimizer after which its state is read; sooner after a large gradient."""
 _LEAST_TO_OVERFLOW, _MAY_OVERFLOW = 64.0, 1e15
@@ -115,12 +117,23 @@ class Gate:
         self._scaling = False
         """Whether a gradient scaler is used, which handles infinite gradients itself."""
         self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
+        self._sinking = SinkingScale()
+        self._names: dict[int, str] = {}
+        self._limits: dict[int, tuple[str, float, float]] = {}
+        self.forecasts: list[Forecast] = []
+        """Those made so far, withdrawn or not."""
+        self.news: list[Forecast] = []
+        """What nobody was told yet."""
+        self._sample: WeightSample | None = None
+        """Some of the weights before the update under way, if the update is measured."""
 
     # Backward.
 
     def optimizer_made(self, optimizer: Any) -> None:
         self.optimizers += 1
         self._histories.made(optimizer)
+        for table in (self._names, self._limits):
+            table.pop(id(optimizer), None)
         # An optimizer created in the middle of training continues the count; those created before it alternate.
         self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
 
@@ -232,11 +245,14 @@ class Gate:
         """Whether a gradient scaler handles infinite gradients."""
         return self._scaling
 
-    def loss_scaled(self, given: Any, result: Any) -> None:
+    def loss_scaled(self, given: Any, result: Any, scaler: Any = None) -> None:
         """A gradient scaler may scale a finite loss to infinity, so the unscaled loss is checked."""
         self._scaling = self._scaling or result is not given  # a disabled scaler returns its argument
         if isinstance(given, Tensor) and isinstance(result, Tensor):
             self._scaled = (weakref.ref(result), given.detach())
+            known = getattr(scaler, "_scale", None)
+            if isinstance(known, Tensor) and reads_are_free(known):  # elsewhere it is known when an update is skipped
+                self.scale = known.item()
 
     def _unscaled(self, known: tuple[weakref.ref[Tensor], Any], roots: list[Tensor]) -> list[Tensor]:
         scaled, given = known
@@ -282,7 +298,10 @@ class Gate:
     def update_begins(self, optimizer: Any, *, closely: bool = False, safe: bool = False) -> Alarm | None:
         """The update is made; `closely` reads every parameter after it, `safe` none. Unusual growth is returned."""
         self.in_step, self._closely, self._is_safe = optimizer, closely, safe
-        return self._watch_growth(self.steps.of(optimizer), optimizer)
+        step = self.steps.of(optimizer)
+        if step >= self._histories.track(optimizer).sample_at:
+            self._sample = WeightSample(parameters_of(optimizer))
+        return self._watch_growth(step, optimizer)
 
     def is_updating(self, optimizer: Any) -> bool:
         return self.in_step is optimizer
@@ -303,7 +322,17 @@ class Gate:
             size = self._size(parts, _PARAMETER)
         self._closely = self._is_safe = False
         rate = learning_rate_of(optimizer)
-        self._histories.add(optimizer, (step, loss, self.norm, rate, size if whole else None))
+        known = size if whole else None
+        if self._sample is None:
+            self._histories.add(optimizer, (step, loss, self.norm, rate, known))
+        else:
+            sample, self._sample = self._sample, None
+            self._histories.track(optimizer).measured(step)
+            known, ratio = sample.measure(known)
+            scale = self.scale if self._scaling else None
+            if self._scaling and (void := self._sinking.turned(step)) is not None:
+                self.foresees(void)
+            self._histories.add(optimizer, (step, loss, self.norm, rate, known, ratio, scale))
         self._loss = None
         trips: list[Trip] = []
         bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
@@ -374,6 +403,9 @@ class Gate:
         self._scaling, self.scale = True, scale
         if self.skipping_since is None:
             self.skipping_since = self.steps.of(optimizer)
+        sinks = self._sinking.skipped(self.steps.of(optimizer), scale) if self._new_guard is not None else None
+        if sinks is not None:
+            self.foresees(sinks)
         if scale >= 1.0 and not self._bad_unscaled:
             return _NONE
         bad = [p.grad for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
@@ -454,9 +486,13 @@ class Gate:
         if guard is None:
             guard = self._guards[id(optimizer)] = self._new_guard()
             guard.ask_for_weights(watched_weights(self.leaves if optimizer is None else parameters_of(optimizer)))
-        alarm = guard.observe(step, self.norm, self._loss if optimizer is None else self._loss_of(optimizer))
+        loss = self._loss if optimizer is None else self._loss_of(optimizer)
+        alarm = guard.observe(step, self.norm, loss)
         if guard.left == step:
             self._healthy_steps = self._histories.of(optimizer)
+        news = guard.foresee(step, self.norm, loss, self._limits_of(optimizer))
+        if news:
+            self._foreseen(news, optimizer)
         return alarm
 
     def _tell_guards(self) -> None:
@@ -465,6 +501,38 @@ class Gate:
             for record in self._histories.by_id(key) if guard.has_exploded else ():
                 if record.step > guard.last[0]:
                     guard.observe(record.step, record.grad_norm, record.loss)
+
+    def _limits_of(self, optimizer: Any) -> tuple[str, float, float]:
+        """The type of the weights, and where a loss and a gradient of this optimizer overflow."""
+        known = self._limits.get(id(optimizer))
+        if known is None:
+            parameters = self.leaves if optimizer is None else parameters_of(optimizer)
+            kind = "float64" if parameters and parameters[0].dtype is torch.float64 else "float32"
+            squares = optimizer is not None and ("eps" in optimizer.defaults or "betas" in optimizer.defaults)
+            limit = LARGEST[kind]
+            known = self._limits[id(optimizer)] = kind, limit, math.sqrt(limit) if squares else limit
+        return known
+
+    def _foreseen(self, news: Sequence[Forecast], optimizer: Any) -> None:
+        name = self._name_of(optimizer) if self.optimizers > 1 and optimizer is not None else ""
+        for one in news:
+            self.foresees(replace(one, name=name))
+
+    def foresees(self, forecast: Forecast) -> None:
+        """A new forecast, or one that is withdrawn."""
+        self.news.append(forecast)
+        if forecast.withdrawn is None:
+            if len(self.forecasts) < _MOST_FORECASTS:
+                self.forecasts.append(forecast)
+            return
+        for i, known in enumerate(self.forecasts):
+            if replace(known, withdrawn=forecast.withdrawn) == forecast:
+                self.forecasts[i] = forecast
+
+    def take_news(self) -> list[Forecast]:
+        """What was foreseen or withdrawn since this was last called."""
+        news, self.news = self.news, []
+        return news
 
     @property
     def explosion(self) -> Alarm | None:
@@ -570,13 +638,33 @@ class Gate:
         """The last steps of these optimizers; without any, of the current one."""
         return [r for o in optimizers for r in self._histories.of(o)] if optimizers else list(self.past().steps)
 
+    def last_step(self) -> tuple[str, StepRecord] | None:
+        """The last step that was made; with several optimizers, the name of the one that made it comes first."""
+        last = self.steps.last
+        optimizer = last() if last is not None and not self.is_by_hand else None
+        recent = self._histories.track(optimizer).recent
+        if not recent:
+            return None
+        name = self._name_of(optimizer) if self.optimizers > 1 and optimizer is not None else ""
+        return name, StepRecord(*recent[-1])
+
+    def _name_of(self, optimizer: Any) -> str:
+        """What the program calls this optimizer; its number if that is not known."""
+        known = self._names.get(id(optimizer))
+        if known is None:
+            name = optimizer_name(self.call_sites.of(optimizer, Ownership())[1])
+            taken = name in self._names.values()
+            known = self._names[id(optimizer)] = f"optimizer_{len(self._names)}" if taken or not name else name
+        return known
+
     def _history(self, optimizer: Any, ownership: Ownership | None) -> OptimizerHistory:
-        steps = tuple(self._histories.of(optimizer))
+        steps, earlier = tuple(self._histories.of(optimizer)), self._histories.before(optimizer)
         places = self.call_sites.of(optimizer, ownership) if ownership is not None else (None, None, None)
         if optimizer is None:
             rate = next((s.lr for s in reversed(steps) if s.lr is not None), None)
-            return OptimizerHistory(steps, "", (("lr", rate),) if rate is not None else (), *places)
-        return OptimizerHistory(steps, *describe(optimizer), *places, name=optimizer_name(places[1]))
+            return OptimizerHistory(steps, "", (("lr", rate),) if rate is not None else (), *places, earlier=earlier)
+        name = optimizer_name(places[1])
+        return OptimizerHistory(steps, *describe(optimizer), *places, name=name, earlier=earlier)
 
     def past_of_explosion(self, ownership: Ownership) -> History:
         """The last steps, after those before the loss left its healthy band, however long ago that is."""
@@ -612,6 +700,37 @@ def watched_weights(parameters: list[Tensor]) -> Callable[[], Weights | None]:
         return Weights(math.hypot(*sizes.tolist()) / before, dead)
 
     return now
+
+
+_SAMPLED = 1 << 12
+_MOST_SAMPLED = 64
+
+
+class WeightSample:
+    """The first numbers of up to 64 parameters before an update, to see how much of them the update changes.
+
+    Only on the CPU, where reading them waits for nothing.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        plain = [p for p in parameters if is_plain(p) and p.grad is not None and p.is_contiguous()]
+        self._whole = plain if len(plain) == len(parameters) else []
+        step = max(len(plain) // _MOST_SAMPLED, 1)
+        self._parts = [p.detach().view(-1)[:_SAMPLED] for p in plain[::step][:_MOST_SAMPLED]]
+        with torch.no_grad():
+            self._before = torch.cat(self._parts) if self._parts else None
+
+    def measure(self, norm: float | None) -> tuple[float | None, float | None]:
+        """The norm of all parameters (`norm` if it is known already) and the ratio of the update to the weights."""
+        if self._before is None:
+            return norm, None
+        with torch.no_grad():
+            now = torch.cat(self._parts)
+            size, change = now.norm().item(), (now - self._before).norm().item()
+            if norm is None and self._whole:
+                norm = plain_norm(self._whole)
+        norm = norm if norm is not None and math.isfinite(norm) else None
+        return norm, change / size if size > 0 and math.isfinite(change) else None
 
 
 def _bad_parameters(optimizer: Any, rounds: ParameterRotation) -> list[Tensor]:

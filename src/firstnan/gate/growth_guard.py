@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
+
+from firstnan.gate.forecast import Rise
+from firstnan.records import Forecast
 
 _WINDOW = 64
 _BLOCK = 16
@@ -96,6 +99,9 @@ class Weights:
         return f"{told}, and no weight matrix has a gradient other than 0" if self.dead else told
 
 
+Forecasts = Sequence[Forecast]
+
+
 class Guard:
     """Judges the gradient norm and loss of each step. Every optimizer has its own guard, since norms differ."""
 
@@ -128,6 +134,7 @@ class Guard:
         self._latest: deque[float] = deque(maxlen=_LATEST)
         """The last losses, while an explosion lasts."""
         self._weights: Callable[[], Weights | None] = lambda: None
+        self._loss_rise, self._norm_rise = Rise("loss"), Rise("gradient")
 
     def ask_for_weights(self, weights: Callable[[], Weights | None]) -> None:
         """`weights` is called when the loss is suspicious."""
@@ -192,6 +199,20 @@ class Guard:
         if not self._until_look:
             self._update_usual()
         return alarm
+
+    def foresee(self, step: int, norm: float | None, loss: float | None, limits: tuple[str, float, float]) -> Forecasts:
+        """Forecasts that this step allows, and those that it makes void: call it after `observe`.
+
+        `limits`: the type of the numbers, and where a loss and a gradient of this type overflow.
+        """
+        news: list[Forecast] = []
+        kind, largest, largest_gradient = limits
+        if loss is not None and self._start and (abs(loss) > self._start or self._loss_rise.points):
+            news += self._loss_rise.add(step, abs(loss), self._start, kind, largest)
+        first = max(self._first, _SMALL_NORM)
+        if norm is not None and self._first and (norm > first or self._norm_rise.points):
+            news += self._norm_rise.add(step, norm, first, kind, largest_gradient)
+        return news
 
     def _update_usual(self) -> None:
         """Recomputes the usual values: after each of the first steps, then after each block."""

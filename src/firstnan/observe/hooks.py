@@ -270,7 +270,7 @@ class Hooks:
                 return result
             if scaler not in self.scalers:
                 self.scalers.add(scaler)
-            return self.guarded(self.observer.loss_scaled, outputs, result, otherwise=result)
+            return self.guarded(self.observer.loss_scaled, outputs, result, scaler, otherwise=result)
 
         return scale
 

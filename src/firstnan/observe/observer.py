@@ -74,7 +74,7 @@ class Observer:
 
     def gradients_clipped(self, parameters: list[Tensor], limit: Any, norm: Any) -> None: ...
 
-    def loss_scaled(self, given: Any, scaled: Any) -> Any:
+    def loss_scaled(self, given: Any, scaled: Any, scaler: Any) -> Any:
         """A gradient scaler scaled a loss; returns what the program gets."""
         return scaled
 

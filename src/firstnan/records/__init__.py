@@ -189,6 +189,37 @@ class StepRecord:
     grad_norm: float | None = None
     lr: float | None = None
     param_norm: float | None = None
+    update_ratio: float | None = None
+    """The norm of the update divided by that of the weights; measured now and then."""
+    scale: float | None = None
+    """That of a gradient scaler."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """Several steps of long ago as one: means, and the last that is known of what changes slowly."""
+
+    step: int
+    """The first of them."""
+    steps: int
+    """How many they are."""
+    loss: float | None = None
+    loss_max: float | None = None
+    grad_norm: float | None = None
+    grad_norm_max: float | None = None
+    lr: float | None = None
+    param_norm: float | None = None
+    update_ratio: float | None = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """The largest number of a layer in several steps of long ago, the first of which is `step`."""
+
+    step: int
+    steps: int
+    max_abs: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +231,53 @@ class LayerTrack:
     steps: tuple[int, ...] = ()
     norm: tuple[float, ...] = ()
     max_abs: tuple[float, ...] = ()
+    dtype: str = ""
+    share_steps: tuple[int, ...] = ()
+    """The steps in which the shares of zeros and of subnormal numbers were measured."""
+    zeros: tuple[float, ...] = ()
+    subnormal: tuple[float, ...] = ()
+    earlier: tuple[LayerSpan, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.steps) == len(self.norm) == len(self.max_abs):
             raise ValueError("steps, norm and max_abs must have the same length")
+        if not len(self.share_steps) == len(self.zeros) == len(self.subnormal):
+            raise ValueError("share_steps, zeros and subnormal must have the same length")
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Something that grows towards the largest number of its type, as it looked in one step."""
+
+    what: Literal["loss", "gradient", "layer", "scale"]
+    name: str
+    """The layer; for others, what the program calls the optimizer."""
+    kind: str
+    """The dtype that ends at the limit, or "scale"."""
+    limit: float
+    now: float
+    in_steps: int
+    """How many steps after `since_step` the limit is reached, between `low` and `high`."""
+    low: int
+    high: int
+    since_step: int
+    withdrawn: int | None = None
+    """The step in which it had turned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """The nearest that an operator came to where its result is no longer finite, in the steps that were sampled."""
+
+    op: str
+    file: str
+    line: int
+    code: str
+    argument: Literal["min", "max"]
+    """Whether the value is the smallest or the largest that was read."""
+    value: float
+    step: int
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +297,8 @@ class OptimizerHistory:
     """Where the program sets the learning rate that was in use: an assignment, a schedule, an update by hand."""
     name: str = ""
     """What the program calls the optimizer: `opt_d`; empty if that is not known."""
+    earlier: tuple[StepSpan, ...] = ()
+    """The steps before these, oldest first; the older, the more of them in one entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +506,10 @@ class Report:
     """The file with the failing step, for `firstnan replay`."""
     loops: tuple[LoopTurn, ...] = ()
     """The loops that the step was made in, the outermost first, as far as they count."""
+    forecast: tuple[Forecast, ...] = ()
+    """What was expected to overflow, the first warning first."""
+    headroom: tuple[Headroom, ...] = ()
+    """The nearest misses of risky operators, the nearest first."""
 
     def __repr__(self) -> str:
         from firstnan.records.words import headline
@@ -467,7 +547,18 @@ class RankFinding:
 class NaNEvent:
     """One thing that the detector noticed, as data."""
 
-    kind: Literal["nonfinite", "spike", "explosion", "clipped", "skipped", "rolled_back", "scale", "replicas"]
+    kind: Literal[
+        "nonfinite",
+        "spike",
+        "explosion",
+        "clipped",
+        "skipped",
+        "rolled_back",
+        "scale",
+        "replicas",
+        "forecast",
+        "withdrawn",
+    ]
     message: str
     """One readable line."""
     step: int | None = None

@@ -111,6 +111,14 @@ def extremes(t: Tensor) -> tuple[float, float] | None:
     return low.item(), high.item()
 
 
+def shares(t: Tensor) -> tuple[float, float]:
+    """The shares of zeros and of subnormal numbers in a readable tensor."""
+    count = max(t.numel(), 1)
+    zeros = count - int(torch.count_nonzero(t))
+    below = int(torch.count_nonzero(t.abs() < torch.finfo(t.dtype).tiny))
+    return zeros / count, (below - zeros) / count
+
+
 def surely_finite(t: Tensor) -> bool:
     """Whether the sum of squares is finite. True is certain; False is not, since large finite numbers overflow it."""
     kind = type(t)

@@ -141,7 +141,8 @@ class Backward:
         for call, place in producers:
             call.given[place] = state
             if size is not None:
-                self._sink.magnitude(call.layer.name, "backward", *size)
+                dtype = source.dtype if isinstance(source, Tensor) else source[1]
+                self._sink.magnitude(call.layer.name, "backward", dtype, *size)
 
     def _added(self, use: TensorUse, i: int, gradients: tuple[Tensor | None, ...], given: Any) -> None:
         plain = finite.readable(gradients[i])

@@ -39,4 +39,7 @@ class Sink(Protocol):
 
     def layer_event(self, found: LayerFinding) -> None: ...
 
-    def magnitude(self, layer: str, phase: str, norm: float, low: float, high: float) -> None: ...
+    def magnitude(
+        self, layer: str, phase: str, dtype: torch.dtype, norm: float, low: float, high: float, *shares: float
+    ) -> None:
+        """How large an output or a gradient is; `shares`: those of zeros and of subnormal numbers, if counted."""

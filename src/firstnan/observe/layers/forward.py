@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from firstnan.observe.layers.finding import Sink, What
 from firstnan.observe.layers.records import (
@@ -42,7 +43,11 @@ class Forward:
     """
 
     def __init__(self, sink: Sink, pending: PendingReads, statistics: bool) -> None:
-        self._sink, self._pending, self._statistics = sink, pending, statistics
+        self._sink, self._pending, self._statistics, self._counts = sink, pending, statistics, False
+
+    def measures(self, sizes: bool, counts: bool) -> None:
+        """From now on: whether the sizes of outputs are told, and whether zeros and subnormal numbers are counted."""
+        self._statistics, self._counts = sizes, counts
 
     def called(self, thread: ThreadState, call: Call, inputs: list[SeenTensor], outputs: list[SeenTensor]) -> None:
         """A layer ran: its call joins the open chain, or ends it."""
@@ -108,7 +113,7 @@ class Forward:
                 if plain is None or not plain.numel():
                     record.state = FINITE
                 elif finite.reads_are_free(plain):
-                    record.state, record.size = examine(plain, sized)
+                    record.state, record.size = examine(plain, sized, self._counts)
                 else:
                     record.state = WAITING
                     later.append((record, values_of(plain, sized)))
@@ -131,9 +136,10 @@ class Forward:
 
     def _decide(self, call: Call, inputs: Sequence[_Judged], outputs: Sequence[_Judged]) -> None:
         if self._statistics and not call.layer.is_container:
-            for _, record, _ in outputs:
+            for _, record, source in outputs:
                 if record.size is not None:
-                    self._sink.magnitude(call.layer.name, "forward", *record.size)
+                    dtype = source.dtype if isinstance(source, Tensor) else source[1]
+                    self._sink.magnitude(call.layer.name, "forward", dtype, *record.size)
         bad_output = any(record.state > FINITE for _, record, _ in outputs)
         if call.layer.is_container:
             # Bad only by itself: not for what it was given, or for what a layer inside has made.

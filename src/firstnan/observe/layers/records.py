@@ -26,8 +26,8 @@ BAD: Final = 4
 _REMEMBERED = 4096
 _MOST_PENDING = 8192
 
-Size = tuple[float, float, float]
-"""Norm, minimum and maximum."""
+Size = tuple[float, ...]
+"""Norm, minimum and maximum; then, if they were counted, the shares of zeros and of subnormal numbers."""
 Continuation = Callable[[int, Size | None], None]
 Source = Tensor | tuple[tuple[int, ...], torch.dtype]
 """A tensor, or its shape and dtype if it must not be kept alive."""
@@ -218,8 +218,8 @@ def floating_tensors(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
     return [(p, t) for p, t in finite.tensors_in(value, path) if t.is_floating_point() or t.is_complex()]
 
 
-def examine(plain: Tensor, sized: bool) -> tuple[int, Size | None]:
-    """Reads a tensor now: its state, and its size if `sized`."""
+def examine(plain: Tensor, sized: bool, counted: bool = False) -> tuple[int, Size | None]:
+    """Reads a tensor now: its state, and its size if `sized`; with `counted`, its zeros and subnormal numbers too."""
     if not sized and finite.surely_finite(plain):
         return FINITE, None
     low, high = finite.extremes(plain) or (0.0, 0.0)
@@ -228,7 +228,7 @@ def examine(plain: Tensor, sized: bool) -> tuple[int, Size | None]:
     norm = finite.norms([plain]).item()
     if math.isinf(norm) and math.isfinite(low) and math.isfinite(high):
         norm = finite.norms([plain.double()]).item()
-    return _state(low, high), (norm, low, high)
+    return _state(low, high), (norm, low, high, *(finite.shares(plain) if counted else ()))
 
 
 def values_of(plain: Tensor, sized: bool) -> tuple[Tensor, ...]:

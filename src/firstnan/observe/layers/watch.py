@@ -40,6 +40,10 @@ _MOST_DEFERRED = 3
 # Every tensor is read in this many steps at the start and after a failure, then in every eighth step.
 _FULL_STEPS = 16
 _EVERY = 8
+# Of the steps that are read in full, every second one, and the first, measure how large the outputs are.
+_MEASURED_EVERY = 16
+# Zeros and subnormal numbers, which take several passes over a tensor, are counted even more rarely.
+_COUNTED_EVERY = 256
 
 Unseen = Callable[[], AbstractContextManager[Any] | None]
 """A context that hides what is done in it from the tracer; None if there is nothing to hide from."""
@@ -51,9 +55,9 @@ class LayerWatch:
     """Watches the layers of `roots` (name prefix -> model) and reports every non-finite tensor to `sink`.
 
     `trackable` replaces the choice of layers, `skip` excludes types, names or globs, and `statistics` also reports the
-    magnitude of every output and of its gradient. With `defer_reads` most steps only take notes until the loss is
-    known: then call `read_notes` if it is bad, `drop_notes` if it is good. The first steps, counted from `steps`, and
-    every eighth step are read in full.
+    magnitude of every output and of its gradient; `measures` that of the outputs, in every 16th step. With
+    `defer_reads` most steps only take notes until the loss is known: then call `read_notes` if it is bad, `drop_notes`
+    if it is good. The first steps, counted from `steps`, and every eighth step are read in full.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class LayerWatch:
         trackable: Trackable | None = None,
         skip: Iterable[type | str] = (),
         statistics: bool = False,
+        measures: bool = False,
         defer_reads: bool = False,
         steps: int = 0,
     ) -> None:
@@ -76,6 +81,7 @@ class LayerWatch:
         self._trains: Callable[[], bool] = lambda: True
         self._roots, self._trackable, self._skip = dict(roots), trackable, tuple(skip)
         self._statistics, self._defer_reads = statistics, defer_reads and not statistics
+        self._may_measure = measures
         self._full_until = _FULL_STEPS
         self._lock = threading.RLock()
         self._attached = False
@@ -248,7 +254,7 @@ class LayerWatch:
             # Asked once for a whole model, since asking torch takes much of a hook's time.
             thread.recording, thread.recomputing = torch.is_grad_enabled(), _is_recomputing()
             thread.unreadable = self._cannot_read()
-            unusual = thread.recomputing or thread.unreadable or self._statistics
+            unusual = self._measures(thread.recording) or thread.recomputing or thread.unreadable
             plain = not (unusual or torch.is_inference_mode_enabled())
             thread.depth, thread.entered, thread.notes = 0, self.steps, [] if plain else None
             thread.notes_only = plain and module.training and self._takes_notes_only(thread)
@@ -299,6 +305,14 @@ class LayerWatch:
         outputs = [("", thread.record(output, output_version), output, output_node)]
         return partial(self._judge, thread, call, inputs, outputs, recomputing=False)
 
+    def _measures(self, recording: bool) -> bool:
+        """Whether the layers that run now tell how large their outputs are."""
+        measured = (
+            self._may_measure and recording and (self.steps < self._full_until or self.steps % _MEASURED_EVERY == 0)
+        )
+        self._forward.measures(self._statistics or measured, measured and self.steps % _COUNTED_EVERY == 0)
+        return self._statistics or measured
+
     def _takes_notes_only(self, thread: ThreadState) -> bool:
         """Whether the model call that begins now only takes notes."""
         if not (self._defer_reads and thread.recording) or self._training_thread not in (None, thread.ident):
@@ -338,6 +352,8 @@ class LayerWatch:
             return
         self._process_notes(thread)
         inside = thread.depth > 0
+        if not inside:
+            self._measures(torch.is_grad_enabled())
         if not inside and thread.entered != self.steps:
             thread.entered, thread.model_call = self.steps, ModelCall()
         recomputing = thread.recomputing if inside else _is_recomputing()

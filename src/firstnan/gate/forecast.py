@@ -1,0 +1,255 @@
+"""When something that grows will reach the largest number of its type, from the slope of its logarithm.
+
+A warning that comes to nothing costs more than one that does not come. So a forecast is made only of a rise that is
+long, steady and does not slow down, and it is withdrawn when the rise ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Literal
+
+from firstnan.records import Forecast
+
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38, "float64": 1.7e308}
+"""The largest number of each type."""
+
+_MOST_POINTS = 24
+"""Slopes are compared between this many points."""
+_ENOUGH = 8
+"""The least points of the later part of a rise."""
+_STEADY = 0.7
+"""A rise slows down if the second half of it is flatter than this many times the first."""
+_TURNED, _IN_A_ROW = 4.0, 3
+"""A rise has turned if it is this many times below its peak for three values in a row: series are noisy."""
+_CERTAIN = 8.0
+"""The latest step that a forecast names is at most this many times as far away as the earliest."""
+_HORIZON = 4.0
+"""A forecast reaches at most this many times as far as the rise has lasted."""
+
+Point = tuple[int, float]
+"""A step, and a value in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """In how many steps a rise reaches its limit."""
+
+    steps: float
+    low: float
+    high: float
+    span: int
+    """How long the part of the rise was that shows it."""
+
+
+def reach(points: Sequence[Point], limit: float, horizon: float = math.inf) -> Reach | None:
+    """When these positive numbers, oldest first, reach the limit; None if they do not rise steadily.
+
+    A rise that is a straight line of the logarithms goes on as such. One that slows down there, but not by itself
+    (weights that grow by the same amount in each step), goes on as a straight line. What began differently long ago is
+    judged by its later part. Nothing is continued further than `horizon` times its own length, or said if it is vague.
+    """
+    for part in (points, points[len(points) // 2 :], points[len(points) * 3 // 4 :]):
+        if len(part) < (4 if part is points else _ENOUGH):
+            return None
+        some = thinned(part)
+        for line in ([(step, math.log2(value)) for step, value in some], math.log2(limit)), (some, limit):
+            found = _line(*line)
+            vague = found is None or found.high > _CERTAIN * max(found.low, 1.0)
+            if found is not None and not vague and found.steps <= horizon * found.span:
+                return found
+    return None
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most 24 of them, evenly, with the last."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    step = (len(points) - 1) / (_MOST_POINTS - 1)
+    return [points[round(i * step)] for i in range(_MOST_POINTS)]
+
+
+def _line(points: Sequence[Point], limit: float) -> Reach | None:
+    half = len(points) // 2
+    first, second = slope(points[: half + 1]), slope(points[half:])
+    if second <= 0 or second < _STEADY * first:
+        return None
+    whole = slope(points)
+    # The scatter around the line says how much of the rise is chance.
+    rest = [value - whole * step for step, value in points]
+    middle = median(rest)
+    scatter = 1.5 * median(abs(r - middle) for r in rest)
+    span = round(points[-1][0] - points[0][0])
+    if whole * span < 4 * scatter:
+        return None
+    spread = scatter / span
+    left = limit - points[-1][1]
+    steep, flat = max(whole, second) + spread, min(whole, second) - spread
+    if left <= 0 or flat <= 0:
+        return None
+    last = max(second, slope(points[-4:]))  # a rise that gets steeper gets there sooner
+    steps = left / (last if last > 1.5 * whole else second)
+    return Reach(steps, min(left / max(steep, last), steps), max(left / flat, steps), span)
+
+
+def slope(points: Sequence[Point]) -> float:
+    """The median of all slopes between two points, which a few outliers do not change."""
+    slopes = [
+        (later[1] - earlier[1]) / (later[0] - earlier[0])
+        for i, earlier in enumerate(points)
+        for later in points[i + 1 :]
+        if later[0] > earlier[0]
+    ]
+    return median(slopes) if slopes else 0.0
+
+
+class Outlook:
+    """The forecast of one series: made once, withdrawn if the series turns, and then perhaps made again."""
+
+    __slots__ = ("_below", "_made", "_peak", "_quiet_until", "forecast")
+
+    def __init__(self) -> None:
+        self.forecast: Forecast | None = None
+        """The one that holds."""
+        self._made = self._below = 0
+        self._peak = 0.0
+        self._quiet_until = -1
+
+    def make(
+        self,
+        what: Literal["loss", "gradient", "layer", "scale"],
+        name: str,
+        kind: str,
+        limit: float,
+        points: Sequence[Point],
+        horizon: float | None = None,
+    ) -> Forecast | None:
+        """The forecast of this rise, if there is one to be made and none holds.
+
+        `horizon`: how many times as far as the rise has lasted it may reach.
+        """
+        step, now = points[-1]
+        if self.forecast is not None or step < self._quiet_until:
+            return None
+        found = reach(points, limit, horizon or _HORIZON)
+        if found is None:
+            return None
+        low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
+        self.forecast = Forecast(what, name, kind, limit, now, max(round(found.steps), 1), low, high, step)
+        self._peak = now
+        self._made += 1
+        return self.forecast
+
+    def turned(self, step: int, value: float) -> Forecast | None:
+        """The forecast that this value makes void: it is far below the peak, or the time is long over."""
+        forecast = self.forecast
+        if forecast is None:
+            return None
+        self._peak = max(self._peak, value)
+        late = step > forecast.since_step + 4 * forecast.high + 16
+        self._below = self._below + 1 if value < self._peak / _TURNED else 0
+        if self._below < _IN_A_ROW and not late:
+            return None
+        self.forecast, self._below = None, 0
+        # One that was wrong is not made again soon.
+        self._quiet_until = step + 64 * 4**self._made
+        return replace(forecast, withdrawn=step)
+
+
+_RISEN = {"loss": 7.0, "gradient": 10.0}
+"""Doublings above the first values from which on a rise counts: less may be a hard batch or a new part of training."""
+_MOST_KEPT = 128
+
+
+class Rise:
+    """A loss or gradient norm above its first values, followed as long as it stays there."""
+
+    __slots__ = ("_inside", "_outlook", "_what", "points")
+
+    def __init__(self, what: Literal["loss", "gradient"]) -> None:
+        self._what: Literal["loss", "gradient"] = what
+        self.points: list[Point] = []
+        """The rise so far; empty while there is none."""
+        self._inside = 0
+        """How many of the last values were not above the first ones."""
+        self._outlook = Outlook()
+
+    def add(self, step: int, value: float, first: float, kind: str, limit: float) -> list[Forecast]:
+        """One more value, where the first ones were `first`: a new forecast, or one that is withdrawn."""
+        if not 0 < value < math.inf:
+            return []
+        void = self._outlook.turned(step, value)
+        news = [void] if void is not None else []
+        self._inside = self._inside + 1 if value <= first else 0
+        if self._inside >= _IN_A_ROW:
+            self.points = []
+        if value <= first:
+            return news
+        self.points.append((step, value))
+        if len(self.points) > _MOST_KEPT:
+            self.points = self.points[::2]
+        if math.log2(value / first) >= _RISEN[self._what] and value >= max(v for _, v in self.points[-4:]):
+            made = self._outlook.make(self._what, "", kind, limit, self.points)
+            news += [made] if made is not None else []
+        return news
+
+
+_LOW_SCALE = 32.0
+_HALVINGS = 6
+
+
+class SinkingScale:
+    """The scale of a gradient scaler: it is halved when an update is skipped, and below 1 nothing can be trained."""
+
+    __slots__ = ("_forecast", "_skips")
+
+    def __init__(self) -> None:
+        self._skips: list[Point] = []
+        """The last skipped updates, as long as the scale has only sunk."""
+        self._forecast: Forecast | None = None
+
+    def skipped(self, step: int, scale: float) -> Forecast | None:
+        """An update was skipped at this scale: the forecast, if there is one to be made."""
+        if self._skips and scale >= self._skips[-1][1]:
+            self._skips = []
+        self._skips = [*self._skips[-_HALVINGS + 1 :], (step, scale)]
+        if self._forecast is not None or scale > _LOW_SCALE or scale < 1 or len(self._skips) < _HALVINGS:
+            return None
+        apart = [later[0] - earlier[0] for earlier, later in pairwise(self._skips)]
+        left = math.floor(math.log2(scale)) + 1
+        low, high = left * min(apart), left * max(apart)
+        self._forecast = Forecast("scale", "", "scale", 1.0, scale, round(left * median(apart)), low, high, step)
+        return self._forecast
+
+    def turned(self, step: int) -> Forecast | None:
+        """An update was made in this step: the forecast that is void, as the scale has held for long enough."""
+        forecast = self._forecast
+        if forecast is None or step <= self._skips[-1][0] + 4 * forecast.high + 16:
+            return None
+        self._forecast, self._skips = None, []
+        return replace(forecast, withdrawn=step)
+
+
+def subject(forecast: Forecast) -> str:
+    """`the gradient norm of opt_d`, `decoder.ffn.2`."""
+    if forecast.what == "layer":
+        return forecast.name or "a layer"
+    what = {"loss": "the loss", "gradient": "the gradient norm", "scale": "the scale of the gradient scaler"}
+    return what[forecast.what] + (f" of {forecast.name}" if forecast.name else "")
+
+
+def sentence(forecast: Forecast) -> str:
+    """`decoder.ffn.2 reaches the limit of float16 in about 40 steps (25 to 70): it is 1.2e+03 and keeps growing`."""
+    f = forecast
+    if f.what == "scale":
+        return f"{subject(f)} has sunk to {f.now:g} and falls below {f.limit:g} in about {_steps(f)}"
+    return f"{subject(f)} reaches the limit of {f.kind} in about {_steps(f)}: it is {f.now:.3g} and keeps growing"
+
+
+def _steps(f: Forecast) -> str:
+    steps = f"{f.in_steps} step{'s' * (f.in_steps != 1)}"
+    return steps if f.low == f.high else f"{steps} ({f.low} to {f.high})"

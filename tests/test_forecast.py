@@ -1,0 +1,339 @@
+"""Forecasts: when a rise reaches its limit, and when there is none; the history behind them, and what they cost."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from firstnan import NaNDetector
+from firstnan.engine.sampling import StepSamples
+from firstnan.gate.forecast import LARGEST, Outlook, Rise, SinkingScale, reach, sentence
+from firstnan.gate.histories import Track
+from firstnan.gate.layer_histories import LayerHistories
+from firstnan.observe.sites import Ownership
+from firstnan.records import Forecast, NaNEvent
+from zygote import Zygote
+
+pytest_plugins = ["zygote"]
+
+HALF = LARGEST["float16"]
+
+
+# --- when a rise reaches its limit --------------------------------------------------------------------------------
+
+
+def test_a_straight_line_of_logarithms_is_continued() -> None:
+    points = [(t, 2 ** (t / 10)) for t in range(0, 100, 4)]
+    found = reach(points, HALF)
+    assert found is not None
+    assert found.steps == pytest.approx(10 * math.log2(HALF) - 96, rel=0.02)
+    assert found.low <= found.steps <= found.high
+
+
+def test_noise_widens_the_forecast() -> None:
+    rng = random.Random(0)
+    points = [(t, 2 ** (t / 10 + rng.gauss(0, 0.5))) for t in range(100)]
+    found = reach(points, HALF)
+    assert found is not None
+    assert found.low < 61 < found.high
+    assert found.high > 1.1 * found.low
+
+
+def test_what_grows_by_the_same_amount_is_a_straight_line_too() -> None:
+    found = reach([(t, 100.0 + 50 * t) for t in range(0, 1000, 8)], HALF)
+    assert found is not None
+    assert found.steps == pytest.approx((HALF - 100) / 50 - 992, rel=0.05)
+
+
+def test_what_gets_steeper_gets_there_sooner() -> None:
+    points = [(t, 2 ** (1.1**t)) for t in range(1, 30)]
+    found = reach(points, 2.0**128)
+    straight = (128 - math.log2(points[-1][1])) / (math.log2(points[-1][1]) / 29)
+    assert found is not None
+    assert found.steps < straight / 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda t: 100.0,
+        lambda t: 1000 * (1 - math.exp(-t / 10)) + 1,
+        lambda t: 2.0 ** -(t / 10) * 1e4,
+        lambda t: 100 + 90 * math.sin(t / 5),
+        lambda t: math.exp(random.Random(t).gauss(0, 1)),
+    ],
+    ids=["flat", "saturates", "falls", "waves", "noise"],
+)
+def test_no_forecast_of_what_does_not_rise_steadily(value: Any) -> None:
+    assert reach([(t, value(t)) for t in range(100)], HALF) is None
+
+
+def test_a_forecast_is_made_once_and_withdrawn_when_it_turns() -> None:
+    outlook, made, void = Outlook(), [], []
+    for t in range(200):
+        value = 2 ** (t / 8) if t < 100 else 2 ** (100 / 8 - (t - 100))
+        if (turned := outlook.turned(t, value)) is not None:
+            void.append(turned)
+        if t >= 20 and (news := outlook.make("layer", "fc", "float16", HALF, [(s, 2 ** (s / 8)) for s in range(t)])):
+            made.append(news)
+        if t == 110:
+            break
+    assert len(made) == 1
+    assert [f.withdrawn for f in void] == [105]
+    assert void[0].since_step == made[0].since_step
+
+
+def test_a_loss_that_doubles_again_and_again() -> None:
+    rise, news = Rise("loss"), []
+    for t in range(60):
+        news += rise.add(t, 4.0**t, 2.0, "float32", LARGEST["float32"])
+    assert [f.what for f in news] == ["loss"]
+    assert news[0].since_step + news[0].low <= 64 <= news[0].since_step + news[0].high + 1
+
+
+def test_a_hard_batch_is_no_rise() -> None:
+    rise = Rise("loss")
+    values = [1e6 if t % 50 == 49 else 1.0 for t in range(400)]
+    assert [f for t, v in enumerate(values) for f in rise.add(t, v, 2.0, "float32", LARGEST["float32"])] == []
+
+
+def test_a_scale_that_sinks() -> None:
+    scale = SinkingScale()
+    told = [f for t in range(14) if (f := scale.skipped(t, 65536 / 2**t)) is not None]
+    assert [(f.now, f.in_steps, f.since_step) for f in told] == [(32.0, 6, 11)]
+    assert scale.turned(20) is None
+    void = scale.turned(200)
+    assert void is not None
+    assert void.withdrawn == 200
+
+
+def test_a_scale_that_is_searched_and_found_is_fine() -> None:
+    scale = SinkingScale()
+    assert all(scale.skipped(t, 65536 / 2**t) is None for t in range(10))
+    assert all(scale.skipped(1000 + 500 * t, 128 if t % 2 else 64) is None for t in range(20))
+
+
+def test_the_sentence() -> None:
+    forecast = Forecast("layer", "decoder.ffn.2", "float16", HALF, 1234.0, 40, 25, 70, 100)
+    assert sentence(forecast) == (
+        "decoder.ffn.2 reaches the limit of float16 in about 40 steps (25 to 70): it is 1.23e+03 and keeps growing"
+    )
+
+
+# --- history ------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_history_has_all_steps_within_bounds() -> None:
+    track, steps = Track(), 100_000
+    for t in range(steps):
+        track.add((t, float(t), None if t % 64 else 2.0, 0.1, None if t % 64 else 5.0))
+    last, earlier = track.last(), track.earlier()
+    assert [r.step for r in last] == list(range(steps - 64, steps))
+    assert len(earlier) < 700
+    at = 0
+    for span in earlier:
+        assert span.step == at
+        assert span.loss == pytest.approx(at + (span.steps - 1) / 2)
+        assert span.loss_max == at + span.steps - 1
+        at += span.steps
+    assert at == steps - 64
+
+
+def test_layers_take_a_few_megabytes_in_a_long_run() -> None:
+    told: list[Forecast] = []
+    layers = LayerHistories(told.append)
+    for t in range(20_000):
+        layers.add(t, "fc", "float32", 1.0, 1.0 + t % 3, (0.1, 0.0) if t % 64 == 0 else ())
+    series = layers.series["fc"]
+    assert series.size < 9_000
+    spans = series.earlier()
+    assert spans[0].step == 0
+    assert sum(s.steps for s in spans) + len(series.points()) == 20_000
+    assert all(s.max_abs == 3.0 for s in spans)
+    assert told == []
+
+
+def test_only_the_first_layer_of_many_that_grow_is_told() -> None:
+    told: list[Forecast] = []
+    layers = LayerHistories(told.append)
+    for t in range(0, 200, 2):
+        for i in range(4):
+            layers.add(t, f"fc{i}", "float16", 1.0, 2 ** (t / 14), ())
+    assert [f.name for f in told] == ["fc0"]
+    assert told[0].since_step + told[0].low <= 224 <= told[0].since_step + told[0].high + 2
+
+
+# --- real trainings -----------------------------------------------------------------------------------------------
+
+
+def test_a_forecast_comes_long_before_the_failure_and_is_in_the_report() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.2)
+    seen: list[NaNEvent] = []
+    x = torch.randn(256, 10)
+    with NaNDetector(model, optimizer, on_nonfinite="warn", layers=True, on_event=seen.append) as detector:
+        for _ in range(80):
+            rows = torch.randint(0, 256, (32,))
+            loss = (model(x[rows]) - x[rows].sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if detector.report is not None:
+                break
+    report = detector.report
+    assert report is not None
+    assert report.step is not None
+    first = report.forecast[0]
+    assert first.what == "loss"
+    assert first.since_step + 5 < report.step
+    assert first.since_step + first.low <= report.step <= first.since_step + first.high
+    assert [e.kind for e in seen if e.kind == "forecast"][:1] == ["forecast"]
+    assert report.history.layers[0].layer == "Linear"
+    assert report.history.layers[0].dtype == "float32"
+
+
+def test_nothing_changes_and_nothing_is_told_while_training_is_healthy() -> None:
+    def learned(watched: bool) -> tuple[list[Any], list[NaNEvent]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        detector = NaNDetector(model, optimizer, layers=True) if watched else None
+        if detector is not None:
+            detector._samples.due = 3  # the first sample early
+            detector.attach()
+        for _ in range(40):
+            x = torch.randn(16, 6)
+            loss = (model(x).exp() - x[:, :1]).square().mean().sqrt()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        events: list[NaNEvent] = []
+        if detector is not None:
+            detector.detach()
+            events = list(detector.events)
+        return [p.detach() for p in model.parameters()] + [torch.get_rng_state()], events
+
+    (bare, _), (watched, events) = learned(False), learned(True)
+    assert all(torch.equal(a, b) for a, b in zip(bare, watched, strict=True))
+    assert events == []
+
+
+# --- head-room ----------------------------------------------------------------------------------------------------
+
+
+def sampled(forward: Any) -> list[tuple[str, str, float]]:
+    """Operator, argument and value of what one forward pass was sampled to read."""
+    samples = StepSamples(Ownership((str(Path(__file__).parent),)))
+    samples._operators.start()
+    try:
+        forward()
+    finally:
+        samples.stop(7)
+    found = samples.nearest()
+    assert all(h.file == __file__ and h.step == 7 for h in found)
+    return [(h.op, h.argument, h.value) for h in found]
+
+
+def test_the_arguments_of_risky_operators() -> None:
+    x = torch.tensor([0.5, 2.0, 30.0], requires_grad=True)
+    found = sampled(lambda: (x.log() + x.exp() + 1 / (x - 0.49) + x.sqrt() + x / torch.tensor([3.0, -1e-6, 1.0])).sum())
+    assert {(op, ends): pytest.approx(value, rel=1e-3) for op, ends, value in found} == {
+        ("log", "min"): 0.5,
+        ("exp", "max"): 30.0,
+        ("reciprocal", "min"): 0.01,
+        ("sqrt", "min"): 0.5,
+        ("div", "min"): 1e-6,
+    }
+    assert [op for op, *_ in found][:2] == ["exp", "div"]  # 85 doublings to the end of float32, then 106
+
+
+def test_products_in_float16_are_measured_against_its_end() -> None:
+    a = torch.full((4, 4), 100.0, dtype=torch.float16)
+    assert sampled(lambda: a @ a) == [("mm", "max", 40000.0)]
+
+
+def test_without_gradients_nothing_is_sampled() -> None:
+    with torch.no_grad():
+        assert sampled(lambda: torch.ones(3).log()) == []
+
+
+def test_samples_are_rare_and_within_their_share_of_the_time() -> None:
+    samples = StepSamples(Ownership())
+    samples.step_ended(1)
+    assert samples.due == 513
+    samples._cost = 1e9  # one sample that took far too long
+    samples.step_ended(513)
+    assert not samples.active
+    assert samples.due > 1_000_000
+    samples._cost = 0.0
+    samples.step_ended(2000)
+    assert samples.active
+    assert samples.due >= 2000 + 256
+    samples.stop(0)
+    assert not samples.active
+
+
+# --- firstnan run -------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(10, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr={rate})
+x = torch.randn(256, 10)
+for step in range(600):
+    loss = (model(x[:32]) - x[:32].sum(1, keepdim=True)).square().mean().add(1.0).log()
+    if {rate} > 1:
+        loss = (model(x[:32]) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_one_line_warns_before_the_report(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM.format(rate=2.0))
+    result = firstnan(["run", "--verify", "0", "--csv", "steps.csv", "train.py"], cwd=tmp_path)
+    assert result.code == 3
+    warned = [line for line in result.stderr.splitlines() if "in about" in line]
+    assert len(warned) == 1
+    assert warned[0].startswith("firstnan: warning: step ")
+    assert result.report is not None
+    assert result.report["forecast"][0]["since_step"] + 5 < result.report["step"]
+    rows = (tmp_path / "steps.csv").read_text().splitlines()
+    assert rows[0] == "step,optimizer,loss,grad_norm,lr,param_norm,update_ratio,scale,event"
+    assert [row.split(",")[0] for row in rows[1:4]] == ["0", "1", "2"]
+    assert any("in about" in row for row in rows)
+
+
+def test_a_healthy_run_is_silent_and_has_its_history(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM.format(rate=0.05))
+    result = firstnan(["run", "train.py"], cwd=tmp_path)
+    assert (result.code, result.stdout, result.stderr) == (0, "", "")
+    report = result.report
+    assert report is not None
+    assert (report["verdict"], report["forecast"]) == ("clean", [])
+    assert report["history"]["steps"][-1]["step"] == 599
+    assert report["history"]["earlier"][0]["step"] == 0
+    assert any(s["update_ratio"] for s in report["history"]["steps"])
+    (near,) = report["headroom"]
+    assert (near["op"], near["code"], near["argument"]) == (
+        "log",
+        "(model(x[:32]) - x[:32].sum(1, keepdim=True)).square().mean().add(1.0).log()",
+        "min",
+    )
+
+
+def test_live_is_plain_lines_where_there_is_no_terminal(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM.format(rate=0.05))
+    result = firstnan(["run", "--live", "train.py"], cwd=tmp_path)
+    assert result.code == 0
+    assert result.stderr.startswith("firstnan:  1 step  loss ")
+    assert "\x1b" not in result.stderr
