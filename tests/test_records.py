@@ -56,6 +56,8 @@ def some_record(cls: type[Any], rng: random.Random) -> Any:
     values = {f.name: some(hints[f.name], rng) for f in dataclasses.fields(cls)}
     if cls is LayerTrack:
         values["norm"] = values["max_abs"] = tuple(map(float, values["steps"]))
+    if cls is records.Histogram:
+        values["edges"] = tuple(map(float, range(len(values["counts"]) + 1)))
     if cls in (records.History, records.OptimizerHistory):
         values["settings"] = tuple({name: (name, value) for name, value in values["settings"]}.values())
     return cls(**values)
@@ -102,7 +104,7 @@ HOSTILE: list[Any] = [
 ]  # fmt: skip
 
 
-WHOLE = ("at: steps, norm and max_abs", "at.line is missing", "not a firstnan report: ", "written by a newer firstnan")
+WHOLE = ("at: steps, norm and max_abs", "at: a histogram", "at.line is missing", "not a firstnan report: ", "written by a newer firstnan")
 """Errors about a whole record, or about a place in source whose file alone was given."""
 
 

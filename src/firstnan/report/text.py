@@ -23,7 +23,6 @@ from rich.text import Text
 from firstnan.diagnose.causes import catalogue
 from firstnan.records import (
     Batch,
-    Cause,
     Element,
     Feature,
     NaNEvent,
@@ -163,7 +162,7 @@ class _Page:
             yield sure, Text.assemble(title, (f"[{self.chars.prose(cause.slug)}]", "yellow"))
             if cause.why:
                 yield sure, self._text(cause.why)
-            for line in self._evidence(cause)[: MOST["evidence"]]:
+            for line in evidence_lines(self.report)[: MOST["evidence"]]:
                 yield sure, self._hanging(self.chars.bullet, self._text(line))
         elif report.origin:
             yield "cause", Text("no known cause fits", style="yellow")
@@ -215,12 +214,6 @@ class _Page:
         shown = self.chars.show(path)
         return shown if len(shown) <= most else self.chars.ellipsis + shown[len(self.chars.ellipsis) - most :]
 
-    def _evidence(self, cause: Cause) -> list[str]:
-        """The evidence without the lines that the table of values repeats."""
-        read = self.report.origin.inputs if self.report.origin else ()
-        repeated = tuple(f"{stat.name} {list(stat.shape)} " for stat in read if stat.name)
-        return [line for line in cause.evidence if not (repeated and line.startswith(repeated))]
-
     def _hanging(self, mark: str, text: Text, style: str = "") -> Table:
         """A text whose wrapped lines stay right of its mark."""
         grid = Table.grid(padding=(0, 1, 0, 0))
@@ -249,10 +242,7 @@ class _Page:
             yield "values", Text(f"{head}  {self.chars.cut('   '.join(facts), 160)}", style="red" if made else "")
         if left_out := len(origin.inputs) - len(kept):
             yield "values", Text(f"and {count(left_out, 'more input')}", style="dim")
-        evidence = self.report.cause.evidence if self.report.cause else ()
-        witness = witness_line(origin)
-        extra = ("" if witness in evidence else witness, scalars_line(origin))
-        if line := ", ".join(part for part in extra if part):
+        if line := extra_values(self.report):
             yield "values", self._text(line)
         if origin.event and origin.event.raised:
             yield "raised", self._text(origin.event.raised)
@@ -312,6 +302,23 @@ class _Page:
             yield "note", self._text(note)
         if len(notes) > MOST["notes"]:
             yield "note", Text(f"and {len(notes) - MOST['notes']} more in the JSON", style="dim")
+
+
+def evidence_lines(report: Report) -> list[str]:
+    """The evidence of the cause without the lines that the table of values repeats."""
+    read = report.origin.inputs if report.origin else ()
+    repeated = tuple(f"{stat.name} {list(stat.shape)} " for stat in read if stat.name)
+    lines = report.cause.evidence if report.cause else ()
+    return [line for line in lines if not (repeated and line.startswith(repeated))]
+
+
+def extra_values(report: Report) -> str:
+    """The values at the first bad element, unless the evidence has them, and the operator's other arguments."""
+    origin, evidence = report.origin, report.cause.evidence if report.cause else ()
+    if origin is None:
+        return ""
+    witness = witness_line(origin)
+    return ", ".join(part for part in ("" if witness in evidence else witness, scalars_line(origin)) if part)
 
 
 GROWTH = frozenset(
@@ -482,7 +489,7 @@ def source_lines(origin: Origin, chars: Charset, width: int) -> list[Text]:
     """Where the value was created, the statement there, and the guilty expression underlined."""
     if origin.site is None:
         return []
-    where = _location(origin.site, origin.library_site)
+    where = location(origin.site, origin.library_site)
     return _shown_source(excerpt(origin.site), where, at_expression(origin), chars, width)
 
 
@@ -492,7 +499,7 @@ def read_lines(origin: Origin, chars: Charset, width: int) -> list[Text]:
     if site is None or site == origin.site:
         return []
     return _shown_source(
-        [row for row in excerpt(site) if row.mark], _location(site, None), "read here first", chars, width
+        [row for row in excerpt(site) if row.mark], location(site, None), "read here first", chars, width
     )
 
 
@@ -512,7 +519,8 @@ def _shown_source(rows: list[Row], where: str, remark: str, chars: Charset, widt
     return lines
 
 
-def _location(site: Site, library: Site | None) -> str:
+def location(site: Site, library: Site | None = None) -> str:
+    """`train.py:22, in contrastive_loss`, and the place inside a library."""
     where = place(site)
     if site.function and not site.function.startswith("<"):
         where += f", in {site.function}"
@@ -819,7 +827,7 @@ def at_expression(origin: Origin) -> str:
 
 def path_line(report: Report) -> str:
     """The path from the origin to where the value was noticed, shortened in the middle."""
-    origin, steps, before = report.origin, _whole_path(report), ""
+    origin, steps, before = report.origin, whole_path(report), ""
     home = origin.site.file if origin and origin.site else ""
     if report.verdict == "diverged":
         return ""
@@ -844,7 +852,7 @@ def path_line(report: Report) -> str:
     return " -> ".join(words)
 
 
-def _whole_path(report: Report) -> list[PathStep]:
+def whole_path(report: Report) -> list[PathStep]:
     """The path, starting with the operator of the origin if there is one."""
     origin = report.origin
     if origin is None or not origin.op:
