@@ -104,7 +104,13 @@ HOSTILE: list[Any] = [
 ]  # fmt: skip
 
 
-WHOLE = ("at: steps, norm and max_abs", "at: a histogram", "at.line is missing", "not a firstnan report: ", "written by a newer firstnan")
+WHOLE = (
+    "at: steps, norm and max_abs",
+    "at: a histogram",
+    "at.line is missing",
+    "not a firstnan report: ",
+    "written by a newer firstnan",
+)
 """Errors about a whole record, or about a place in source whose file alone was given."""
 
 

@@ -373,10 +373,10 @@ def _capsule_request(parsed: argparse.Namespace) -> Wanted | None:
 
 def _known_format(name: str | None) -> str | None:
     if name is not None:
-        from firstnan.report import FORMATS
+        from firstnan.report import FORMATS, listed_formats
 
         if Path(name).suffix.lower() not in FORMATS:
-            raise UsageError(f"can't write {name!r}: the extension must be {' or '.join(FORMATS)}")
+            raise UsageError(f"can't write {name!r}: the extension must be {listed_formats()}")
     return name
 
 

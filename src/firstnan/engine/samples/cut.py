@@ -121,31 +121,37 @@ class Cut:
     def values(self, bad: Sequence[int]) -> tuple[SampleValues, ...]:
         """What the first of the bad samples hold, in a few numbers."""
         members = list(itertools.islice(self.members(), _MOST_SHOWN))
-        return tuple(_shown(sample, name, rows[sample]) for sample in bad[:_MOST_SHOWN] for name, rows in members)
+        return tuple(_shown(sample, name, rows) for sample in bad[:_MOST_SHOWN] for name, rows in members)
 
 
-def _shown(sample: int, name: str, t: Tensor) -> SampleValues:
+def _shown(sample: int, name: str, rows: Tensor) -> SampleValues:
+    t = rows[sample]
     numbers = t.flatten()[:_MOST_VALUES].to("cpu", torch.float64).tolist()
-    return SampleValues(sample, name, tuple(t.shape), tuple(numbers), _preview(t))
+    return SampleValues(sample, name, tuple(t.shape), tuple(numbers), _preview(t, rows))
 
 
-def _preview(t: Tensor) -> Preview | None:
-    """A small picture of a sample that is an image: channels, height, width; or without channels."""
+def _preview(t: Tensor, rows: Tensor) -> Preview | None:
+    """A small picture of a sample that is an image: channels, height, width; or without channels.
+
+    Its shades are those of the whole batch, so a sample without contrast is seen as one.
+    """
     if t.dim() == 2 and min(t.shape) >= 8:
         t = t[None]
     if t.dim() != 3 or t.shape[0] not in (1, 3, 4) or min(t.shape[1:]) < 4 or t.dtype is torch.bool:
         return None
-    rows, columns = (
+    down, along = (
         torch.linspace(0, n - 1, min(n, _MOST_PIXELS)).round().to(t.device, torch.int64) for n in t.shape[1:]
     )
-    small = t[:, rows][:, :, columns].to("cpu", torch.float64)
-    finite = torch.isfinite(small)
-    if not finite.any():
+    small = t[:, down][:, :, along].to("cpu", torch.float64)
+    finite = rows[torch.isfinite(rows)]
+    if not finite.numel():
         return None
-    low, high = small[finite].min(), small[finite].max()
-    scaled = ((small - low) / (high - low).clamp_min(1e-300) * 255).nan_to_num(0.0, 255.0, 0.0)
-    pixels = scaled.round().to(torch.uint8).movedim(0, -1).flatten().tolist()
-    return Preview(len(columns), len(rows), t.shape[0], base64.b64encode(bytes(pixels)).decode("ascii"))
+    low, high = (float(end) for end in torch.aminmax(finite))
+    shades = (small - low) / ((high - low) or 1.0) * 255
+    pixels = shades.nan_to_num(0.0, 255.0, 0.0).clamp(0, 255).round().to(torch.uint8).movedim(0, -1)
+    return Preview(
+        len(along), len(down), t.shape[0], base64.b64encode(bytes(pixels.flatten().tolist())).decode("ascii")
+    )
 
 
 def cut(batch: Any, indices: Any = None) -> Cut:
