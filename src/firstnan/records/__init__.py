@@ -486,6 +486,12 @@ class Report:
         slug = f" [{self.cause.slug}]" if self.cause else ""
         return f"<Report: {headline(self)}{slug}>"
 
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it."""
+        from importlib import import_module  # the page is made in a room below, and only if a notebook asks for it
+
+        return str(import_module("firstnan.report.page").render_card(self))
+
     def with_(self, **changes: Any) -> Report:
         return replace(self, **changes)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from firstnan.records import Edit, Site
+from firstnan.records.words import cell_source
 from firstnan.repair.patch import LINE_END, FileOnDisk, PatchError, by_file, edited, line_starts, render
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -86,9 +87,9 @@ class SourceFile:
 
     @classmethod
     def read(cls, file: str) -> SourceFile | None:
-        """The file on disk; None if it does not exist or is not Python."""
+        """The file on disk, or the cell of a notebook; None if there is none or it is not Python."""
         try:
-            return cls(file, FileOnDisk.read(file).text)
+            return cls(file, cell_source(file) or FileOnDisk.read(file).text)
         except (PatchError, SyntaxError, ValueError, RecursionError):
             return None
 

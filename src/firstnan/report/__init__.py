@@ -9,10 +9,20 @@ from pathlib import Path
 from firstnan.records import Report
 from firstnan.records.codec import ReportError, dumps
 from firstnan.records.files import write_whole
+from firstnan.report.markdown import github_annotation, render_markdown
 from firstnan.report.progress import Progress
 from firstnan.report.text import WIDTH, nonfinite_error, print_text, render_text
 
-__all__ = ["FORMATS", "Progress", "listed_formats", "nonfinite_error", "print_text", "render_text", "write"]
+__all__ = [
+    "FORMATS",
+    "Progress",
+    "github_annotation",
+    "listed_formats",
+    "nonfinite_error",
+    "print_text",
+    "render_text",
+    "write",
+]
 
 
 def _as_text(report: Report) -> str:
@@ -25,17 +35,11 @@ def _as_html(report: Report) -> str:
     return render_html(report)
 
 
-def _as_markdown(report: Report) -> str:
-    from firstnan.report.markdown import render_markdown
-
-    return render_markdown(report)
-
-
 FORMATS: dict[str, Callable[[Report], str]] = {
     ".json": dumps,
     ".txt": _as_text,
     ".html": _as_html,
-    ".md": _as_markdown,
+    ".md": render_markdown,
 }
 """What a report file may be, by its extension."""
 

@@ -158,8 +158,8 @@ _BARS = Template(
 )
 
 
-def bars(histogram: Histogram, label: str) -> Markup:
-    """A histogram; the bin with 0 is marked, and the height is logarithmic if a few bins hold nearly everything."""
+def bars(histogram: Histogram, label: str, *, zeros: bool = False) -> Markup:
+    """A histogram; `zeros`: the bin of 0 is marked. Heights are logarithmic if a few bins hold nearly everything."""
     counts, edges, most = histogram.counts, histogram.edges, max(histogram.counts, default=0)
     if not counts or not most or not all(map(math.isfinite, edges)):
         return Markup("")
@@ -175,7 +175,7 @@ def bars(histogram: Histogram, label: str) -> Markup:
         if edges[i] <= 0 <= edges[i + 1] and zero is None:
             inside = (0 - edges[i]) / ((edges[i + 1] - edges[i]) or 1)
             zero = round(x + inside * width, 1)
-        at_zero = edges[i] <= 0 < edges[i + 1]
+        at_zero = zeros and edges[i] <= 0 < edges[i + 1]
         drawn.append((round(x + 0.75, 1), round(bottom - size, 1), round(width - 1.5, 1), size, text, at_zero))
     notes = [name for name, on in (("logarithmic axis", histogram.log), ("logarithmic height", log)) if on]
     return Markup(

@@ -567,7 +567,9 @@ class View:
 
 
 def _bars(stat: TensorStat) -> Markup:
-    return charts.bars(stat.histogram, f"histogram of {plain(stat.name, 60)}") if stat.histogram else Markup("")
+    if stat.histogram is None:
+        return Markup("")
+    return charts.bars(stat.histogram, f"histogram of {plain(stat.name, 60)}", zeros=stat.zeros > 0)
 
 
 def _digits(values: Iterable[float | None], digits: int = 6) -> list[float | str | None]:

@@ -36,7 +36,7 @@ from firstnan.records import (
 )
 from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
-from firstnan.records.words import cell_name, count, headline, kind, line_of, noticed, number, place, short_path
+from firstnan.records.words import cell_name, cell_source, count, headline, kind, line_of, noticed, number, place, short_path
 from firstnan.repair.verdict import last_bad_step
 
 WIDTH, NARROWEST = 100, 40
@@ -292,7 +292,7 @@ class _Page:
         if self.report.capsule:
             yield "capsule", self._text(f"{self.report.capsule} (restored by firstnan replay)")
         if saved:
-            yield "json", self._text(saved)
+            yield "json" if saved.endswith(".json") else "report", self._text(saved)
         if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:
             yield "", self._text(f"to apply the fix: firstnan fix {short_path(saved)} --apply", "dim")
 
@@ -612,7 +612,9 @@ def excerpt(site: Site) -> list[Row]:
 
 
 def _file_lines(path: str) -> list[str]:
-    """The lines of a source file; none if it is missing, too large or not text."""
+    """The lines of a source file or of a notebook's cell; none if it is missing, too large or not text."""
+    if cell := cell_source(path):
+        return cell.split("\n")
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > LONGEST_FILE:
             return []
@@ -865,7 +867,8 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
     """The result of trying the remedy."""
     step = "the failing step" if report.step is None else f"step {report.step}"
     if not remedy.tried:
-        how = "; firstnan run script.py would try it" if remedy.diff else ""
+        in_notebook = any(cell_name(edit.file) for edit in remedy.edits)
+        how = "; firstnan run script.py would try it" if remedy.diff and not in_notebook else ""
         return f"not tried: {remedy.note}" if remedy.note else f"not tried{how}"
     if remedy.failing_step_finite is None or report.verdict == "diverged":
         return f"tried: {remedy.note}" if remedy.note else "tried"
