@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from firstnan.records import Edit, Site
-from firstnan.records.words import cell_source
 from firstnan.repair.patch import LINE_END, FileOnDisk, PatchError, by_file, edited, line_starts, render
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -89,7 +88,7 @@ class SourceFile:
     def read(cls, file: str) -> SourceFile | None:
         """The file on disk, or the cell of a notebook; None if there is none or it is not Python."""
         try:
-            return cls(file, cell_source(file) or FileOnDisk.read(file).text)
+            return cls(file, FileOnDisk.read(file).text)
         except (PatchError, SyntaxError, ValueError, RecursionError):
             return None
 
