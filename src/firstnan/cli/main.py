@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 # Import nothing heavy here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
-_VALUED = ["--json", "-o", "--output", "--replay", "--verify", "--isolation", "--capsule", "--capsule-limit", "--annotate"]
+_VALUED = [
+    "--json",
+    "-o",
+    "--output",
+    "--replay",
+    "--verify",
+    "--isolation",
+    "--capsule",
+    "--capsule-limit",
+    "--annotate",
+]
 
 
 _OUTPUT = "write the report; the extension selects the format: .html, .md, .txt or .json"
@@ -323,7 +333,9 @@ def _add_program_options(parser: _Parser) -> None:
 
 def _add_annotate(parser: _Parser) -> None:
     parser.add_argument(
-        "--annotate", choices=("github",), help="print the finding so that a GitHub workflow shows it at its source line"
+        "--annotate",
+        choices=("github",),
+        help="print the finding so that a GitHub workflow shows it at its source line",
     )
 
 

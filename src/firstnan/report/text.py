@@ -36,7 +36,18 @@ from firstnan.records import (
 )
 from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
-from firstnan.records.words import cell_name, cell_source, count, headline, kind, line_of, noticed, number, place, short_path
+from firstnan.records.words import (
+    cell_name,
+    cell_source,
+    count,
+    headline,
+    kind,
+    line_of,
+    noticed,
+    number,
+    place,
+    short_path,
+)
 from firstnan.repair.verdict import last_bad_step
 
 WIDTH, NARROWEST = 100, 40
