@@ -1,83 +1,18 @@
-"""A headless Chromium for the tests of the page; torch is not needed here."""
+"""The browser that the tests of the page share."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.remote.webdriver import WebDriver
+from chromium import Browser, started
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # report_samples and hostile_report
-
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
-)
-
-
-class Browser:
-    """Opens pages, and knows what they have asked for and complained of."""
-
-    def __init__(self, driver: WebDriver, folder: Path) -> None:
-        self.driver, self._folder, self._pages = driver, folder, 0
-
-    def open(self, html: str, *, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        self._pages += 1
-        file = self._folder / f"page{self._pages}.html"
-        file.write_text(html, encoding="utf-8")
-        self.resize(width, height)
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        self.command("Emulation.setEmulatedMedia", media)
-        self.driver.get("about:blank")
-        self.driver.get_log("browser")
-        self.driver.get_log("performance")
-        self.driver.get(file.as_uri())
-
-    def command(self, name: str, arguments: dict[str, Any]) -> Any:
-        return self.driver.execute_cdp_cmd(name, arguments)  # type: ignore[attr-defined]
-
-    def resize(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.command("Emulation.setDeviceMetricsOverride", size)
-
-    def run(self, script: str) -> Any:
-        return self.driver.execute_script(script)
-
-    def wait_for(self, condition: str) -> None:
-        """Until this expression is true in the page."""
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        WebDriverWait(self.driver, 15, 0.05).until(lambda _: self.run(f"return !!({condition})"))
-
-    def complaints(self) -> list[str]:
-        """What the console says, whatever its level."""
-        return [entry["message"] for entry in self.driver.get_log("browser")]
-
-    def requests(self) -> list[str]:
-        """Whatever the page has asked for besides itself and what it holds."""
-        messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-        pages = [url for url in asked if url.startswith("file:") and "/page" in url]
-        assert len(pages) == 1
-        return [url for url in asked if url not in pages and not url.startswith(("data:", "blob:"))]
 
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = "/usr/bin/chromium"
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
-    try:
-        driver.set_page_load_timeout(30)
+    with started(tmp_path_factory.mktemp("profile")) as driver:
         yield Browser(driver, tmp_path_factory.mktemp("pages"))
-    finally:
-        driver.quit()

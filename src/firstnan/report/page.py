@@ -26,7 +26,7 @@ from firstnan.records.codec import encode
 from firstnan.records.words import cell_name, count, headline, kind, line_of, noticed, number, place, short_path
 from firstnan.report import charts
 from firstnan.report.markdown import render_markdown
-from firstnan.report.series import HeatMap, Series, heat_maps, series_of
+from firstnan.report.series import HeatMap, Series, extra, heat_maps, series_of
 from firstnan.report.text import (
     TAB,
     Charset,
@@ -449,11 +449,11 @@ class View:
 
     @cached_property
     def forecast(self) -> list[tuple[str, str]]:
-        return _scalars(encode(self.report.history).get("forecast"))
+        return _scalars(extra(self.report.history, "forecast"))
 
     @cached_property
     def headroom(self) -> list[tuple[str, str]]:
-        return _scalars(encode(self.report.history).get("headroom"))
+        return _scalars(extra(self.report.history, "headroom"))
 
     @cached_property
     def heats(self) -> list[Heat]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from firstnan.records import History, LayerTrack, Report
@@ -38,9 +38,9 @@ class Series:
 
 def series_of(report: Report) -> list[Series]:
     """Every series in the history, the well-known ones first, each with at most `MOST_POINTS` points."""
-    data = encode(report.history)
-    found = _found({k: v for k, v in data.items() if k not in _ASIDE})
-    ahead = _found(data["forecast"]) if "forecast" in data else {}
+    history = report.history
+    found = _found({f.name: encode(getattr(history, f.name)) for f in fields(history) if f.name not in _ASIDE})
+    ahead = _found(extra(history, "forecast"))
     shown = []
     for name in sorted(found, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)):
         points = sorted(found[name].items())
@@ -50,6 +50,11 @@ def series_of(report: Report) -> list[Series]:
         steps, values = zip(*reduced(points), strict=True)
         shown.append(Series(name, steps, values, tuple(reduced(sorted(ahead.get(name, {}).items())))))
     return shown
+
+
+def extra(history: History, name: str) -> Any:
+    """A part of the history that not every version records, as JSON; None if there is none."""
+    return encode(getattr(history, name, None))
 
 
 def reduced(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:

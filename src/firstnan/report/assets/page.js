@@ -29,7 +29,8 @@
   mark(0);
   addEventListener("keydown", event => {
     if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
-    if (event.key === "j") go(here + 1); else if (event.key === "k") go(here - 1); else if (event.key === "t") toggle(); else return;
+    const focused = sections.indexOf(document.activeElement.closest("main > section")), from = focused < 0 ? here : focused;
+    if (event.key === "j") go(from + 1); else if (event.key === "k") go(from - 1); else if (event.key === "t") toggle(); else return;
     event.preventDefault();
   });
 
