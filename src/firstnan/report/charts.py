@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 
 from jinja2 import Template
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from firstnan.records import Histogram, Preview
 from firstnan.records.words import number
@@ -258,4 +258,3 @@ def _png(width: int, height: int, kind: int, rows: list[bytes], palette: Sequenc
     return "data:image/png;base64," + base64.b64encode(content).decode("ascii")
 
 
-__all__ = ["bars", "curve", "curves", "escape", "heat_picture", "picture", "ramp_picture", "tick"]

@@ -53,7 +53,7 @@ from firstnan.report.text import (
 
 ASSETS = Path(__file__).parent / "assets"
 LARGEST_PAGE = 8_000_000
-WIDE = 64
+WIDE = 70
 """Characters from which on a line of source needs the whole width of the page."""
 MOST = {"inputs": 12, "diff": 60, "line": 240, "path": 30, "events": 100, "rows": 40, "features": 12, "text": 2000}
 _CHARS = Charset()
@@ -350,7 +350,7 @@ class View:
             bad = report.batch.bad_samples or ()
             which = f"{self.unit} {bad[0]}" if len(bad) == 1 else count(len(bad), f"bad {self.unit}") if bad else ""
             remark = "" if report.batch.index is None else f"batch {report.batch.index}"
-            found.append(("Batch", which or remark, remark if which else ""))
+            found.append(("Batch", which or str(report.batch.index), remark if which else ""))
         if self.noticed:
             found.append(("Noticed in", self.noticed.removeprefix("the "), ""))
         if report.world_size > 1:
