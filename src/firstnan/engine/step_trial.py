@@ -520,7 +520,8 @@ class _Change:
 
 
 def _text(path: str) -> str:
-    return "".join(linecache.getlines(path))
+    name = os.path.basename(path)  # a cell of IPython has a name instead of a path: `<ipython-input-3-...>`
+    return "".join(linecache.getlines(name if name.startswith("<") else path))
 
 
 def _function_at(tree: ast.Module, first: int, last: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -256,5 +256,3 @@ def _png(width: int, height: int, kind: int, rows: list[bytes], palette: Sequenc
         content += chunk(b"PLTE", b"".join(map(bytes, palette)))
     content += chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows), 9)) + chunk(b"IEND", b"")
     return "data:image/png;base64," + base64.b64encode(content).decode("ascii")
-
-
