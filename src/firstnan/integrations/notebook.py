@@ -5,16 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import headline
-
-if TYPE_CHECKING:
-    from firstnan.engine.session import Session
-
-_ONLY_HERE = "it is outside of what the failing step runs"
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -37,13 +32,14 @@ def _run(shell: Any, line: str, cell: str) -> None:
     name = line.strip()
     if name and not name.isidentifier():
         raise ValueError(f"%%firstnan takes the name of a variable for the report, got {name!r}")
+    from firstnan.engine.block_trials import try_fixes
     from firstnan.engine.program_watch import raising
     from firstnan.observe.sites import ends_at_origin
 
     parts = _compiled(shell, cell)
     report: Report | None = None
     try:
-        with raising((os.getcwd(),), _try_fixes) as watch:
+        with raising((os.getcwd(),), try_fixes) as watch:
             for code in parts:
                 exec(code, shell.user_global_ns, shell.user_ns)
     except NonFiniteError as error:
@@ -59,34 +55,6 @@ def _run(shell: Any, line: str, cell: str) -> None:
         sys.modules["IPython"].display.display(report)
         # The report is shown above: the error ends the cell, and says where.
         raise ends_at_origin(NonFiniteError(report, headline(report))) from None
-
-
-def _try_fixes(report: Report, session: Session) -> None:
-    """Tries the fixes at the failing step, as `firstnan run` does; a cell cannot be run from a program's start."""
-    from firstnan.engine import trials
-    from firstnan.engine.second_run import Start
-    from firstnan.engine.step_trial import StepTrials
-    from firstnan.observe.runner import Program
-    from firstnan.report import Progress
-
-    report = session.complete(report)
-    wanted = min(sum(1 for remedy in report.remedies if remedy.diff), trials.MOST)
-    if session.failure is None or not wanted or report.reproduced == "transient":
-        return
-    progress, at_step = Progress(wanted), StepTrials(session, session.failure)
-    limits = trials.Limits.after(0.0)
-    attempts = trials.Trials(Start(), Program("", ()), trials.STEPS, limits, at_step=at_step, from_start=_ONLY_HERE)
-
-    def keep(tried: Report) -> None:
-        session.report = tried
-        progress.tried(sum(1 for remedy in tried.remedies if remedy.tried))
-
-    try:
-        attempts.run(report, keep)
-    except KeyboardInterrupt:
-        pass  # what was tried until now is in the report
-    finally:
-        progress.end()
 
 
 def _compiled(shell: Any, cell: str) -> list[Any]:
