@@ -239,16 +239,40 @@ def test_every_series_of_a_history_is_found() -> None:
         "coarse": {"steps": [0, 100], "update_norm": [1.0, 2.0]},
         "series": [{"name": "scale", "steps": [1, 2, 3], "values": [1, "inf", 4]}],
         "tails": {"entropy": [[1, 2.0], [2, 3.0]]},
-        "forecast": {"loss": {"steps": [3, 4], "values": [4.0, 5.0]}, "message": "soon"},
+        "forecast": {"loss": {"steps": [2.5, 4], "values": [4.0, 5.0]}, "message": "soon"},
         "layers": [{"layer": "a", "steps": [1, 2], "max_abs": [1, 2]}],
         "made_at": {"line": 3, "column": 4},
     }
     history: Any = dataclasses.make_dataclass("History", list(data))(**data)  # as later versions may record it
     found = {s.name: s for s in series_of(Report("nonfinite", step=5, history=history))}
     assert list(found) == ["loss", "grad_norm", "entropy", "scale", "update_norm"]
-    assert found["loss"].forecast == ((3.0, 4.0), (4.0, 5.0))
+    assert found["loss"].forecast == ((2.5, 4.0),)  # no further than a third of the steps
     assert found["scale"].values == (1.0, inf, 4.0)
     assert found["update_norm"].steps == (0.0, 100.0)
+
+
+def test_forecasts_are_drawn_and_listed() -> None:
+    """As a history tells them that keeps steps of long ago in spans, and warns of what will overflow."""
+    rows = [{"step": i, "loss": 2.0**i} for i in range(60, 100)]
+    earlier = [{"step": i, "steps": 20, "loss": 2.0**i, "loss_max": 3.0**i} for i in range(0, 60, 20)]
+    expected = {"name": "", "kind": "float32", "limit": 3.4e38, "now": 2.0**80, "since_step": 80, "low": 40, "high": 60}
+    forecast = [
+        {"what": "loss", **expected, "in_steps": 48, "withdrawn": None},
+        {"what": "gradient", **expected, "in_steps": 9, "withdrawn": 85},
+        {"what": "layer", **expected, "in_steps": "soon"},
+    ]
+    headroom = [{"op": "exp", "file": "train.py", "line": 7, "code": "x.exp()", "value": 88.0, "limit": 88.7}]
+    data = {"steps": rows, "earlier": earlier, "forecast": forecast, "headroom": headroom, "layers": (), "settings": (),
+            "others": (), "optimizer": "SGD", "made_at": None, "stepped_at": None, "name": ""}  # fmt: skip
+    history: Any = dataclasses.make_dataclass("History", list(data))(**data)
+    report = Report("nonfinite", step=99, history=history)
+    (loss,) = series_of(report)
+    assert loss.steps[0] == 0
+    first, last = loss.forecast[0], loss.forecast[-1]
+    assert first == (80.0, pytest.approx(2.0**80))
+    assert 2.0**100 < last[1] <= 3.4e38
+    assert last[0] <= 99 * 1.3
+    assert 'class="forecast ahead"' in charts.curve(loss, 99)
 
 
 def test_long_series_keep_their_extremes_and_their_last_point() -> None:

@@ -138,7 +138,9 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 def curve(series: Series, trip: float | None) -> Markup:
     """One series, its forecast, and the failing step."""
     points = list(zip(series.steps, series.values, strict=True))
-    ahead = [points[-1], *series.forecast] if series.forecast else []
+    ahead = list(series.forecast)
+    if ahead and ahead[0][0] > points[-1][0]:
+        ahead.insert(0, points[-1])
     return curves([("one", points)], f"{series.title} over the steps", trip=trip, ahead=ahead)
 
 

@@ -448,12 +448,12 @@ class View:
         return history_head(self.report) if self.report.history.steps else ""
 
     @cached_property
-    def forecast(self) -> list[tuple[str, str]]:
-        return _scalars(extra(self.report.history, "forecast"))
+    def forecast(self) -> list[list[str]]:
+        return _table(extra(self.report, "forecast"))
 
     @cached_property
-    def headroom(self) -> list[tuple[str, str]]:
-        return _scalars(extra(self.report.history, "headroom"))
+    def headroom(self) -> list[list[str]]:
+        return _table(extra(self.report, "headroom"))
 
     @cached_property
     def heats(self) -> list[Heat]:
@@ -577,6 +577,24 @@ def _digits(values: Iterable[float | None], digits: int = 6) -> list[float | str
     return [
         None if v is None else float(f"{v:.{digits}g}") if math.isfinite(v) else encode(v) for v in values
     ]  # fmt: skip
+
+
+def _table(data: Any) -> list[list[str]]:
+    """Rows of JSON objects as a table, its head first; other JSON as names and values."""
+    if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
+        return [["", ""], *([name, value] for name, value in _scalars(data))] if data else []
+    rows = [_placed(row) for row in data[: MOST["rows"]]]
+    names = list(dict.fromkeys(key for row in rows for key, value in row.items() if value not in (None, "")))
+    cells = [[plain(argument(row[name]), 100) if row.get(name) is not None else "–" for name in names] for row in rows]
+    return [[name.replace("_", " ") for name in names], *cells] if names else []
+
+
+def _placed(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its file and line in one cell."""
+    file, line = row.get("file"), row.get("line")
+    if not isinstance(file, str) or not isinstance(line, int):
+        return row
+    return {"place": line_of(file, line)} | {key: v for key, v in row.items() if key not in ("file", "line")}
 
 
 def _scalars(data: Any, name: str = "", depth: int = 4) -> list[tuple[str, str]]:

@@ -17,6 +17,10 @@ _STEPS = ("step", "steps")
 _ASIDE = ("layers", "forecast", "others", "settings")
 """What has a drawing of its own, or belongs to another optimizer."""
 _FIRST = ("loss", "grad_norm", "param_norm", "lr")
+_FORECASTS = {"loss": "loss", "gradient": "grad_norm", "scale": "scale"}
+_WAY = ("since_step", "now", "limit", "in_steps")
+_BEYOND, _POINTS = 0.3, 64
+"""How far a forecast is drawn past the last step, as a share of all steps; and in how many points."""
 _DEEPEST = 6
 
 
@@ -40,7 +44,8 @@ def series_of(report: Report) -> list[Series]:
     """Every series in the history, the well-known ones first, each with at most `MOST_POINTS` points."""
     history = report.history
     found = _found({f.name: encode(getattr(history, f.name)) for f in fields(history) if f.name not in _ASIDE})
-    ahead = _found(extra(history, "forecast"))
+    ahead = _expected(report)
+    found = {name: points for name, points in found.items() if name.removesuffix("_max") not in found.keys() - {name}}
     shown = []
     for name in sorted(found, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)):
         points = sorted(found[name].items())
@@ -48,13 +53,39 @@ def series_of(report: Report) -> list[Series]:
         if len(points) < 2 or not finite:
             continue
         steps, values = zip(*reduced(points), strict=True)
-        shown.append(Series(name, steps, values, tuple(reduced(sorted(ahead.get(name, {}).items())))))
+        until = points[-1][0] + _BEYOND * (points[-1][0] - points[0][0])
+        coming = [p for p in sorted(ahead.get(name, {}).items()) if p[0] <= until]
+        shown.append(Series(name, steps, values, tuple(reduced(coming))))
     return shown
 
 
-def extra(history: History, name: str) -> Any:
-    """A part of the history that not every version records, as JSON; None if there is none."""
-    return encode(getattr(history, name, None))
+def _expected(report: Report) -> dict[str, dict[float, float]]:
+    """What the forecasts of a report say of each series: its way to the largest number of its type."""
+    data = extra(report, "forecast")
+    ahead = _found(data)
+    for one in data if isinstance(data, list) else ():
+        name = _FORECASTS.get(str(one.get("what"))) if isinstance(one, dict) else None
+        since, now, limit, steps = (_number(one.get(key)) for key in _WAY) if name else (None,) * 4
+        if (
+            name is None
+            or since is None
+            or now is None
+            or limit is None
+            or not steps
+            or one.get("withdrawn") is not None
+        ):
+            continue
+        if not 0 < now < limit < math.inf:
+            continue
+        rate = (math.log(limit) - math.log(now)) / steps
+        shares = [i / _POINTS for i in range(_POINTS + 1)]
+        ahead[name] = {since + steps * i: min(math.exp(math.log(now) + rate * steps * i), limit) for i in shares}
+    return ahead
+
+
+def extra(report: Report, name: str) -> Any:
+    """A part of a report, or of its history, that not every version records, as JSON; None if there is none."""
+    return encode(getattr(report, name, None) or getattr(report.history, name, None))
 
 
 def reduced(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
@@ -146,14 +177,21 @@ def heat_maps(history: History) -> list[HeatMap]:
     return maps
 
 
+def _magnitudes(track: LayerTrack) -> Iterator[tuple[int, float]]:
+    """Step and magnitude, those of long ago first: of several steps as one, where a version records such."""
+    for span in getattr(track, "earlier", ()):
+        yield span.step, span.max_abs
+    yield from zip(track.steps, track.max_abs, strict=True)
+
+
 def _heat_map(phase: str, tracks: list[LayerTrack]) -> HeatMap:
-    steps = sorted({step for track in tracks for step in track.steps})
+    steps = sorted({step for track in tracks for step, _ in _magnitudes(track)})
     width = math.ceil(len(steps) / MOST_COLUMNS)
     column = {step: i // width for i, step in enumerate(steps)}
     rows = []
     for track in tracks[:MOST_LAYERS]:
         row: list[float | None] = [None] * (max(column.values()) + 1)
-        for step, value in zip(track.steps, track.max_abs, strict=True):
+        for step, value in _magnitudes(track):
             known = row[column[step]]
             # A NaN is larger than everything here: it must not vanish between finite numbers.
             if known is None or not value <= known:
