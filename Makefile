@@ -3,6 +3,7 @@
 # make quick     lint, types and the fast tests, in less than a minute
 # make test-frameworks  the tests with Lightning, transformers and others, in an environment of their own
 # make test-browser  the tests of the HTML report in a headless Chromium, in an environment of their own, without torch
+# make docs      the documentation as a site, in build/docs; a broken link fails
 # make versions  all tests under the oldest, the pinned and the newest torch; downloads several gigabytes
 PYTHON ?= python3
 VENV := .venv
@@ -12,8 +13,9 @@ DEMO ?= siamese
 VERSIONS_DIR ?= .versions
 FRAMEWORKS := .venv-frameworks
 BROWSER := .venv-browser
+DOCS := .venv-docs
 
-.PHONY: demo test quick lint types unit versions test-frameworks test-browser install clean
+.PHONY: demo test quick lint types unit versions test-frameworks test-browser docs install clean
 
 demo: install
 	@$(BIN)/firstnan demo $(DEMO); code=$$?; \
@@ -60,6 +62,15 @@ $(BROWSER)/.installed: pyproject.toml constraints.txt
 	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# torch is not needed: the reference is made from the source text. Not --quiet, which hides warnings from --strict too.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.installed: docs/requirements.txt
+	$(DOCS)/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
 install: $(STAMP)
 
 # The stamp is newer than what it was made from, so a second call installs nothing.
@@ -69,4 +80,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(BROWSER) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS) $(BROWSER) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

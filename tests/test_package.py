@@ -103,6 +103,8 @@ def test_the_sdist_holds_what_a_contributor_needs(built: Built) -> None:
             "tools/versions.py",
             "docs/design.md",
             "docs/versions.md",
+            "docs/requirements.txt",
+            "mkdocs.yml",
         ),
         *("tests/conftest.py", "tests/test_package.py", "tests/snippets/forward.txt", "tests/goldens/forward.txt"),
     ):

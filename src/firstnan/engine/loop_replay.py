@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from firstnan.engine import isolation
 from firstnan.engine.conclude import came_from_another_rank, not_repeated
 from firstnan.engine.handouts import ReplayError
 from firstnan.engine.policies import COMPARING, REPLAYING, REPLAYS, SEARCHING, TRIPPED, WATCHING, Phase
@@ -15,6 +16,7 @@ from firstnan.engine.samples.search import SampleSearch, begin_search
 from firstnan.gate.gate import Trip
 from firstnan.observe.observer import Decision
 from firstnan.observe.runner import MutedOutput
+from firstnan.observe.write_guard import WriteGuard, unguarded
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.tensors.state import Handout, Schedules, copy_batch
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 HOW = "the failing batch was handed out again"
 _NO_LOOP = "the training loop could not be replayed for this step"
+_NOT_HARMLESS = (
+    "the training loop was not replayed: the process cannot be forked ({}), and {}. "
+    "With --isolation off, or FIRSTNAN_ISOLATION=off, it is replayed anyway, and what it writes is written again"
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,14 @@ def can_replay(session: Session, *, apart: bool = False) -> bool:
     return alone and not gate.is_by_hand and undone and session.handouts.possible(gate.steps.total)
 
 
+def harm_of_replay() -> str:
+    """Why the loop must not be replayed in the program's own process; empty if it may."""
+    if isolation.is_off() or isolation.is_child():
+        return ""
+    what = unguarded()
+    return _NOT_HARMLESS.format(isolation.unavailable(), what) if what else ""
+
+
 class LoopReplay:
     """Replays the step as often as needed, and keeps its updates away from the weights.
 
@@ -74,6 +88,8 @@ class LoopReplay:
         """Places where replays of the same batch failed, but the original step did not."""
         self._first_trace: list[Raw] | None = None
         self._output = MutedOutput()
+        guarded = not isolation.is_off() and not isolation.is_child()
+        self._writes = WriteGuard(session.microscope.ownership.owns) if guarded else None
 
     # Called while the loop runs.
 
@@ -108,7 +124,7 @@ class LoopReplay:
         self._microscope.drop_gradients()
         session.enter(phase)
         session.backwards, self._finite = 0, False
-        self._output.begin()
+        self._hide()
         session.policy.working(session)
         if phase is not SEARCHING:
             self._microscope.start(in_step=True)
@@ -249,7 +265,7 @@ class LoopReplay:
         self.search, self.failure = search, replace(self.failure, report=report)
         session.enter(SEARCHING)
         self._handouts.stop_again()
-        self._output.begin()
+        self._hide()
         session.policy.known(session, report)
         return True
 
@@ -278,7 +294,7 @@ class LoopReplay:
 
     def left(self) -> Report:
         """What is known when the loop was left, so no replay will follow."""
-        self._output.end()
+        self._show()
         if self.search is not None:
             return self.search.told_in(self.failure.report)
         if self._session.phase in REPLAYS:
@@ -286,12 +302,23 @@ class LoopReplay:
             return self._microscope.conclude(self.failure.trip.noticed, [], raised, HOW) or self.failure.report
         return self._session.replayed_at_once(self.failure.report, self.failure.trip)
 
+    def _hide(self) -> None:
+        """From now on nobody sees what the program writes."""
+        self._output.begin()
+        if self._writes is not None:
+            self._writes.begin()
+
+    def _show(self) -> None:
+        if self._writes is not None:
+            self._writes.end()
+        self._output.end()
+
     def end(self) -> None:
         """Restores the program's output and stops the replay."""
-        self._output.end()
+        self._show()
         self._handouts.stop_again()
         self._microscope.stop()
 
     def _settle(self, report: Report, before_update: bool, *, finite: bool = False) -> None:
-        self._output.end()
+        self._show()
         self._session.settle(report, before_update, finite=finite)

@@ -352,15 +352,11 @@ class ProgramValues:
         return Report("clean", events=(event_of(alarm),), history=gate.past(), notes=notes)
 
     def _with_skipped(self, report: Report) -> Report:
-        """The clean report, with an event for each bad loss that the program did not train on."""
-        if not self._skipped:
-            return report
+        """The clean report, with an event for each bad loss that the program itself has skipped."""
         text = "step {}: the program read a loss that is not finite at {} and skipped it"
-        losses = list(self._skipped.items())
+        losses = self._skipped.items()
         events = [NaNEvent("skipped", text.format(*one), one[0], what="loss", time=time()) for one in losses]
-        what = "a non-finite loss" if len(events) == 1 else f"{len(events)} non-finite losses"
-        note = f"but the program itself skipped {what}, the first in step {losses[0][0]} ({losses[0][1]})"
-        return replace(report, events=tuple(events), notes=(note,))
+        return replace(report, events=tuple(events))
 
     def _with_bad_copies(self, report: Report) -> Report:
         """The clean report, with a note on a copy of the model (an average of its weights) that is not finite."""

@@ -21,7 +21,7 @@ from firstnan.engine import children, isolation, turn_search
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.handouts import Handouts
-from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay
+from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
 from firstnan.engine.policies import (
     COMPARING,
@@ -41,6 +41,7 @@ from firstnan.engine.scope import Scope
 from firstnan.engine.sharded import any_rank_says, are_sharded, gathered
 from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import LATE, Gate, Trip
+from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership, place_of
@@ -64,8 +65,7 @@ if TYPE_CHECKING:
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
 _SHARDED = "the weights are spread over several ranks, and not all of them came here to replay the step"
-_NO_LOOP = "the training loop could not be replayed for this step"
-_IN_PROCESS = "the step was replayed in the program's own process, so what its loop writes was written again"
+_IN_PROCESS = "the step was replayed in the program's own process ({}); what Python code wrote meanwhile was discarded"
 _INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
 _WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
@@ -407,9 +407,9 @@ class Session(Observer):
                     self._alarmed(self.gate.update_begins(one), one)
                     self.after_update(one)
 
-    def _check_before_compiled_update(self) -> None:
+    def _check_before_compiled_update(self, roots: list[Tensor]) -> None:
         """The update that follows will not be seen, so it has to be decided now."""
-        if not self._trains_in_this_thread():
+        if not self._trains_in_this_thread(roots):
             return
         for optimizer in self._compiled:
             if self.gate.scales:
@@ -419,13 +419,13 @@ class Session(Observer):
             if self.phase in (SETTLED, TRIPPED):
                 drop_gradients(optimizer)
 
-    def _trains_in_this_thread(self) -> bool:
+    def _trains_in_this_thread(self, roots: list[Tensor]) -> bool:
         """Whether it is certain that no other thread computes the gradients now: reading them would crash."""
         if self.scope.optimizers is None:
             return len(self.gate.steps.done) <= 1 or threading.active_count() == 1
-        if self.training_thread == threading.get_ident():
-            return True
-        return self.training_thread is None and self.calls is not None and bool(self.calls.mine())
+        if self.training_thread is None and self.gate.trains(roots, self._compiled):
+            self._trains_here()
+        return self.training_thread == threading.get_ident()
 
     def update_count(self) -> int:
         return self.gate.steps.total
@@ -503,15 +503,17 @@ class Session(Observer):
             self.layers.drop_notes()
 
     def needs_after_backward(self) -> bool:
-        if not self._compiled and self.gate.steps.total == 0 and "torch._dynamo" in sys.modules:
+        if not self._compiled and self.gate.steps.total == 0 and compiles():
             # Not known yet; the first update shows it. Where reads wait for a device, one more would cost too much.
             self._compiled = [o for o in list(self.gate.steps.done) if self.gate.reads_freely(o)]
         return self.gate.uses_gradients_at_once or bool(self._compiled)
 
     def after_backward(self, roots: list[Tensor]) -> None:
         if self._compiled and self.gate.in_step is None:
-            self._check_before_compiled_update()
+            self._check_before_compiled_update(roots)
             return
+        if self.gate.awaits_first_update and not self.scope.is_trained_by(roots, self.models):
+            return  # another model is trained first, maybe by an optimizer that is not watched here
         for trip in self.gate.backward_ended(roots):
             self._trip(trip, self.gate.in_step)
         if self.gate.in_step is None and self.gate.is_by_hand:
@@ -609,8 +611,7 @@ class Session(Observer):
                 return again[0]
         if self.handouts.has_more(iterator):  # Training continues in the middle of a replay.
             return self.handouts.again(iterator).batch
-        self.hooks.guarded(self._count_compiled_updates)
-        self.hooks.guarded(self.body_ended)
+        self.hooks.guarded(self._turn_ended)
         if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
             fetch = self._restart.around(fetch, self.unseen)
         batch = self.live.fetched(fetch, iterator)
@@ -652,6 +653,10 @@ class Session(Observer):
             if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and not is_finite(value):
                 self._journal.left_out(name, value)
                 return
+
+    def _turn_ended(self) -> None:
+        self._count_compiled_updates()
+        self.body_ended()
 
     def body_ended(self) -> None:
         """The step has ended: the loop asks for the next batch, its function returned, or another backward begins."""
@@ -759,6 +764,8 @@ class Session(Observer):
             self.replay_by_loop(Failure(trip, place, report))
             return
         if closely:
+            if self.through_loop and isolation.unavailable() and (harm := harm_of_replay()):
+                report = replace(report, notes=(*report.notes, harm))
             report = self.replayed_at_once(report, trip)
         elif not late and self.policy.undoes:
             report = replace(report, notes=(_NOT_INVESTIGATED,))
@@ -825,7 +832,8 @@ class Session(Observer):
         return updated and self._capsules is not None and self.values is not None and not self._capsules.is_done
 
     def can_replay_loop(self, *, apart: bool = False) -> bool:
-        return self._may_replay and self.through_loop and can_replay(self, apart=apart)
+        can = self._may_replay and self.through_loop and can_replay(self, apart=apart)
+        return can and (apart or not harm_of_replay())
 
     # In a forked child.
 
@@ -900,7 +908,7 @@ class Session(Observer):
             whole = not isinstance(self._replay, TurnReplay) or self._replay.whole
             self.policy.answer(Answer(report, before_update, whole, self.layers_seen()))
         if isinstance(self._replay, LoopReplay) and (why := isolation.unavailable()) and not isolation.is_off():
-            report = replace(report, notes=(*report.notes, f"{_IN_PROCESS} ({why})"))
+            report = replace(report, notes=(*report.notes, _IN_PROCESS.format(why)))
         self.microscope.stop()
         self._replay = None
         self.enter(SETTLED)

@@ -129,12 +129,13 @@ class Gate:
         self.trained = True
         trips: list[Trip] = []
         self.norm = None
-        if self.is_by_hand and self._by_hand.is_accumulating():
-            self.steps.manual -= 1  # The last backward did not end its step after all.
-            self._histories.take_back(None)
-        elif self.is_by_hand:
-            trips += self._check_leaves()
-        elif self._may_be_by_hand and (updates := self._by_hand.backward_without_step()) is not None:
+        if self.is_by_hand:
+            if self._by_hand.is_accumulating():
+                self.steps.manual -= 1  # The last backward did not end its step after all.
+                self._histories.take_back(None)
+            else:
+                trips += self._check_leaves()
+        elif self.awaits_first_update and (updates := self._by_hand.backward_without_step()) is not None:
             self.steps.manual = updates
         before = len(trips)
         for root in roots if self._scaled is None else self._unscaled(self._scaled, roots):
@@ -159,13 +160,19 @@ class Gate:
 
     def _trained_by(self, roots: list[Tensor]) -> list[Any]:
         """The optimizers of what a loss depends on."""
+        return [o for o in list(self.steps.done) if self.trains(roots, [o])]
+
+    def trains(self, roots: list[Tensor], optimizers: list[Any]) -> bool:
+        """Whether a loss depends on what one of these optimizers trains."""
         leaves = {id(leaf) for leaf in leaves_below(roots)}
-        return [o for o in list(self.steps.done) if any(id(p) in leaves for p in parameters_of(o))]
+        return any(id(p) in leaves for o in optimizers for p in parameters_of(o))
 
     @property
     def uses_gradients_at_once(self) -> bool:
         """Whether the gradients are used right after backward, inside it or without an optimizer object."""
-        return self.in_step is not None or self.is_by_hand or self._may_be_by_hand
+        if self.in_step is not None or self.is_by_hand:
+            return True
+        return self.steps.total == 0 and self.awaits_first_update
 
     @property
     def is_by_hand(self) -> bool:
@@ -173,14 +180,15 @@ class Gate:
         return self.optimizers == 0 or self._by_hand.certain
 
     @property
-    def _may_be_by_hand(self) -> bool:
-        return self.steps.total == 0 and self._by_hand.is_undecided
+    def awaits_first_update(self) -> bool:
+        """Whether no optimizer has made a step yet, so the program may update its weights itself."""
+        return self.steps.total == 0 and not self.is_by_hand and self._by_hand.is_undecided
 
     def backward_ended(self, roots: list[Tensor]) -> Trips:
         if self.in_step is not None:
             # The optimizer called its closure (LBFGS) and uses these gradients at once.
             return self._check_gradients(self.in_step, parameters_of(self.in_step), before_update=False)
-        if self._scaling or not (self.is_by_hand or self._may_be_by_hand):
+        if self._scaling or not (self.is_by_hand or self.awaits_first_update):
             return _NONE
         leaves = self._by_hand.gradients_written(roots)
         self._by_hand.note(leaves, [leaf.grad for leaf in leaves])

@@ -27,6 +27,13 @@ def stay_uncompiled() -> Callable[[], None]:
     return when_imported("torch._dynamo", _leave_alone)
 
 
+def compiles() -> bool:
+    """Whether the program has asked torch to compile something; torch imports its compiler in any case."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(frames, "cached_backends", None)
+    return frames is not None and (backends is None or any(one is not None for one in backends.values()))
+
+
 def _leave_alone() -> None:
     skip = _skip_code()
     if skip is None:

@@ -13,6 +13,7 @@ import queue
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -163,16 +164,17 @@ class _NoSocket:
         return -1
 
 
+def connect_to_nobody(connection: Any) -> None:
+    """In place of the `connect` of an HTTP connection: every request is answered, and none is sent."""
+    connection.sock = _NoSocket()
+
+
 def _answer_requests() -> None:
     """There is no network; a program that reports its progress over HTTP goes on as if it had arrived."""
     client = sys.modules.get("http.client")
     if client is not None:
-
-        def connect(self: Any) -> None:
-            self.sock = _NoSocket()
-
-        client.HTTPConnection.connect = connect
-        client.HTTPSConnection.connect = connect
+        client.HTTPConnection.connect = connect_to_nobody
+        client.HTTPSConnection.connect = connect_to_nobody
 
 
 def pretend_to_write() -> None:
@@ -220,7 +222,7 @@ def _opener(original: Callable[..., Any]) -> Callable[..., Any]:
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            return original(_in_memory(file, copied="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
+            return original(in_memory(file, copied="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
 
     return open_
 
@@ -232,14 +234,18 @@ def _descriptor_opener(original: Callable[..., int]) -> Callable[..., int]:
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            return _in_memory(path, copied=not flags & os.O_TRUNC)
+            return in_memory(path, copied=not flags & os.O_TRUNC)
 
     return open_
 
 
-def _in_memory(path: Any, *, copied: bool) -> int:
+def in_memory(path: Any, *, copied: bool) -> int:
     """A file in memory in place of one that cannot be opened for writing; `copied`: with its content, if it exists."""
-    number = os.memfd_create("pretended")
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("pretended")
+    else:
+        with tempfile.TemporaryFile() as unnamed:
+            number = os.dup(unnamed.fileno())
     if copied and os.path.isfile(path):
         with io.FileIO(path) as file:
             os.write(number, file.read())

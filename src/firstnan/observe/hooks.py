@@ -122,6 +122,9 @@ class Hooks:
         if not self.installed:
             return otherwise
         try:
+            if not _function_modes():  # the usual case, kept fast
+                with self.observer.unseen():
+                    return act(*args)
             with outside_modes(), self.observer.unseen():
                 return act(*args)
         except NonFiniteError as error:
@@ -164,17 +167,19 @@ class Hooks:
 
     def compiled_updates(self) -> list[Any]:
         """The optimizers that were run by compiled code since this was last asked; None for one that is not known."""
-        if not self._after_updates or not any(after.compiled for after in self._after_updates):
-            return []
-        found = [after.optimizer() for after in self._after_updates if after.compiled]
-        for after in self._after_updates:
-            after.compiled = False
+        found = []
+        for after in self._after_updates:  # asked twice a step
+            if after.compiled:
+                after.compiled = False
+                found.append(after.optimizer())
         return found
 
     def _quickly(self, suffices: Callable[[Any], bool], optimizer: Any) -> bool:
         """Asks without the lock, which is expensive and not needed for a step that passes."""
         __tracebackhide__ = True
         try:
+            if not _function_modes():
+                return self.installed and suffices(optimizer)
             with outside_modes():
                 return self.installed and suffices(optimizer)
         except NonFiniteError as error:

@@ -100,6 +100,14 @@ FILTERED: tuple[tuple[str, str], ...] = (
 )
 """Replaced as well in a forked child that the kernel lets change no file (`forked.py`)."""
 
+GUARDED: tuple[tuple[str, str], ...] = (
+    *(name for name in FILTERED if name != ("torch.utils.data.dataloader", "DataLoader._get_iterator")),
+    ("subprocess", "Popen.__init__"),
+    ("http.client", "HTTPConnection.connect"),
+    ("http.client", "HTTPSConnection.connect"),
+)
+"""Replaced while the loop is replayed in the program's own process (`write_guard.py`)."""
+
 TRACED: tuple[Name, ...] = ((type(_higher_order_ops["cond"]), "__call__"),) if "cond" in _higher_order_ops else ()
 """Replaced while operators are recorded (`higher_order.py`)."""
 
