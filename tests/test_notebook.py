@@ -202,12 +202,22 @@ for x in data:
 """
 
 
+STOPS = """\
+%%firstnan found
+for x in data:
+    loss = model(x * 0).mean()
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss is {loss.item()}")
+    loss.backward()
+"""
+
+
 def test_a_cell_is_run_watched_and_its_fix_is_tried() -> None:
     cells = ["%load_ext firstnan", NET, CELL, "%%firstnan found\nx = 3\nx + 1", "%%firstnan\n1 / 0",
-             "%%firstnan a b\n1", "%unload_ext firstnan", "%%firstnan\n1"]  # fmt: skip
+             "%%firstnan a b\n1", STOPS, "%unload_ext firstnan", "%%firstnan\n1"]  # fmt: skip
     command = [sys.executable, "-c", MAGIC, json.dumps(cells)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=True)
-    loaded, net, failed, healthy, error, wrong, unloaded, gone = json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    loaded, net, failed, healthy, error, wrong, stopped, unloaded, gone = json.loads(done.stdout.splitlines()[-1])
     assert (loaded["error"], net["error"], unloaded["error"]) == (None, None, None)
     assert failed["error"] == "NonFiniteError"
     assert failed["text"] == "-Inf created in forward, step 3, at Cell In[2], line 9"
@@ -221,4 +231,6 @@ def test_a_cell_is_run_watched_and_its_fix_is_tried() -> None:
     assert (healthy["error"], healthy["cards"], healthy["names"]["found"]) == (None, [], "None")
     assert (error["error"], error["cards"]) == ("ZeroDivisionError", [])
     assert wrong["text"] == "%%firstnan takes the name of a variable for the report, got 'a b'"
+    assert (stopped["error"], stopped["text"]) == ("ValueError", "the loss is -inf")  # the program's own error
+    assert len(stopped["cards"]) == 1
     assert gone["cards"] == []

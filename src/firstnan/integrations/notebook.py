@@ -38,23 +38,29 @@ def _run(shell: Any, line: str, cell: str) -> None:
 
     parts = _compiled(shell, cell)
     report: Report | None = None
+    found: Any = None
     try:
         with raising((os.getcwd(),), try_fixes) as watch:
+            found = watch.session
             for code in parts:
                 exec(code, shell.user_global_ns, shell.user_ns)
     except NonFiniteError as error:
         report = error.report
-    except Exception:
-        report = watch.session.report
-        if report is None or report.origin is None:
-            raise
+        _display(report)
+        # The report is shown above: the error ends the cell, and says where.
+        raise ends_at_origin(NonFiniteError(report, headline(report))) from None
+    except Exception:  # the program's own, perhaps because of a bad value
+        if found is not None and found.report is not None and found.report.origin is not None:
+            report = found.report
+            _display(report)
+        raise
     finally:
         if name:
             shell.user_ns[name] = report
-    if report is not None:
-        sys.modules["IPython"].display.display(report)
-        # The report is shown above: the error ends the cell, and says where.
-        raise ends_at_origin(NonFiniteError(report, headline(report))) from None
+
+
+def _display(report: Report) -> None:
+    sys.modules["IPython"].display.display(report)
 
 
 def _compiled(shell: Any, cell: str) -> list[Any]:

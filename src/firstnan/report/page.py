@@ -445,7 +445,7 @@ class View:
 
     @cached_property
     def history_head(self) -> str:
-        return history_head(self.report) if self.report.history.steps else ""
+        return history_head(self.report, len(self.report.history.steps)) if self.report.history.steps else ""
 
     @cached_property
     def forecast(self) -> list[list[str]]:

@@ -340,9 +340,9 @@ DRAWN = 40
 """The most steps that a history shows."""
 
 
-def history_head(report: Report) -> str:
+def history_head(report: Report, drawn: int = DRAWN) -> str:
     """`steps 0 to 11, SGD, lr 10, momentum 0.9`, of the steps that are drawn."""
-    history, steps = report.history, report.history.steps[-DRAWN:]
+    history, steps = report.history, report.history.steps[-drawn:]
     first, last, points = steps[0].step, steps[-1].step, len(steps)
     # Several optimizers count their own steps, so there may be more updates than steps.
     updates = f"{points} updates in " if points > last - first + 1 else ""
