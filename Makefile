@@ -2,6 +2,7 @@
 # make test      lint, types and all tests
 # make quick     lint, types and the fast tests, in less than a minute
 # make test-frameworks  the tests with Lightning, transformers and others, in an environment of their own
+# make test-browser  the tests of the HTML report in a headless Chromium, in an environment of their own, without torch
 # make docs      the documentation as a site, in build/docs; a broken link fails
 # make versions  all tests under the oldest, the pinned and the newest torch; downloads several gigabytes
 PYTHON ?= python3
@@ -11,9 +12,10 @@ STAMP := $(VENV)/.installed
 DEMO ?= siamese
 VERSIONS_DIR ?= .versions
 FRAMEWORKS := .venv-frameworks
+BROWSER := .venv-browser
 DOCS := .venv-docs
 
-.PHONY: demo test quick lint types unit versions test-frameworks docs install clean
+.PHONY: demo test quick lint types unit versions test-frameworks test-browser docs install clean
 
 demo: install
 	@$(BIN)/firstnan demo $(DEMO); code=$$?; \
@@ -48,6 +50,19 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requir
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fastai==2.8.12
 	@touch $@
 
+# Without a browser, and without the rights to install one, there is nothing to test.
+test-browser: $(BROWSER)/.installed
+	@if tools/chromium.sh; then \
+		$(BROWSER)/bin/python -m pytest --confcutdir=tests/browser --timeout=120 tests/browser $(ARGS); \
+	else echo "make test-browser: skipped, Chromium is missing and cannot be installed here"; fi
+
+$(BROWSER)/.installed: pyproject.toml constraints.txt
+	$(BROWSER)/bin/python -c "" 2>/dev/null || $(PYTHON) -m venv --clear $(BROWSER)
+	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		rich jinja2 plotly selenium pytest pytest-timeout
+	$(BROWSER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 # torch is not needed: the reference is made from the source text. Not --quiet, which hides warnings from --strict too.
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
@@ -66,4 +81,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS) $(BROWSER) $(DOCS) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -16,6 +16,7 @@ import firstnan
 from firstnan.cli import main as cli
 from firstnan.records import Report
 from firstnan.report import write
+from report_samples import forward
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +131,10 @@ def test_a_read_only_report_is_refused(
 @pytest.mark.parametrize("command", ["run", "show"])
 @pytest.mark.parametrize("name", ["report.pdf", "report", ".json"])
 def test_an_unknown_format_is_refused(capsys: pytest.CaptureFixture[str], command: str, name: str) -> None:
-    assert refused(capsys, command, "-o", name, "x") == f"can't write {name!r}: the extension must be .json or .txt"
+    assert (
+        refused(capsys, command, "-o", name, "x")
+        == f"can't write {name!r}: the extension must be .json, .txt, .html or .md"
+    )
 
 
 def test_the_check_for_writing_leaves_files_as_they_were(tmp_path: Path) -> None:
@@ -297,6 +301,38 @@ def test_show_converts_a_report(saved: Path, name: str) -> None:
         assert loaded(copy) == loaded(saved)
     else:
         assert copy.read_text().strip() == call(saved.parent, "show", "report.json").stdout.strip()
+
+
+def test_show_writes_a_page_and_markdown_without_torch(saved: Path) -> None:
+    for name, start in (("copy.html", "<!DOCTYPE html>"), ("copy.md", "### firstnan: clean, no NaN or Inf")):
+        done = call(saved.parent, "show", "report.json", "-o", name, flags=("-X", "importtime"))
+        assert done.returncode == 0
+        assert saved.with_name(name).read_text().startswith(start)
+        assert "torch" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+
+
+def test_show_opens_a_page(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or len(opened) < 3)
+    monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(saved.parent))
+    page = saved.with_suffix(".html")
+    assert cli.main(["show", str(saved), "--open"]) == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert cli.main(["show", str(saved), "--open", "-o", str(saved.with_name("b.html"))]) == 0
+    assert opened == [page.as_uri(), saved.with_name("b.html").as_uri()]
+    assert cli.main(["show", str(saved), "--open"]) == 0
+    assert f"no browser was found to open {page}" in capsys.readouterr().err
+    assert "--open needs an .html file" in refused(capsys, "show", str(saved), "--open", "-o", "a.txt")
+
+
+def test_show_annotates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(forward(), tmp_path / "r.json")
+    assert cli.main(["show", str(tmp_path / "r.json"), "--annotate", "github"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "::error file=nowhere/train.py,line=10,endLine=10,col=16,endColumn=34,title=firstnan%3A logarithm"
+    )
+    assert out.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"format": "other"}'])

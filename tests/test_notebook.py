@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import linecache
+import re
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -141,3 +144,93 @@ def test_a_real_kernel() -> None:
     assert error.ename == "NonFiniteError"
     assert "Cell In[1], line 10" in error.evalue
     assert _PACKAGE not in "".join(error.traceback)
+
+
+MAGIC = """
+import json, sys
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+class Publisher(CapturingDisplayPublisher):
+    pass
+
+config = Config()
+config.HistoryManager.enabled = False
+config.InteractiveShell.display_pub_class = Publisher
+shell = InteractiveShell.instance(config=config)
+shell.display_pub = publisher = CapturingDisplayPublisher()
+told = []
+for cell in json.loads(sys.argv[1]):
+    publisher.outputs.clear()
+    result = shell.run_cell(cell, store_history=True)
+    error = result.error_in_exec
+    told.append({
+        "error": type(error).__name__ if error else None,
+        "text": str(error or ""),
+        "cards": [one["data"]["text/html"] for one in publisher.outputs if "text/html" in one["data"]],
+        "names": {name: repr(shell.user_ns[name]) for name in ("found", "x", "steps") if name in shell.user_ns},
+    })
+print("\\n" + json.dumps(told))
+"""
+NET = """\
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+    def forward(self, x):
+        return torch.log(self.fc(x).abs())
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+data = [torch.randn(8, 4) for _ in range(6)]
+data[3] = torch.zeros(8, 4)
+steps = 0
+"""
+CELL = """\
+%%firstnan found
+nn.init.zeros_(model.fc.bias)
+for x in data:
+    model.fc.bias.data.zero_()
+    loss = model(x).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    steps += 1
+"""
+
+
+STOPS = """\
+%%firstnan found
+for x in data:
+    loss = model(x * 0).mean()
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss is {loss.item()}")
+    loss.backward()
+"""
+
+
+def test_a_cell_is_run_watched_and_its_fix_is_tried() -> None:
+    cells = ["%load_ext firstnan", NET, CELL, "%%firstnan found\nx = 3\nx + 1", "%%firstnan\n1 / 0",
+             "%%firstnan a b\n1", STOPS, "%unload_ext firstnan", "%%firstnan\n1"]  # fmt: skip
+    command = [sys.executable, "-c", MAGIC, json.dumps(cells)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    loaded, net, failed, healthy, error, wrong, stopped, unloaded, gone = json.loads(done.stdout.splitlines()[-1])
+    assert (loaded["error"], net["error"], unloaded["error"]) == (None, None, None)
+    assert failed["error"] == "NonFiniteError"
+    assert failed["text"] == "-Inf created in forward, step 3, at Cell In[2], line 9"
+    assert failed["names"]["found"].startswith("<Report: -Inf created in forward, step 3, at Cell In[2], line 9")
+    assert failed["names"]["steps"] == "3"  # whatever ran again has left no trace
+    (card,) = failed["cards"]
+    text = re.sub(r"<style>.*?</style>|<[^>]+>", "", card, flags=re.DOTALL)
+    assert "Cell In[2], line 9" in text
+    assert "clamp_min" in text
+    assert "tried: step 3 is finite, and so are the 2 steps after it, to the end of the loop" in " ".join(text.split())
+    assert (healthy["error"], healthy["cards"], healthy["names"]["found"]) == (None, [], "None")
+    assert (error["error"], error["cards"]) == ("ZeroDivisionError", [])
+    assert wrong["text"] == "%%firstnan takes the name of a variable for the report, got 'a b'"
+    assert (stopped["error"], stopped["text"]) == ("ValueError", "the loss is -inf")  # the program's own error
+    assert len(stopped["cards"]) == 1
+    assert gone["cards"] == []

@@ -122,7 +122,7 @@ def test_the_wheel_holds_the_package_alone(built: Built) -> None:
     expected = {
         p.relative_to(package).as_posix()
         for p in (package / "firstnan").rglob("*")
-        if p.suffix in (".py", ".toml", ".typed")
+        if p.suffix in (".py", ".toml", ".typed", ".html", ".css", ".js")
     }
     assert {name for name in names if ".dist-info/" not in name} == expected | {"firstnan.pth"}
     assert "firstnan/py.typed" in names

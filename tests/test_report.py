@@ -268,7 +268,7 @@ def test_write_by_extension(tmp_path: Path) -> None:
     assert (tmp_path / "r.TXT").read_text(encoding="utf-8") == plain(forward())
     write(forward(), tmp_path / "report", extension=".json")
     assert load(tmp_path / "report").step == 11
-    with pytest.raises(ReportError, match=r"r\.pdf: the extension of a report must be \.json or \.txt"):
+    with pytest.raises(ReportError, match=r"r\.pdf: the extension of a report must be \.json, \.txt, \.html or \.md"):
         write(forward(), tmp_path / "r.pdf")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["r.TXT", "report"]
 

@@ -427,3 +427,36 @@ def test_the_same_training_with_a_good_learning_rate_is_left_in_peace(firstnan: 
     result = firstnan(["run", path], cwd=tmp_path)
     assert (result.code, result.stderr) == (0, "")
     assert (result.report or {})["events"] == []
+
+
+# --- the page and the annotation -------------------------------------------------------------------------------------
+
+
+def test_the_report_is_written_as_a_page_and_the_line_is_annotated(tmp_path: Path, firstnan: Zygote) -> None:
+    path = script(
+        tmp_path,
+        """
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        torch.manual_seed(0)
+        images = torch.rand(24, 1, 8, 8)
+        images[17] = 0.25
+        w = torch.ones(64, requires_grad=True)
+        optimizer = torch.optim.SGD([w], lr=1e-3)
+        for (x,) in DataLoader(TensorDataset(images), batch_size=4):
+            x = x / x.flatten(1).std(1)[:, None, None, None]  # <-
+            loss = (x.flatten(1) * w).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """,
+    )
+    done = firstnan(["run", "--verify", "2", "-o", "report.html", "--annotate", "github", path.name], cwd=tmp_path)
+    assert done.code == 3
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("::")]
+    assert line.startswith(f"::error file=train.py,line={marked(path)},endLine={marked(path)},col=9,")
+    assert "%0AProven fix: " in line
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for part in ('class="bar zero"', 'class="preview"', "dataset index 17", "with this change", "proven</dd>"):
+        assert part in html

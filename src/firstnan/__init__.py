@@ -48,6 +48,20 @@ _MODULES = {
 }
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Called by `%load_ext firstnan`: adds the cell magic `%%firstnan`."""
+    from firstnan.integrations import notebook
+
+    notebook.load_ipython_extension(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Called by `%unload_ext firstnan`."""
+    from firstnan.integrations import notebook
+
+    notebook.unload_ipython_extension(shell)
+
+
 def __getattr__(name: str) -> Any:
     """Imports a name when it is first used: `firstnan run` starts before the program has set up torch."""
     if name not in _MODULES:

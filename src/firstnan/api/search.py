@@ -132,8 +132,11 @@ def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
                 break
     if not found.repeated:
         return Batch(size=pieces.size, replays=found.replays, note="the step is finite with this batch")
-    features = pieces.features(found.bad) if found.bad else ()
-    return Batch(None, pieces.size, found.bad, found.confirmed, None, features, found.replays, found.note)
+    bad = found.bad or ()
+    return Batch(
+        None, pieces.size, found.bad, found.confirmed, None, pieces.features(bad), found.replays, found.note,
+        values=pieces.values(bad),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 _VALUED = [
     "--json", "-o", "--output", "--csv", "--replay", "--verify", "--isolation",
-    "--capsule", "--capsule-limit", "--check-replicas",
+    "--capsule", "--capsule-limit", "--check-replicas", "--annotate",
 ]  # fmt: skip
+_OUTPUT = "write the report; the extension selects the format: .html, .md, .txt or .json"
 
 
 class UsageError(Exception):
@@ -90,6 +91,7 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         fix=fix,
         capsule=_capsule_request(parsed),
         restart=parsed.replayed_capsule,
+        annotate=parsed.annotate is not None,
         isolation=parsed.isolation == "auto" and os.environ.get("FIRSTNAN_ISOLATION") != "off",
         check_replicas=parsed.check_replicas,
         if_trained=parsed.if_trained or launches,
@@ -119,23 +121,41 @@ def _replay(words: list[str]) -> int:
 def _show(words: list[str]) -> int:
     parsed = _show_parser().parse_args(words)
     output = _writable(_known_format(parsed.output))
+    if parsed.open and output is not None and output.suffix.lower() != ".html":
+        raise UsageError(f"--open needs an .html file, got {parsed.output!r}")
     from firstnan.records.codec import ReportError
     from firstnan.records.files import load
-    from firstnan.report import print_text, write
+    from firstnan.report import github_annotation, print_text, write
 
     try:
         report = load(parsed.report)
     except ReportError as error:
         raise UsageError(str(error)) from None
+    if parsed.open and output is None:
+        import tempfile
+
+        output = Path(tempfile.mkdtemp(prefix="firstnan-"), parsed.report.stem + ".html")
     if output is not None:
         try:
             write(report, output)
         except OSError as error:
-            raise UsageError(f"can't write {parsed.output!r}: {error.strerror}") from None
-        return 0
+            raise UsageError(f"can't write {str(output)!r}: {error.strerror}") from None
     with _broken_pipe_ignored():
-        print_text(report, sys.stdout)
+        if output is None and parsed.annotate is None:
+            print_text(report, sys.stdout)
+        if parsed.annotate is not None:
+            print(github_annotation(report), end="", flush=True)
+    if parsed.open and output is not None:
+        _open(output)
     return 0
+
+
+def _open(page: Path) -> None:
+    """Shows a page in the browser, or says where it is."""
+    import webbrowser
+
+    if not webbrowser.open(page.as_uri()):
+        print(f"firstnan: no browser was found to open {page}", file=sys.stderr)
 
 
 def _fix(words: list[str]) -> int:
@@ -322,9 +342,18 @@ def _replay_parser() -> _Parser:
 def _add_program_options(parser: _Parser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON, even if nothing was found")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the report; the extension selects the format")
+    parser.add_argument("-o", "--output", metavar="FILE", help=_OUTPUT)
+    _add_annotate(parser)
     # Set by startup.py: of several processes of a job, only those that train write a report.
     parser.add_argument("--if-trained", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_annotate(parser: _Parser) -> None:
+    parser.add_argument(
+        "--annotate",
+        choices=("github",),
+        help="print the finding so that a GitHub workflow shows it at its source line",
+    )
 
 
 def _count(text: str) -> int:
@@ -336,7 +365,9 @@ def _count(text: str) -> int:
 def _show_parser() -> _Parser:
     parser = _Parser(prog="firstnan show", description="Prints or converts a saved report.")
     parser.add_argument("report", type=Path, metavar="report.json", help="a file written by firstnan run --json")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the report; the extension selects the format")
+    parser.add_argument("-o", "--output", metavar="FILE", help=_OUTPUT)
+    parser.add_argument("--open", action="store_true", help="write the report as a page and open it in the browser")
+    _add_annotate(parser)
     return parser
 
 
@@ -412,10 +443,10 @@ def _csv_log(name: str | None) -> StepLog | None:
 
 def _known_format(name: str | None) -> str | None:
     if name is not None:
-        from firstnan.report import FORMATS
+        from firstnan.report import FORMATS, listed_formats
 
         if Path(name).suffix.lower() not in FORMATS:
-            raise UsageError(f"can't write {name!r}: the extension must be {' or '.join(FORMATS)}")
+            raise UsageError(f"can't write {name!r}: the extension must be {listed_formats()}")
     return name
 
 

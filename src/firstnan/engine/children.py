@@ -366,6 +366,7 @@ class TurnReplay:
             bad_samples=found.bad,
             confirmed=found.confirmed,
             features=variables.features(found.bad),
+            values=variables.contents(found.bad),
             replays=batch.replays + found.replays,
             note=found.note,
         )

@@ -25,7 +25,7 @@ from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership, Spot, names_read_on, resolve
 from firstnan.records import Batch, History, Noticed, OpEvent, Origin, Report, Role, Site, Trace
 from firstnan.repair import propose
-from firstnan.tensors.finite import is_finite, stat, tensors_in
+from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
 from firstnan.tensors.state import sample_count
 from firstnan.tracing.recording import Difference
@@ -206,7 +206,7 @@ class Evidence:
         if not self.tensors:
             return None
         name = self._named().name
-        s = stat(name or self.noticed.what, self.tensors[0])
+        s = replace(stat(name or self.noticed.what, self.tensors[0]), histogram=histogram(self.tensors[0]))
         if self.is_updated:
             role: Role = "state" if self.noticed.what == "state" else "parameter"
             return Origin("parameter", "", "", inputs=(s,), produced=s, role=role, label=name)

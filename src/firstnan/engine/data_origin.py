@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -18,7 +19,7 @@ from firstnan.engine import isolation
 from firstnan.observe.line_watch import RETURNED, BadLine, LineWatch, holds_bad
 from firstnan.observe.sites import Ownership, resolve, whole_statement
 from firstnan.records import Origin, Trace
-from firstnan.tensors.finite import is_finite, stat, tensors_in
+from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.state import Handout, RandomState
 from firstnan.tracing.tracer import Tracer
 
@@ -129,7 +130,7 @@ def _watched(make: Callable[[], Any], ownership: Ownership) -> tuple[Any, bool, 
 
 def made_by(line: BadLine) -> Origin:
     """A line of the program as the origin of bad data."""
-    s = stat(line.name, line.value)
+    s = replace(stat(line.name, line.value), histogram=histogram(line.value))
     site = whole_statement(resolve(line.spot))
     label = "" if line.name == RETURNED else line.name
     return Origin("input", "", "", site=site, inputs=(s,), produced=s, role="input", label=label)

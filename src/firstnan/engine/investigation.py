@@ -23,11 +23,10 @@ from firstnan.gate.forecast import sentence
 from firstnan.observe.runner import Program, before_leaving, before_replacing, overlay_sources, when_imported
 from firstnan.observe.sites import Ownership
 from firstnan.records import Batch, NaNEvent, Report
-from firstnan.records.codec import ReportError
 from firstnan.records.files import write_whole
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import Reach, TrialOutcome, ended_by, last_bad_step
-from firstnan.report import Progress, print_text, write
+from firstnan.report import Progress, github_annotation, print_text, write
 from firstnan.report.live import LiveStatus
 
 if TYPE_CHECKING:
@@ -74,6 +73,8 @@ class Options:
     """Where the numbers of each step are written."""
     live: bool = False
     """Whether one line shows how training is doing."""
+    annotate: bool = False
+    """Whether to print the finding as a GitHub workflow shows it at its source line."""
     if_trained: bool = False
     """Whether this may be any process of a job, such as its launcher: a clean report is written only if it trained,
     and not over the report of another process."""
@@ -495,7 +496,7 @@ class Investigation:
                 place = self.ranks.path(path) if own else path
                 try:
                     write(report, place, extension=extension)
-                except (OSError, ReportError) as error:
+                except Exception as error:  # a file that cannot be written must not cost the report
                     say(f"can't write {place}: {getattr(error, 'strerror', None) or error}")
 
     def _is_others(self, path: Path, report: Report) -> bool:
@@ -536,6 +537,8 @@ class Investigation:
             self._print_rest(str(saved) if saved else "")
             if self.options.fix is not None and own:
                 self._write_fix(self.options.fix)
+            if self.options.annotate and (self.ranks.writes_for_all or not self.ranks.are_many):
+                sys.stderr.write(github_annotation(self._answer or self.report))
         elif notes:
             say(f"warning: no NaN or Inf reached training, {notes[0]}")
         if self.ranks.is_first:

@@ -147,13 +147,13 @@ class EndProgram(Policy):
 class RaiseInProgram(EndProgram):
     """Raises NonFiniteError where the program fails, and watches no further."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda report: None)
+    def __init__(self, explained: Callable[[Report, Session], None] = lambda report, session: None) -> None:
+        super().__init__(lambda report: None, explained)
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         self.explain(session, report)
         self.ended = True
-        raise nonfinite_error(report)
+        raise nonfinite_error(session.report or report)
 
 
 class Raise(Policy):

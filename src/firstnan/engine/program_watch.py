@@ -169,9 +169,14 @@ def watch(
 
 
 @contextlib.contextmanager
-def raising(directories: tuple[str, ...]) -> Iterator[ProgramWatch[RaiseInProgram]]:
-    """Watches a block of the program and raises NonFiniteError at its first failure, or at its end."""
-    watch = ProgramWatch(RaiseInProgram(), Ownership(directories), Gate(), may_replay=True)
+def raising(
+    directories: tuple[str, ...], explained: Callable[[Report, Session], None] = lambda report, session: None
+) -> Iterator[ProgramWatch[RaiseInProgram]]:
+    """Watches a block of the program and raises NonFiniteError at its first failure, or at its end.
+
+    `explained` is called with a complete report, while the program still stands at its failing step.
+    """
+    watch = ProgramWatch(RaiseInProgram(explained), Ownership(directories), Gate(), may_replay=True)
     try:
         watch.session.begin()
         yield watch

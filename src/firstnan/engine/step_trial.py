@@ -90,6 +90,7 @@ class StepTrials:
             frozen=seen.frozen(),
             change=change_of(self._healthy, losses or []),
             at_step=True,
+            losses=tuple((step + i, loss) for i, loss in enumerate(seen.losses)) if seen.one_loss_each() else (),
         )
 
     def _failing_turn(self) -> tuple[Turn, int] | None:
@@ -268,6 +269,11 @@ class Seen:
     updates: int = 0
     learns: bool = False
     """Whether any update had a gradient other than 0."""
+
+    def one_loss_each(self) -> bool:
+        """Whether every step had one backward call, so that each loss has its step."""
+        done = (self.steps or self.turns) + bool(self.noticed)
+        return min(done, _KEPT) == len(self.losses)
 
     def frozen(self) -> str:
         """Why training does not learn any more, if it does not."""
@@ -519,7 +525,8 @@ class _Change:
 
 
 def _text(path: str) -> str:
-    return "".join(linecache.getlines(path))
+    name = os.path.basename(path)  # a cell of IPython has a name instead of a path: `<ipython-input-3-...>`
+    return "".join(linecache.getlines(name if name.startswith("<") else path))
 
 
 def _function_at(tree: ast.Module, first: int, last: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -26,6 +26,20 @@ Role = Literal["parameter", "buffer", "input", "constant", "gradient", "state", 
 
 
 @dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often the finite values of a tensor occur: `counts[i]` of them are from `edges[i]` to `edges[i + 1]`."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    log: bool = False
+    """The bins grow away from 0, since the values span many orders of magnitude."""
+
+    def __post_init__(self) -> None:
+        if len(self.edges) != len(self.counts) + 1:
+            raise ValueError("a histogram must have one edge more than counts")
+
+
+@dataclass(frozen=True, slots=True)
 class TensorStat:
     """Statistics of one tensor: `min`, `max` and `smallest` (the least magnitude) are over its finite elements."""
 
@@ -44,6 +58,8 @@ class TensorStat:
     """Where the first non-finite element is; None if there is none."""
     binary: bool = False
     """Every finite element is 0 or 1, as in a mask."""
+    histogram: Histogram | None = None
+    """Only of what the operator at the origin read."""
 
     @property
     def inf(self) -> int:
@@ -375,6 +391,12 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
+class LossRecord:
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
 class Remedy:
     """A change to the program that should help, and the result of trying it."""
 
@@ -398,6 +420,8 @@ class Remedy:
     """What the trial has reached the end of; "": it was ended before."""
     fails_in: int | None = None
     """The later step that is not finite with it."""
+    losses: tuple[LossRecord, ...] = ()
+    """The losses of the trial, at most 200 of them."""
 
     @property
     def proven(self) -> bool:
@@ -433,6 +457,29 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True)
+class Preview:
+    """A sample that looks like an image, reduced to at most 64 by 64 pixels."""
+
+    width: int
+    height: int
+    channels: int
+    """1: grey; 3: red, green and blue; 4: with opacity."""
+    pixels: str
+    """Row by row, one byte per channel, in base64; the least finite value of the batch is black, the largest white."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleValues:
+    """What a bad sample holds in one tensor of the batch: its first numbers, and a picture of it if it is an image."""
+
+    sample: int
+    member: str
+    shape: tuple[int, ...]
+    values: tuple[float, ...] = ()
+    preview: Preview | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Element:
     """One element of a dataset that a loader reads through others: a subset, a split, a concatenation, a wrapper."""
 
@@ -462,6 +509,8 @@ class Batch:
     """Where the bad samples are stored, if not in the dataset of the loader itself."""
     unit: str = "sample"
     """What a row of this batch is: a sample, a node of a graph, a token of a text."""
+    values: tuple[SampleValues, ...] = ()
+    """What the first bad samples hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,6 +565,12 @@ class Report:
 
         slug = f" [{self.cause.slug}]" if self.cause else ""
         return f"<Report: {headline(self)}{slug}>"
+
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it."""
+        from importlib import import_module  # the page is made in a room below, and only if a notebook asks for it
+
+        return str(import_module("firstnan.report.page").render_card(self))
 
     def with_(self, **changes: Any) -> Report:
         return replace(self, **changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import os
 import sys
@@ -60,6 +61,11 @@ def cell_name(path: str) -> str:
     naming = getattr(getattr(shell, "compile", None), "format_code_name", None)
     found = naming(path) if naming is not None else None
     return " ".join(map(str, found)) if found else ""
+
+
+def cell_source(path: str) -> str:
+    """The text of a notebook cell; empty if it is none."""
+    return "".join(linecache.getlines(path)) if cell_name(path) else ""
 
 
 def shortened(code: str, most: int = 80) -> str:

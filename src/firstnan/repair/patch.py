@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from firstnan.records import Edit, Remedy, Report
+from firstnan.records.words import cell_source
 
 
 def choose(report: Report, number: int | None = None) -> Remedy | None:
@@ -169,10 +170,12 @@ class FileOnDisk:
 
     @staticmethod
     def read(name: str, root: str | None = None) -> FileOnDisk:
-        """The file of this name; PatchError if it is not a regular file of source text.
+        """The file of this name, or the cell of a notebook; PatchError if it is not a regular file of source text.
 
         With a root it must be a file that a report may change: see `allowed`.
         """
+        if root is None and (cell := cell_source(name)):
+            return FileOnDisk(Path(name), cell.encode(), "utf-8")
         path = located(name) if root is None else allowed(name, root)
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer

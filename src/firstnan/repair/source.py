@@ -86,7 +86,7 @@ class SourceFile:
 
     @classmethod
     def read(cls, file: str) -> SourceFile | None:
-        """The file on disk; None if it does not exist or is not Python."""
+        """The file on disk, or the cell of a notebook; None if there is none or it is not Python."""
         try:
             return cls(file, FileOnDisk.read(file).text)
         except (PatchError, SyntaxError, ValueError, RecursionError):

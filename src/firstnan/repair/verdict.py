@@ -7,8 +7,9 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from firstnan.records import Noticed, Remedy, Report
+from firstnan.records import LossRecord, Noticed, Remedy, Report
 
+_MOST_LOSSES = 200
 _ROUNDING = 1e-3
 _ROUNDING_OF_HALF = {"float16": 5e-2, "bfloat16": 5e-2}
 
@@ -83,6 +84,7 @@ def untried(remedy: Remedy) -> Remedy:
         fails_in=None,
         loss_change=None,
         note="",
+        losses=(),
     )
 
 
@@ -106,7 +108,14 @@ def judged(remedy: Remedy, outcome: TrialOutcome | None, report: Report, stopped
         fails_in=outcome.bad_step if finite and outcome.noticed else None,
         loss_change=change,
         note=note,
+        losses=_kept([*outcome.losses, *outcome.latest]),
     )
+
+
+def _kept(losses: list[tuple[int, float]]) -> tuple[LossRecord, ...]:
+    """At most 200 of the losses of a trial, evenly spaced, the last one of each step."""
+    by_step = sorted(dict(losses).items())
+    return tuple(LossRecord(*pair) for pair in by_step[:: -(-len(by_step) // _MOST_LOSSES) or 1])
 
 
 def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[bool | None, int | None, str]:

@@ -23,7 +23,6 @@ from rich.text import Text
 from firstnan.diagnose.causes import catalogue
 from firstnan.records import (
     Batch,
-    Cause,
     Element,
     Feature,
     NaNEvent,
@@ -37,7 +36,18 @@ from firstnan.records import (
 )
 from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
-from firstnan.records.words import cell_name, count, headline, kind, line_of, noticed, number, place, short_path
+from firstnan.records.words import (
+    cell_name,
+    cell_source,
+    count,
+    headline,
+    kind,
+    line_of,
+    noticed,
+    number,
+    place,
+    short_path,
+)
 from firstnan.repair.verdict import last_bad_step
 
 WIDTH, NARROWEST = 100, 40
@@ -163,7 +173,7 @@ class _Page:
             yield sure, Text.assemble(title, (f"[{self.chars.prose(cause.slug)}]", "yellow"))
             if cause.why:
                 yield sure, self._text(cause.why)
-            for line in self._evidence(cause)[: MOST["evidence"]]:
+            for line in evidence_lines(self.report)[: MOST["evidence"]]:
                 yield sure, self._hanging(self.chars.bullet, self._text(line))
         elif report.origin:
             yield "cause", Text("no known cause fits", style="yellow")
@@ -215,12 +225,6 @@ class _Page:
         shown = self.chars.show(path)
         return shown if len(shown) <= most else self.chars.ellipsis + shown[len(self.chars.ellipsis) - most :]
 
-    def _evidence(self, cause: Cause) -> list[str]:
-        """The evidence without the lines that the table of values repeats."""
-        read = self.report.origin.inputs if self.report.origin else ()
-        repeated = tuple(f"{stat.name} {list(stat.shape)} " for stat in read if stat.name)
-        return [line for line in cause.evidence if not (repeated and line.startswith(repeated))]
-
     def _hanging(self, mark: str, text: Text, style: str = "") -> Table:
         """A text whose wrapped lines stay right of its mark."""
         grid = Table.grid(padding=(0, 1, 0, 0))
@@ -249,10 +253,7 @@ class _Page:
             yield "values", Text(f"{head}  {self.chars.cut('   '.join(facts), 160)}", style="red" if made else "")
         if left_out := len(origin.inputs) - len(kept):
             yield "values", Text(f"and {count(left_out, 'more input')}", style="dim")
-        evidence = self.report.cause.evidence if self.report.cause else ()
-        witness = witness_line(origin)
-        extra = ("" if witness in evidence else witness, scalars_line(origin))
-        if line := ", ".join(part for part in extra if part):
+        if line := extra_values(self.report):
             yield "values", self._text(line)
         if origin.event and origin.event.raised:
             yield "raised", self._text(origin.event.raised)
@@ -302,7 +303,7 @@ class _Page:
         if self.report.capsule:
             yield "capsule", self._text(f"{self.report.capsule} (restored by firstnan replay)")
         if saved:
-            yield "json", self._text(saved)
+            yield "json" if saved.endswith(".json") else "report", self._text(saved)
         if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:
             yield "", self._text(f"to apply the fix: firstnan fix {short_path(saved)} --apply", "dim")
 
@@ -314,6 +315,23 @@ class _Page:
             yield "note", Text(f"and {len(notes) - MOST['notes']} more in the JSON", style="dim")
 
 
+def evidence_lines(report: Report) -> list[str]:
+    """The evidence of the cause without the lines that the table of values repeats."""
+    read = report.origin.inputs if report.origin else ()
+    repeated = tuple(f"{stat.name} {list(stat.shape)} " for stat in read if stat.name)
+    lines = report.cause.evidence if report.cause else ()
+    return [line for line in lines if not (repeated and line.startswith(repeated))]
+
+
+def extra_values(report: Report) -> str:
+    """The values at the first bad element, unless the evidence has them, and the operator's other arguments."""
+    origin, evidence = report.origin, report.cause.evidence if report.cause else ()
+    if origin is None:
+        return ""
+    witness = witness_line(origin)
+    return ", ".join(part for part in ("" if witness in evidence else witness, scalars_line(origin)) if part)
+
+
 GROWTH = frozenset(
     ("divergence_lr", "exploding_gradient", "overflow", "exp_overflow", "low_precision_overflow", "optimizer_overflow")
 )
@@ -322,9 +340,9 @@ DRAWN = 40
 """The most steps that a history shows."""
 
 
-def history_head(report: Report) -> str:
+def history_head(report: Report, drawn: int = DRAWN) -> str:
     """`steps 0 to 11, SGD, lr 10, momentum 0.9`, of the steps that are drawn."""
-    history, steps = report.history, report.history.steps[-DRAWN:]
+    history, steps = report.history, report.history.steps[-drawn:]
     first, last, points = steps[0].step, steps[-1].step, len(steps)
     # Several optimizers count their own steps, so there may be more updates than steps.
     updates = f"{points} updates in " if points > last - first + 1 else ""
@@ -482,7 +500,7 @@ def source_lines(origin: Origin, chars: Charset, width: int) -> list[Text]:
     """Where the value was created, the statement there, and the guilty expression underlined."""
     if origin.site is None:
         return []
-    where = _location(origin.site, origin.library_site)
+    where = location(origin.site, origin.library_site)
     return _shown_source(excerpt(origin.site), where, at_expression(origin), chars, width)
 
 
@@ -492,7 +510,7 @@ def read_lines(origin: Origin, chars: Charset, width: int) -> list[Text]:
     if site is None or site == origin.site:
         return []
     return _shown_source(
-        [row for row in excerpt(site) if row.mark], _location(site, None), "read here first", chars, width
+        [row for row in excerpt(site) if row.mark], location(site, None), "read here first", chars, width
     )
 
 
@@ -512,7 +530,8 @@ def _shown_source(rows: list[Row], where: str, remark: str, chars: Charset, widt
     return lines
 
 
-def _location(site: Site, library: Site | None) -> str:
+def location(site: Site, library: Site | None = None) -> str:
+    """`train.py:22, in contrastive_loss`, and the place inside a library."""
     where = place(site)
     if site.function and not site.function.startswith("<"):
         where += f", in {site.function}"
@@ -604,7 +623,9 @@ def excerpt(site: Site) -> list[Row]:
 
 
 def _file_lines(path: str) -> list[str]:
-    """The lines of a source file; none if it is missing, too large or not text."""
+    """The lines of a source file or of a notebook's cell; none if it is missing, too large or not text."""
+    if cell := cell_source(path):
+        return cell.split("\n")
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > LONGEST_FILE:
             return []
@@ -821,7 +842,7 @@ def at_expression(origin: Origin) -> str:
 
 def path_line(report: Report) -> str:
     """The path from the origin to where the value was noticed, shortened in the middle."""
-    origin, steps, before = report.origin, _whole_path(report), ""
+    origin, steps, before = report.origin, whole_path(report), ""
     home = origin.site.file if origin and origin.site else ""
     if report.verdict == "diverged":
         return ""
@@ -846,7 +867,7 @@ def path_line(report: Report) -> str:
     return " -> ".join(words)
 
 
-def _whole_path(report: Report) -> list[PathStep]:
+def whole_path(report: Report) -> list[PathStep]:
     """The path, starting with the operator of the origin if there is one."""
     origin = report.origin
     if origin is None or not origin.op:
@@ -859,7 +880,8 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
     """The result of trying the remedy."""
     step = "the failing step" if report.step is None else f"step {report.step}"
     if not remedy.tried:
-        how = "; firstnan run script.py would try it" if remedy.diff else ""
+        in_notebook = any(cell_name(edit.file) for edit in remedy.edits)
+        how = "; firstnan run script.py would try it" if remedy.diff and not in_notebook else ""
         return f"not tried: {remedy.note}" if remedy.note else f"not tried{how}"
     if remedy.failing_step_finite is None or report.verdict == "diverged":
         return f"tried: {remedy.note}" if remedy.note else "tried"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.records import TensorStat
+from firstnan.records import Histogram, TensorStat
 
 # Packages whose containers read a table or a file when asked for `items()`.
 _TABLES = {"pandas", "polars", "pyarrow", "xarray", "h5py", "zarr", "dask", "shelve", "lmdb"}
@@ -201,6 +201,44 @@ def _stat(name: str, t: Tensor) -> TensorStat:
         first_index=first,
         binary=bool(values.numel()) and low in (0.0, 1.0) and bool(((values == 0) | (values == 1)).all()),
     )
+
+
+BINS = 32
+_MOST_COUNTED = 1 << 22
+_WIDE = 100.0
+
+
+def histogram(t: Tensor) -> Histogram | None:
+    """How often the finite values of a tensor occur; None if it has fewer than two different ones.
+
+    Of a very large tensor, about four million evenly spaced values are counted.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        plain = readable(t)
+        if plain is None or not plain.numel():
+            return None
+        flat = plain.flatten()
+        flat = flat[:: max(1, flat.numel() // _MOST_COUNTED)].to("cpu", torch.float64)
+        flat = flat[torch.isfinite(flat)]
+        ends = extremes(flat)
+        if ends is None or ends[0] == ends[1]:
+            return None
+        return _counted(flat, *ends)
+
+
+def _counted(flat: Tensor, low: float, high: float) -> Histogram:
+    sizes = flat.abs()
+    largest, sizes = sizes.max().item(), sizes[sizes > 0]
+    # Most values would be in one bin where a few are far larger than the rest.
+    log = bool(largest > _WIDE * sizes.median().item())
+    # A single tiny value does not stretch the axis.
+    unit = sizes.kthvalue(1 + len(sizes) // 100).values.item() if log else 1.0
+    ends = [math.asinh(low / unit), math.asinh(high / unit)] if log else [low, high]
+    # Weighted, not low + share * (high - low): that difference may be infinite.
+    marks = [ends[0] * (1 - i / BINS) + ends[1] * (i / BINS) for i in range(BINS + 1)]
+    edges = [low, *(math.sinh(mark) * unit if log else mark for mark in marks[1:-1]), high]
+    at = torch.bucketize(flat, torch.tensor(edges[1:-1], dtype=torch.float64), right=True)
+    return Histogram(tuple(edges), tuple(torch.bincount(at, minlength=BINS).tolist()), log)
 
 
 def _first_index(t: Tensor, bad: Tensor) -> tuple[int, ...] | None:

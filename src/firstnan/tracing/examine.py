@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firstnan.records import InFloat64, TensorStat
 from firstnan.records.operator_families import ADDED_PRODUCTS
-from firstnan.tensors.finite import is_finite, readable, stat, tensors_in, unravel
+from firstnan.tensors.finite import histogram, is_finite, readable, stat, tensors_in, unravel
 from firstnan.tracing.operators import OpInfo
 
 _MAX_ROWS = 64
@@ -36,10 +36,12 @@ def examine(
     results: list[Tensor],
     scalars: tuple[tuple[str, Any], ...],
     before: dict[int, Tensor] | None = None,
+    *,
+    histograms: bool = False,
 ) -> Detail:
     """The full evidence of one call; `before` holds copies of arguments that the call overwrote.
 
-    An overwritten argument without a copy was finite.
+    An overwritten argument without a copy was finite. `histograms`: also of what it read, if it created a value.
     """
     before = before or {}
     overwritten = {id(t) for t in results}
@@ -64,6 +66,11 @@ def examine(
         if given is None or given.shape[:1] != result.shape[:1]:
             given = result
         rows = _rows(~torch.isfinite(given), given)
+    if histograms and not purpose and (flow.born or flow.nan_from_inf):
+        stats = tuple(
+            replace(s, histogram=histogram(t)) if s is not None and t is not None else s
+            for s, (_, t) in zip(stats, inputs, strict=True)
+        )
     return Detail(stats, flow.guilty, outputs, flow.born, flow.nan_from_inf, purpose, witness, rows)
 
 

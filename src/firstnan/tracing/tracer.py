@@ -33,6 +33,7 @@ _SMALL = 1 << 14  # Elements; up to this size an argument is copied before an in
 _LARGE = 1 << 18
 _MAX_EVENTS = 1 << 14
 _MAX_RECORDS = 1 << 20  # Records of one step; about 300 bytes each.
+_MAX_HISTOGRAMS = 256  # Operators of one step that create a value and whose inputs get histograms.
 _MAX_DETAILED = 1 << 15  # Findings of one step that hold all statistics; about 2,000 bytes each.
 _MAX_NODES = 1 << 12  # Autograd nodes of one step; see `_node`.
 _graph_task = torch._C._current_graph_task_id
@@ -77,7 +78,7 @@ class Tracer:
         """Sequence number of an autograd node -> the event that made it."""
         self._last_node = -1
         """Autograd nodes up to this number have their event, or have none."""
-        self._nodes = self._detailed = 0
+        self._nodes = self._detailed = self._created = 0
         """How many autograd nodes were asked for in this step, and how many findings were made in it."""
         self._last_asked = -1
         self._calls: dict[Any, Call] = {}
@@ -213,7 +214,7 @@ class Tracer:
         """Drops events that no later failure can depend on, so that tracing many steps uses bounded memory."""
         raised = [i for i, r in enumerate(self.raws) if r.raised]
         self._sequence.clear()
-        self._nodes = self._detailed = 0
+        self._nodes = self._detailed = self._created = 0
         self._keep(self._ancestors(self.memory.roots() | set(raised[-_MAX_RAISED:])))
 
     def _clean_up(self) -> None:
@@ -366,8 +367,10 @@ class Tracer:
 
     def _examine(self, done: _Executed, scalars: tuple[tuple[str, Any], ...]) -> Detail:
         """The evidence of one call, in as little memory as possible."""
-        detail = examine(done.op, done.tensors, done.results, scalars, done.before)
+        few = self._created < _MAX_HISTOGRAMS
+        detail = examine(done.op, done.tensors, done.results, scalars, done.before, histograms=few)
         created = detail.born or detail.nan_from_inf
+        self._created += bool(created and not detail.on_purpose)
         self._detailed += 1
         inputs = detail.inputs
         if self._detailed > _MAX_DETAILED and not created and not done.raised:

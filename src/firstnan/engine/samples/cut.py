@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
 from collections import Counter, deque
@@ -15,11 +16,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, default_convert
 
 from firstnan.engine.samples.underlying import underlying
-from firstnan.records import Batch, Element, Feature
+from firstnan.records import Batch, Element, Feature, Preview, SampleValues
 from firstnan.tensors.finite import tensors_in, unravel
 from firstnan.tensors.state import RandomState, copy_batch, rows_are_samples
 
 _MOST_FEATURES = 3
+_MOST_SHOWN, _MOST_VALUES, _MOST_PIXELS = 4, 16, 64
+"""Of how many bad samples values are kept, how many numbers of each tensor, and the side of a preview."""
 _FEW = 4
 _FAR, _VERY_FAR = 1.0, 10.0
 _ENOUGH = 8
@@ -114,6 +117,41 @@ class Cut:
                     found += _unusual(name, sample, wide, healthy, tuple(rows.shape[1:]))
         order = {sample: at for at, sample in enumerate(bad)}
         return tuple(sorted(found, key=lambda f: (order[f.sample], math.isfinite(f.value))))
+
+    def values(self, bad: Sequence[int]) -> tuple[SampleValues, ...]:
+        """What the first of the bad samples hold, in a few numbers."""
+        members = list(itertools.islice(self.members(), _MOST_SHOWN))
+        return tuple(_shown(sample, name, rows) for sample in bad[:_MOST_SHOWN] for name, rows in members)
+
+
+def _shown(sample: int, name: str, rows: Tensor) -> SampleValues:
+    t = rows[sample]
+    numbers = t.flatten()[:_MOST_VALUES].to("cpu", torch.float64).tolist()
+    return SampleValues(sample, name, tuple(t.shape), tuple(numbers), _preview(t, rows))
+
+
+def _preview(t: Tensor, rows: Tensor) -> Preview | None:
+    """A small picture of a sample that is an image: channels, height, width; or without channels.
+
+    Its shades are those of the whole batch, so a sample without contrast is seen as one.
+    """
+    if t.dim() == 2 and min(t.shape) >= 8:
+        t = t[None]
+    if t.dim() != 3 or t.shape[0] not in (1, 3, 4) or min(t.shape[1:]) < 4 or t.dtype is torch.bool:
+        return None
+    down, along = (
+        torch.linspace(0, n - 1, min(n, _MOST_PIXELS)).round().to(t.device, torch.int64) for n in t.shape[1:]
+    )
+    small = t[:, down][:, :, along].to("cpu", torch.float64)
+    finite = rows[torch.isfinite(rows)]
+    if not finite.numel():
+        return None
+    low, high = (float(end) for end in torch.aminmax(finite))
+    shades = (small - low) / ((high - low) or 1.0) * 255
+    pixels = shades.nan_to_num(0.0, 255.0, 0.0).clamp(0, 255).round().to(torch.uint8).movedim(0, -1)
+    return Preview(
+        len(along), len(down), t.shape[0], base64.b64encode(bytes(pixels.flatten().tolist())).decode("ascii")
+    )
 
 
 def cut(batch: Any, indices: Any = None) -> Cut:

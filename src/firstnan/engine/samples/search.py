@@ -163,7 +163,8 @@ class SampleSearch:
         return self._found_in.maker.with_elements(
             Batch(
                 self._found_in.handout.index, pieces.size, bad, found.confirmed, self._dataset(bad or (), pieces),
-                pieces.features(bad) if bad else (), found.replays, found.note, unit=batch.unit,
+                pieces.features(bad or ()), found.replays, found.note, unit=batch.unit,
+                values=pieces.values(bad or ()),
             ),
             self._found_in.handout.indices,
         )  # fmt: skip

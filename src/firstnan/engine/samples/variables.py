@@ -14,7 +14,7 @@ from torch import Tensor
 from firstnan.engine.samples.cut import Cut, CutError
 from firstnan.engine.samples.search import Finding, Replaced, search
 from firstnan.engine.turn import Turn
-from firstnan.records import Feature
+from firstnan.records import Feature, SampleValues
 from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tensors.state import RandomState, copy_batch
 
@@ -195,6 +195,11 @@ class Variables:
         """What is unusual about these samples, by the names of the variables."""
         found = self.cut.features(bad) if self.cut is not None else ()
         return tuple(replace(f, member=_VARIABLE.sub(r"\1", f.member)) for f in found)
+
+    def contents(self, bad: Sequence[int]) -> tuple[SampleValues, ...]:
+        """What the first of these samples hold, by the names of the variables."""
+        found = self.cut.values(bad) if self.cut is not None else ()
+        return tuple(replace(one, member=_VARIABLE.sub(r"\1", one.member)) for one in found)
 
 
 _VARIABLE = re.compile(r"^batch\['([^']+)'\]")
