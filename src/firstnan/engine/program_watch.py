@@ -344,7 +344,7 @@ class ProgramValues:
         """The clean report, with an event for each bad loss that the program did not train on."""
         if not self._skipped:
             return report
-        text = "step {}: the program read a loss that is not finite at {} and skipped it"
+        text = "step {}: the program read a non-finite loss at {} and skipped it"
         losses = list(self._skipped.items())
         events = [NaNEvent("skipped", text.format(*one), one[0], what="loss", time=time()) for one in losses]
         what = "a non-finite loss" if len(events) == 1 else f"{len(events)} non-finite losses"
