@@ -252,7 +252,7 @@ def tried() -> Report:
             Remedy("log1p instead of log", one, True, True, 1, loss_change=0.1432),
             Remedy("cut the batch", one, True, kind="data", note="the program stopped in step 0: IndexError: 3"),
             Remedy(
-                "learning rate 0.01", one, True, True, None, kind="setting", note="the loss is not finite in step 14"
+                "learning rate 0.01", one, True, True, None, kind="setting", note="the loss is non-finite in step 14"
             ),
             Remedy("take the absolute value", one, True, False, note="a gradient"),
         )

@@ -76,7 +76,7 @@ def test_the_proven_change_is_shown_and_nothing_is_changed(train: Path, capsys: 
     assert out.startswith(
         "> 1  add an eps (tried: step 5 is finite, and so are the 20 steps after it; not tried beyond step 25)\n"
     )
-    assert "  4  use log2 (tried: step 5 is still not finite)\n" in out
+    assert "  4  use log2 (tried: step 5 is still non-finite)\n" in out
     assert out.endswith("--- a/train.py\n+++ b/train.py\n" + render("", OLD, NEW).split("\n", 2)[2])
     assert train.read_text() == OLD
     assert sorted(os.listdir()) == ["report.json", "train.py"]
@@ -132,7 +132,7 @@ def test_a_file_that_changed_since_is_refused(train: Path, capsys: pytest.Captur
 def test_an_unproven_change_has_to_be_named(train: Path, version: str, capsys: pytest.CaptureFixture[str]) -> None:
     written([change("take abs", train, OLD, NEW)], version)
     assert run("--apply") == 1
-    assert "no change is proven; --number K chooses one anyway" in capsys.readouterr().out
+    assert "no fix is proven; --number K chooses one anyway" in capsys.readouterr().out
     assert train.read_text() == OLD
     assert run("--apply", "--number", "1") == 0
     assert train.read_text() == NEW
@@ -165,7 +165,7 @@ def test_a_report_that_is_none_is_refused(train: Path, capsys: pytest.CaptureFix
 def test_a_report_without_changes(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(Report("nonfinite", 5), "report.json")
     assert run() == 1
-    assert capsys.readouterr().out == "the report proposes no change to the program\n"
+    assert capsys.readouterr().out == "the report proposes no fix\n"
 
 
 def test_several_files_are_changed_together_or_not_at_all(train: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_change_that_fails_earlier_or_later_says_so(place: Path) -> None:
     assert (earlier.failing_step_finite, earlier.note) == (False, "the loss in step 0")
     later = outcome_of(change(place / "train.py", "step == 5", "step == 9"))
     assert (later.failing_step_finite, later.steps_finite_after) == (True, None)
-    assert later.note == "the loss is not finite in step 9"
+    assert later.note == "the loss is non-finite in step 9"
     assert not later.proven
 
 
@@ -137,7 +137,7 @@ def test_a_change_that_breaks_the_program_fails_with_its_error(place: Path) -> N
     assert "AttributeError: 'Tensor' object has no attribute 'summ'" in broken.note
     no_python = outcome_of(change(place / "helper.py", "keepdim=True))", "keepdim=True)"))
     assert not no_python.tried
-    assert no_python.note.startswith("the change does not fit: '(' was never closed")
+    assert no_python.note.startswith("the fix does not fit: '(' was never closed")
 
 
 def test_a_file_that_is_no_longer_the_same_is_not_tried(place: Path) -> None:
@@ -422,7 +422,7 @@ def test_only_so_many_are_tried(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     remedies = [change(place / "helper.py", "x.sum(", f"x.mul({i}).sum(") for i in range(2, 6)]
     report = tried(failing(5, *remedies), TRAIN)
     assert [r.tried for r in report.remedies] == [False, False, True, True]
-    assert report.remedies[0].note == "only 2 changes are tried"
+    assert report.remedies[0].note == "only 2 fixes are tried"
 
 
 def test_limits_follow_the_time_that_the_program_took() -> None:
@@ -501,7 +501,7 @@ def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path
     assert other.loss_change is not None
     assert other.loss_change > 0.01
     assert (advice.tried, advice.note) == (False, "")
-    assert (left.tried, left.note) == (False, "an earlier change already helps")
+    assert (left.tried, left.note) == (False, "an earlier fix already helps")
     assert failed.failing_step_finite is False
     # After each trial the report so far is handed out, with all remedies in it.
     assert [len(r.remedies) for r in told] == [7, 7, 7, 6]
@@ -511,7 +511,7 @@ def test_one_that_keeps_the_healthy_numbers_wins_and_ends_the_search(place: Path
 def test_three_that_help_are_enough_though_they_change_numbers(place: Path) -> None:
     remedies = [change(place / "helper.py", "torch.log(", f"torch.log({i} + ") for i in (1, 2, 3, 4)]
     report = tried(failing(5, *remedies, losses=(1.0,) * 5), TRAIN)
-    helped = (False, "an earlier change already helps")
+    helped = (False, "an earlier fix already helps")
     assert [(r.proven, r.note) for r in report.remedies] == [*[(True, "")] * 3, helped]
 
 
@@ -714,14 +714,14 @@ def test_a_change_that_fails_in_a_later_epoch_is_not_proven(place: Path, command
     done = command("--json", "report.json", remedies=(partly,))
     (result,) = load(place / "report.json").remedies
     assert (result.proven, result.failing_step_finite, result.fails_in) == (False, True, 30)
-    assert "tried: step 2 is finite, but the loss is not finite in step 30" in " ".join(done.stderr.split())
+    assert "tried: step 2 is finite, but the loss is non-finite in step 30" in " ".join(done.stderr.split())
 
 
 def test_a_run_from_the_start_goes_to_the_end_too(place: Path) -> None:
     far = Limits(60, 120, further=30, end=30)
     write(place / "train.py", EPOCHS.format(later=3))
     result = outcome_of(change(place / "train.py", "data[9] = 0", "data[9] = 1"), 2, limits=far)
-    assert (result.proven, result.fails_in, result.note) == (False, 30, "the loss is not finite in step 30")
+    assert (result.proven, result.fails_in, result.note) == (False, 30, "the loss is non-finite in step 30")
     write(place / "train.py", EPOCHS.format(later=9))
     result = outcome_of(change(place / "train.py", "data[9] = 0", "data[9] = 1"), 2, limits=far)
     assert (result.proven, result.steps_finite_after, result.up_to) == (True, 47, "program")

@@ -111,7 +111,7 @@ def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
         found = firstnan.find_bad_samples(lambda batch: loss_of(model, batch), batch)
         print(found.bad_samples, found.confirmed, found.features)
 
-    A call counts as bad if what it returns, its loss or its gradients are not finite; a loss that is returned is
+    A call counts as bad if what it returns, its loss or its gradients are non-finite; a loss that is returned is
     taken through backward where the step has not done so itself. Updates are dropped, and random state, buffers,
     gradients and learning-rate schedules are as before in every call and at the end. `bad_samples` is None where no
     sample is responsible; `note` says why.

@@ -16,8 +16,8 @@ from firstnan.records.words import short_path
 from firstnan.repair.patch import FileOnDisk, PatchError, choose, how_to_apply, new_contents, portable
 from firstnan.report.text import Charset, remedy_result
 
-_NONE_PROVEN = "no change is proven; --number K chooses one anyway\n"
-_NONE = "the report proposes no change to the program\n"
+_NONE_PROVEN = "no fix is proven; --number K chooses one anyway\n"
+_NONE = "the report proposes no fix\n"
 
 
 def show(report: Report, number: int | None, stream: TextIO, root: str = "") -> None:

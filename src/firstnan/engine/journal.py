@@ -157,7 +157,7 @@ class Journal:
         shape, dtype = found.shape, str(found.dtype).removeprefix("torch.")
         tensor = stat(found.place, found.tensor) if found.tensor is not None else TensorStat(found.place, shape, dtype)
         of = f"the gradient of its {found.what}" if found.phase == "backward" else f"its {found.what}"
-        kinds = [kind for kind, n in (("NaN", tensor.nan), ("Inf", tensor.inf)) if n] or ["not finite"]
+        kinds = [kind for kind, n in (("NaN", tensor.nan), ("Inf", tensor.inf)) if n] or ["non-finite"]
         step = self.steps.current if found.in_step and self._trains() else None
         return NaNEvent(
             "nonfinite",
@@ -211,7 +211,7 @@ class Journal:
         phase, what = _PLACES.get(noticed.what, ("forward", "loss"))
         name = noticed.name or next((n for t in tensors if (n := self.models.name(t))), "")
         seen = stat(name or noticed.what, tensors[0]) if tensors else None
-        kinds = [kind for kind, n in (("NaN", seen.nan), ("Inf", seen.inf)) if n] if seen else ["not finite"]
+        kinds = [kind for kind, n in (("NaN", seen.nan), ("Inf", seen.inf)) if n] if seen else ["non-finite"]
         place = f"the {what} of {name}" if what == "gradient" and name else f"the {what} {name}".rstrip()
         text = f"step {step}: {place} is {' and '.join(kinds)}"
         event = NaNEvent("nonfinite", text, step, phase=phase, what=what, layer=name, tensor=seen, grad_norm=norm)
@@ -348,7 +348,7 @@ class Journal:
         if not self._has_layer(report):
             what: Any = "output" if origin.phase == "forward" else "input"
             of = "its output" if what == "output" else "the gradient of its input"
-            text = f"step {report.step}: layer {origin.module} ({origin.module_type}): {of} is not finite"
+            text = f"step {report.step}: layer {origin.module} ({origin.module_type}): {of} is non-finite"
             where: Any = {"phase": origin.phase, "what": what, "layer": origin.module, "layer_type": origin.module_type}
             self.add(NaNEvent("nonfinite", text, report.step, tensor=origin.produced, **where))
 
@@ -366,7 +366,7 @@ def event_of_forecast(forecast: Forecast) -> NaNEvent:
 def one_line(report: Report) -> str:
     """What was non-finite, where it originated and why, in one line."""
     noticed, origin = report.noticed, report.origin
-    text = f"{noticed.what} {noticed.name}".strip() + " is not finite" if noticed else "not finite"
+    text = f"{noticed.what} {noticed.name}".strip() + " is non-finite" if noticed else "non-finite"
     if origin is not None and origin.site is not None:
         text += f", originated at {os.path.basename(origin.site.file)}:{origin.site.line}"
     return text + (f" [{report.cause.slug}]" if report.cause else "")

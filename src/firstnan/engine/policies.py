@@ -202,7 +202,7 @@ class Skip(Policy):
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         if session.streak > self.streak:
-            session.stop(f"{session.streak} steps in a row were not finite")
+            session.stop(f"{session.streak} steps in a row were non-finite")
         self.tell(session, report, session.updates_with_this_batch if before_update else 0)
         session.drop_rest_of_step(updated=not before_update)
 
@@ -231,7 +231,7 @@ class Rollback(Skip):
 
 class Phase(Enum):
     WATCHING = "every step passes the gate"
-    TRIPPED = "something is not finite; the step is replayed when the loop asks for its next batch"
+    TRIPPED = "something is non-finite; the step is replayed when the loop asks for its next batch"
     REPLAYING = "the failing step runs again, traced"
     COMPARING = "the replay was finite; the step is traced once more, to compare the two"
     SEARCHING = "explained; the step runs again with samples replaced, to see which of them are bad"

@@ -398,7 +398,7 @@ class ProgramValues:
 
     def _with_skipped(self, report: Report) -> Report:
         """The clean report, with an event for each bad loss that the program itself has skipped."""
-        text = "step {}: the program read a loss that is not finite at {} and skipped it"
+        text = "step {}: the program read a non-finite loss at {} and skipped it"
         losses = self._skipped.items()
         events = [NaNEvent("skipped", text.format(*one), one[0], what="loss", time=time()) for one in losses]
         return replace(report, events=tuple(events))

@@ -40,7 +40,7 @@ _QUICKLY = 30.0
 """Where a trial from the start may take no longer than this, it has the last word on a change that did not help."""
 RUN_AGAIN = "the program was run again"
 """The start of `Report.replay` if a second run has confirmed the failure."""
-_HELPED = "an earlier change already helps"
+_HELPED = "an earlier fix already helps"
 _SKIPPED = "skipped by Ctrl-C"
 _CHANCE = "the unchanged program does not always fail, so a trial would prove nothing"
 
@@ -135,7 +135,7 @@ class Trials:
             return _HELPED
         if time.monotonic() + self._longest > self.until:
             return f"the time limit of {self.limits.all:.0f} s was reached"
-        return f"only {MOST} changes are tried" if sum(1 for one in done if one.diff) >= MOST else ""
+        return f"only {MOST} fixes are tried" if sum(1 for one in done if one.diff) >= MOST else ""
 
     def _try(self, remedy: Remedy, report: Report) -> Remedy:
         try:
@@ -143,7 +143,7 @@ class Trials:
             for file, content in changes:
                 compile(content, str(file.path), "exec", dont_inherit=True)
         except (PatchError, SyntaxError, ValueError) as error:
-            return replace(remedy, note=f"the change does not fit: {error}")
+            return replace(remedy, note=f"the fix does not fit: {error}")
         contents = {os.path.realpath(file.path): content for file, content in changes}
         bad, reach, here = last_bad_step(report), self._reach(report, self.steps), None
         # A run that diverges is lost long before its failing step.

@@ -126,7 +126,7 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         when = outcome.bad_step if outcome.bad_step is not None else bad
         where = f"in step {when}"
         if when > bad and reached:
-            return True, None, f"{outcome.noticed} is not finite {where}"
+            return True, None, f"{outcome.noticed} is non-finite {where}"
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.error:
         return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"

@@ -886,7 +886,7 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
     if remedy.failing_step_finite is None or report.verdict == "diverged":
         return f"tried: {remedy.note}" if remedy.note else "tried"
     if not remedy.failing_step_finite:
-        return f"tried: {step} is still not finite" + (f" ({remedy.note})" if remedy.note else "")
+        return f"tried: {step} is still non-finite" + (f" ({remedy.note})" if remedy.note else "")
     if remedy.steps_finite_after is None:
         return f"tried: {step} is finite" + (f", but {remedy.note}" if remedy.note else "")
     after = remedy.steps_finite_after

@@ -361,7 +361,7 @@ def nan_lr(failure: Failure) -> Finding | None:
     was = f" The last finite learning rate was {number(before)}." if before is not None else ""
     set_by = _set_by(failure.history)
     why = (
-        f"The learning rate is not finite: the update in step {failure.origin.step} was scaled by {bad[1]} ({bad[0]})."
+        f"The learning rate is non-finite: the update in step {failure.origin.step} was scaled by {bad[1]} ({bad[0]})."
         f"{was} {set_by or 'Look at the schedule, or at the code that sets the learning rate.'}"
     )
     return Finding(why, 0.99, (f"{bad[0]} = {bad[1]}",))
