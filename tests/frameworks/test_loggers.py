@@ -60,13 +60,14 @@ def test_wandb_rows_of_the_program_get_the_numbers_and_keep_their_count(tmp_path
     wandb = pytest.importorskip("wandb")
     run = wandb.init(mode="offline", dir=str(tmp_path), project="test")
     losses = train(run, lambda step, loss: run.log({"own": loss}, step=step))
-    assert run.step == len(losses)  # the program's own count: its last row was logged with its last step
-    assert run.summary["firstnan/step"] >= len(losses) - 64
-    assert "firstnan/forecast" in run.summary
+    assert run.step == len(losses) - 1  # the program's own count: its last row was logged with its last step
     run.finish()
+    assert run.summary["own"] == losses[-1]
+    assert run.summary["firstnan/step"] == len(losses) - 1
 
 
-def test_mlflow_has_every_step(tmp_path: Path) -> None:
+def test_mlflow_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more than mlflow-skinny
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"file://{tmp_path}")
     with mlflow.start_run() as run:
