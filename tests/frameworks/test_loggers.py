@@ -70,6 +70,7 @@ def test_mlflow_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more than mlflow-skinny
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"file://{tmp_path}")
+    mlflow.set_experiment("test")
     with mlflow.start_run() as run:
         losses = train(run)
     kept = mlflow.MlflowClient().get_metric_history(run.info.run_id, "firstnan/loss")
