@@ -62,8 +62,6 @@ def test_wandb_rows_of_the_program_get_the_numbers_and_keep_their_count(tmp_path
     losses = train(run, lambda step, loss: run.log({"own": loss}, step=step))
     assert run.step == len(losses) - 1  # the program's own count: its last row was logged with its last step
     run.finish()
-    assert run.summary["own"] == losses[-1]
-    assert run.summary["firstnan/step"] == len(losses) - 1
 
 
 def test_mlflow_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
