@@ -73,15 +73,19 @@ FORKED: tuple[tuple[str, str], ...] = (
     ("concurrent.futures.thread", "ThreadPoolExecutor.submit"),
     ("http.client", "HTTPConnection.connect"),
     ("http.client", "HTTPSConnection.connect"),
-    ("torch._C._distributed_c10d", "ProcessGroup.broadcast"),
-    ("torch._C._distributed_c10d", "ProcessGroup.recv"),
-    ("torch._C._distributed_c10d", "ProcessGroup.recv_anysource"),
-    ("torch._C._distributed_c10d", "ProcessGroup.scatter"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter.__init__"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._next_data"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._shutdown_workers"),
 )
 """Replaced for good in a forked child, where threads, workers and servers are gone (`forked.py`)."""
+
+RANKS: tuple[tuple[str, str], ...] = (
+    ("torch._C._distributed_c10d", "ProcessGroup.broadcast"),
+    ("torch._C._distributed_c10d", "ProcessGroup.recv"),
+    ("torch._C._distributed_c10d", "ProcessGroup.recv_anysource"),
+    ("torch._C._distributed_c10d", "ProcessGroup.scatter"),
+)
+"""Replaced as well in a forked child of one of several ranks (`forked.py`)."""
 
 FILTERED: tuple[tuple[str, str], ...] = (
     ("builtins", "open"),
