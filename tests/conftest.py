@@ -25,7 +25,8 @@ def torch_state() -> dict[str, Any]:
         "sys.excepthook": sys.excepthook if _is_ours(sys.excepthook) else None,
     }
     state |= {f"{owner.__name__}.{name}": vars(owner).get(name) for owner, name in manifest.REPLACED}
-    for place, name in {*manifest.CHANGED_SOURCES, *manifest.OWN_PROCESS, *manifest.FORKED, *manifest.GUARDED}:
+    replaced_for_good = (*manifest.CHANGED_SOURCES, *manifest.OWN_PROCESS, *manifest.FORKED, *manifest.RANKS)
+    for place, name in {*replaced_for_good, *manifest.COMPARED, *manifest.GUARDED}:
         owner, _, leaf = name.rpartition(".")
         module = sys.modules.get(place)
         state[f"{place}.{name}"] = getattr(getattr(module, owner) if owner else module, leaf, None)

@@ -73,10 +73,6 @@ FORKED: tuple[tuple[str, str], ...] = (
     ("concurrent.futures.thread", "ThreadPoolExecutor.submit"),
     ("http.client", "HTTPConnection.connect"),
     ("http.client", "HTTPSConnection.connect"),
-    ("torch._C._distributed_c10d", "ProcessGroup.broadcast"),
-    ("torch._C._distributed_c10d", "ProcessGroup.recv"),
-    ("torch._C._distributed_c10d", "ProcessGroup.recv_anysource"),
-    ("torch._C._distributed_c10d", "ProcessGroup.scatter"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter.__init__"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._next_data"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._shutdown_workers"),
@@ -88,6 +84,14 @@ COMPARED: tuple[tuple[str, str], ...] = (
     ("torch._dynamo.backends.common", "aot_module_simplified"),
 )
 """Replaced as well in a forked child that compares compiled graphs with their operators (`compiler.py`)."""
+
+RANKS: tuple[tuple[str, str], ...] = (
+    ("torch._C._distributed_c10d", "ProcessGroup.broadcast"),
+    ("torch._C._distributed_c10d", "ProcessGroup.recv"),
+    ("torch._C._distributed_c10d", "ProcessGroup.recv_anysource"),
+    ("torch._C._distributed_c10d", "ProcessGroup.scatter"),
+)
+"""Replaced as well in a forked child of one of several ranks (`forked.py`)."""
 
 FILTERED: tuple[tuple[str, str], ...] = (
     ("builtins", "open"),
