@@ -381,7 +381,9 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
     latest = session.handouts.latest
     iterator = session.handouts.iterator_of(latest) if latest is not None else None
     loop = turn.loop
-    if isinstance(loop, ast.For) and latest is not None and iterator is not None and not turn.counts:
+    # A loop inside that over the batches goes through something else: names, numbers.
+    others = isinstance(loop, ast.For) and all(isinstance(turn.names.get(n), str | float) for n in _names(loop.target))
+    if isinstance(loop, ast.For) and latest is not None and iterator is not None and not (turn.counts or others):
         counters = {name: turn.names[name] for name in _names(loop.target) if type(turn.names.get(name)) is int}
         before = latest.batch
         while True:
