@@ -63,7 +63,10 @@ def test_every_public_function_is_covered() -> None:
 
 
 @pytest.mark.parametrize(("name", "argument"), arguments())
-def test_a_wrong_argument_is_named_in_one_sentence(name: str, argument: str) -> None:
+def test_a_wrong_argument_is_named_in_one_sentence(
+    name: str, argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a path among the values is written to
     function: Callable[..., Any] = getattr(firstnan, name)
     rules = list(RULES)
     refused = 0

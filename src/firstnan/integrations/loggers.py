@@ -27,7 +27,11 @@ def sink_for(target: Any) -> NumberSink:
 
     for kind in (CsvFile, TensorBoard, WandB, MLflow):
         if kind.takes(target):
-            return kind(target)
+            try:
+                return kind(target)
+            except OSError as error:
+                why = f"log_to must be a file that can be written, got {short(target)} ({error.strerror})"
+                raise ValueError(why) from None
     raise TypeError(
         f"log_to must be the path of a CSV file, a SummaryWriter, or a run of wandb or mlflow, got {short(target)}"
     )
