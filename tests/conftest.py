@@ -29,7 +29,7 @@ def torch_state() -> dict[str, Any]:
     for place, name in {*replaced_for_good, *manifest.COMPARED, *manifest.GUARDED}:
         owner, _, leaf = name.rpartition(".")
         module = sys.modules.get(place)
-        state[f"{place}.{name}"] = getattr(getattr(module, owner) if owner else module, leaf, None)
+        state[f"{place}.{name}"] = getattr(getattr(module, owner, None) if owner else module, leaf, None)
     return state | {name: dict(getattr(owner, name)) for owner, name in manifest.HOOKS}
 
 

@@ -182,7 +182,10 @@ def rate_in_use(failure: Failure) -> str:
 
 
 def _set_by(history: OptimizerHistory) -> str:
-    """The line that sets the learning rate, as a sentence; empty if only the constructor does."""
+    """The line that sets the learning rate, as a sentence; empty if it is still the one of the constructor."""
+    rates = {record.lr for record in history.steps if record.lr is not None}
+    if history.optimizer and "lr_at_start" not in dict(history.settings) and len(rates) == 1:
+        return ""
     site = history.rate_set_at
     verb = "sets" if history.optimizer else "uses"
     return f"{place(site)} {verb} it: `{shortened(site.code)}`." if site is not None else ""
