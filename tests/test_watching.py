@@ -314,17 +314,19 @@ def test_no_guard_no_word(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text == ""
 
 
-def test_an_explosion_that_stays_finite_is_an_event() -> None:
+def test_an_explosion_that_stays_finite_is_an_event_and_reported_at_the_end() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    with NaNDetector(model, optimizer) as detector:
+    with NaNDetector(model, optimizer, on_nonfinite="warn") as detector:
         for _ in detector.batches(range(100)):
             x = torch.randn(32, 10)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
             optimizer.step()
-    assert detector.report is None
+        assert detector.report is None
+    assert detector.report is not None
+    assert detector.report.verdict == "diverged"
     assert "explosion" in [e.kind for e in detector.events]
 
 
