@@ -57,7 +57,7 @@ class Evidence:
     @property
     def is_updated(self) -> bool:
         """Whether the update of the step was made: the next step has begun."""
-        return self.noticed.what in ("parameter", "state")
+        return self.noticed.what in ("parameter", "state", "buffer")
 
     @property
     def step(self) -> int:
@@ -92,14 +92,17 @@ class Evidence:
         notes = [*self._skips()]
         if tracer.trouble:
             notes.append(f"not every operator could be recorded ({tracer.trouble})")
-        batch = None
+        batch, step = None, self._step_of(origin, tracer.step if how == AS_IT_RAN else None)
         try:
             batch = self.batch(origin, trace, tracer.modules.batch_size)
+            # That is the batch of the step that noticed it; a scaler's first skipped step is not the one at hand.
+            if step != self.step and self.handouts.latest is not None and self.gate.skipping_since is None:
+                batch = self.handouts.batch_after(step) if self.gate.optimizers == 1 else None
         except Exception as error:  # a problem with the batch must not cost more than the information about its samples
             notes.append(f"the samples of the batch could not be examined ({type(error).__name__}: {error})")
         report = replace(
             self.preliminary(),
-            step=self._step_of(origin, tracer.step if how == AS_IT_RAN else None),
+            step=step,
             batch=batch,
             origin=origin,
             path=verdict.path,
@@ -206,7 +209,7 @@ class Evidence:
             return None
         name = self._named().name
         s = stat(name or self.noticed.what, self.tensors[0])
-        if self.is_updated:
+        if self.is_updated and self.noticed.what != "buffer":
             role: Role = "state" if self.noticed.what == "state" else "parameter"
             return Origin("parameter", "", "", inputs=(s,), produced=s, role=role, label=name)
         return Origin("input", "", "", inputs=(s,), produced=s, role="unknown", label=name)

@@ -137,7 +137,12 @@ class EndProgram(Policy):
         self.unresolved = (
             world().size == 1
             and not (session.live.on or self.interrupted)
-            and (origin is None or (outside and report.reproduced != "transient") or session.lacks_capsule(report))
+            and (
+                origin is None
+                or report.reproduced == "similar"
+                or (outside and report.reproduced != "transient")
+                or session.lacks_capsule(report)
+            )
         )
         self.save(report)
 

@@ -50,7 +50,7 @@ from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
 from firstnan.tensors.models import drop_gradients
-from firstnan.tensors.state import Schedules, ScheduleSearch, restore_buffers
+from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, restore_buffers
 
 if TYPE_CHECKING:
     from firstnan.engine.capsule_writer import CapsuleWriter
@@ -144,6 +144,8 @@ class Session(Observer):
         self._dropped: dict[int, int] = {}
         """How many updates of the bad step each optimizer has attempted."""
         self._replay: LoopReplay | TurnReplay | None = None
+        self._random_at_trip: RandomState | None = None
+        """In a child: the state of the random generators where the step has failed."""
         self._schedules: Schedules | None = None
         self._schedule_search = ScheduleSearch()
         self._holds = False
@@ -171,6 +173,8 @@ class Session(Observer):
         for optimizer in self.scope.optimizers or ():
             self.gate.optimizer_made(optimizer)
             self._watch_gradients(optimizer)
+        if self.scope.optimizers:
+            self.handouts.training_begins()
         self.hooks.install()
         if self.calls is not None:
             self.calls.attach()
@@ -258,6 +262,8 @@ class Session(Observer):
         self.gate.call_sites.made(optimizer, frame)
         self.gate.optimizer_made(optimizer)
         self._watch_gradients(optimizer)
+        if self.gate.steps.total == 0:
+            self.handouts.training_begins()
         self.live.optimizer_made()
 
     def _watch_gradients(self, optimizer: Any) -> None:
@@ -844,9 +850,14 @@ class Session(Observer):
     def continue_as_child(self, policy: Answering) -> None:
         """From now on this process only investigates; everything it learns goes to its parent."""
         self.policy, self._process = policy, os.getpid()
+        self._random_at_trip = self.handouts.random_now()
         self.hooks.moved_to_child()
         if self.failure is not None:
             self.microscope.known_history = self.failure.report.history  # a replay makes updates of its own
+
+    def drew_the_same(self) -> bool:
+        """Whether a replay that fails now has drawn the random numbers of the failing step."""
+        return self._random_at_trip is None or self._random_at_trip == self.handouts.random_now()
 
     def try_with(self, policy: Policy) -> None:
         """In a child that tries a change: training goes on from here, under this policy."""

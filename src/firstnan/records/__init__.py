@@ -414,7 +414,8 @@ class Report:
     remedies: tuple[Remedy, ...] = ()
     path: tuple[PathStep, ...] = ()
     noticed: Noticed | None = None
-    reproduced: Literal["deterministic", "transient", "not_replayed"] = "not_replayed"
+    reproduced: Literal["deterministic", "similar", "transient", "not_replayed"] = "not_replayed"
+    """`similar`: a replay failed in the same place, but with other numbers than the step had."""
     replay: str = ""
     """How the trace was made, in words: "the failing batch was handed out again"."""
     events: tuple[NaNEvent, ...] = ()
@@ -439,6 +440,13 @@ class Report:
 
     def with_(self, **changes: Any) -> Report:
         return replace(self, **changes)
+
+    def with_other_numbers(self) -> Report:
+        """The report of a replay that failed where the step did, but computed with other numbers."""
+        batch = self.batch
+        if batch is not None:  # its rows are those of the replay
+            batch = Batch(batch.index, batch.size, unit=batch.unit)
+        return replace(self, reproduced="similar", batch=batch)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
