@@ -6,6 +6,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from zygote import Result, Zygote
 
 pytest_plugins = ["zygote"]
@@ -143,3 +145,60 @@ def test_a_buffer_is_noticed_after_the_update_of_its_step(firstnan: Zygote, tmp_
     result = run(firstnan, tmp_path, BUFFER)
     assert result.found["noticed"]["what"] == "buffer"
     assert (result.found["step"], result.found["batch"]["index"]) == (2, 2)
+
+
+DRAWN = """
+    for step in range(8):
+        x = torch.rand(16, 4)
+        y = torch.rand(16) + 0.01
+        if step == 5:
+            y[3] = 0
+        loss = ((net(x).squeeze(1) - y) / y).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+REASON = "the random numbers drawn in this step are the reason"
+
+
+def test_what_the_code_writes_into_drawn_numbers_is_not_drawn(firstnan: Zygote, tmp_path: Path) -> None:
+    batch = run(firstnan, tmp_path, DRAWN).found["batch"]
+    assert batch["bad_samples"] == [3] and batch["confirmed"]
+    assert REASON not in batch["note"]
+
+
+WITH_DETECTOR = """
+    from firstnan import NaNDetector, NonFiniteError
+
+    class Unit(nn.Module):
+        def forward(self, v):
+            return v / v.norm(dim=-1, keepdim=True)
+
+    data = torch.randn(240, 4)
+    data[[29, 77]] = 0
+    unit, seen = Unit(), []
+    try:
+        with NaNDetector(net, optimizer, on_nonfinite="{policy}") as detector:
+            for x, in detector.batches(DataLoader(TensorDataset(data), batch_size=8)):
+                loss = net(unit(x)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                seen.append(len(seen))
+    except NonFiniteError as error:
+        print("raised", error.report.step)
+    print(len(seen), detector.summary()["nonfinite"], net.weight.tolist())
+"""
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
+def test_a_program_with_its_own_detector_goes_on_as_that_decides(
+    firstnan: Zygote, tmp_path: Path, policy: str
+) -> None:
+    result = run(firstnan, tmp_path, WITH_DETECTOR.format(policy=policy), "--verify", "5", "--isolation", "auto")
+    alone = firstnan.python([tmp_path / "train.py"], cwd=tmp_path)
+    assert result.code == 3 and result.stdout == alone.stdout
+    batch = result.found["batch"]
+    assert (result.found["step"], batch["dataset_indices"], batch["confirmed"]) == (3, [29], True)
+    assert result.stderr.count("\nreplay    ") == 1
+    assert result.found["remedies"][0]["failing_step_finite"] and result.found["remedies"][0]["steps_finite_after"] >= 5

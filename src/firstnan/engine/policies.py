@@ -94,9 +94,14 @@ class EndProgram(Policy):
         self,
         save: Callable[[Report], None],
         explained: Callable[[Report, Session], None] = lambda report, session: None,
+        *,
+        always: bool = False,
     ) -> None:
-        """`explained` is called with a complete report, while the program still stands at its failing step."""
-        self.save, self._explained = save, explained
+        """`explained` is called with a complete report, while the program still stands at its failing step.
+
+        `always`: also a program with a detector of its own, which is otherwise left to that.
+        """
+        self.save, self._explained, self._always = save, explained, always
         self.ended = False
         """Whether the program was told to end; if it trains on, it has caught that."""
         self.interrupted = False
@@ -111,6 +116,8 @@ class EndProgram(Policy):
             self.ended = True
             return
         self.explain(session, report)
+        if not self._always and session.leave_to_detector():
+            return
         self.ended = True
         end_program()
 

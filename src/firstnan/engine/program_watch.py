@@ -129,7 +129,7 @@ def watch(
     `again`: this is a second run.
     """
     found = ProgramWatch(
-        EndProgram(save, explained),
+        EndProgram(save, explained, always=again),
         ownership,
         Gate(thorough=tracing),
         trace_from=trace_from,
