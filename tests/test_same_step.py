@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def run(firstnan: Zygote, folder: Path, text: str, *options: str, seed: str = "t
 
 
 def rows_of_last_step(result: Result) -> Any:
-    return eval(result.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 IN_FIRST_STEP = f"""
@@ -54,7 +55,8 @@ IN_FIRST_STEP = f"""
 
 def test_random_numbers_of_the_first_step(firstnan: Zygote, tmp_path: Path) -> None:
     result = run(firstnan, tmp_path, IN_FIRST_STEP)
-    assert result.found["step"] == 0 and result.found["reproduced"] == "deterministic"
+    assert result.found["step"] == 0
+    assert result.found["reproduced"] == "deterministic"
     assert result.found["batch"]["bad_samples"] == rows_of_last_step(result)
     assert "the loop's body was run again" in result.found["replay"]
 
@@ -73,7 +75,8 @@ FETCHED_ONCE = f"""
 
 def test_random_numbers_after_a_batch_that_cannot_be_fetched_again(firstnan: Zygote, tmp_path: Path) -> None:
     result = run(firstnan, tmp_path, FETCHED_ONCE)
-    assert result.found["step"] == 20 and result.found["reproduced"] == "deterministic"
+    assert result.found["step"] == 20
+    assert result.found["reproduced"] == "deterministic"
     assert "the loop's body was run again" in result.found["replay"]
     assert result.origin["produced"]["inf"] + result.origin["produced"]["nan"] == len(rows_of_last_step(result))
 
@@ -163,7 +166,8 @@ REASON = "the random numbers drawn in this step are the reason"
 
 def test_what_the_code_writes_into_drawn_numbers_is_not_drawn(firstnan: Zygote, tmp_path: Path) -> None:
     batch = run(firstnan, tmp_path, DRAWN).found["batch"]
-    assert batch["bad_samples"] == [3] and batch["confirmed"]
+    assert batch["bad_samples"] == [3]
+    assert batch["confirmed"]
     assert REASON not in batch["note"]
 
 
@@ -192,13 +196,44 @@ WITH_DETECTOR = """
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
-def test_a_program_with_its_own_detector_goes_on_as_that_decides(
-    firstnan: Zygote, tmp_path: Path, policy: str
-) -> None:
+def test_a_program_with_its_own_detector_goes_on_as_that_decides(firstnan: Zygote, tmp_path: Path, policy: str) -> None:
     result = run(firstnan, tmp_path, WITH_DETECTOR.format(policy=policy), "--verify", "5", "--isolation", "auto")
     alone = firstnan.python([tmp_path / "train.py"], cwd=tmp_path)
-    assert result.code == 3 and result.stdout == alone.stdout
+    assert result.code == 3
+    assert result.stdout == alone.stdout
     batch = result.found["batch"]
     assert (result.found["step"], batch["dataset_indices"], batch["confirmed"]) == (3, [29], True)
-    assert result.stderr.count("\nreplay    ") == 1
-    assert result.found["remedies"][0]["failing_step_finite"] and result.found["remedies"][0]["steps_finite_after"] >= 5
+    assert result.stderr.count("\njson  ") == 1
+    assert result.found["remedies"][0]["failing_step_finite"]
+    assert result.found["remedies"][0]["steps_finite_after"] >= 5
+
+
+THREAD = """
+    import threading
+
+    def prefetch(full):
+        for i in range(30):
+            rows = [[0.1 * k, 0.2, 0.3, 0.4, {values}] for k in range(8)]
+            made = torch.tensor(rows)  # MADE
+            full.put((made[:, :4], made[:, 4]))
+
+    full = queue.Queue(maxsize=4)
+    threading.Thread(target=prefetch, args=(full,), daemon=True).start()
+    for step in range(30):
+        x, y = full.get()
+        loss = nn.functional.mse_loss(net(x).squeeze(1), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_target_that_another_thread_has_made(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, THREAD.format(values="float('nan') if (i, k) == (20, 3) else 1.0"))
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert result.cause == "nan_label"
+    assert result.found["step"] == 20
+    assert "# MADE" in lines[result.origin["line"] - 1]
+    assert "mse_loss" in lines[result.origin["read_at"]["line"] - 1]
+    assert "mse_loss produced" not in result.stderr
+    assert "inside torch" not in result.stderr

@@ -27,6 +27,7 @@ from firstnan.repair import propose
 from firstnan.tensors.finite import is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
 from firstnan.tensors.state import sample_count
+from firstnan.tracing.other_threads import OtherThreads
 from firstnan.tracing.recording import Difference
 from firstnan.tracing.tracer import Tracer
 
@@ -53,6 +54,8 @@ class Evidence:
     """The lines of the program before its first step, where they were watched."""
     data: Sequence[tuple[str, Tensor]] = ()
     """The data of the step, by its names."""
+    threads: OtherThreads | None = None
+    """What other threads have made, where that was noted."""
 
     @property
     def is_updated(self) -> bool:
@@ -87,7 +90,7 @@ class Evidence:
             verdict = replace(verdict, origin=self._untraced())
         seen, steps = verdict.origin, trace
         verdict, trace = self._look_into_dataset(verdict, trace)
-        verdict = self._look_at_lines(verdict)
+        verdict = self._look_at_threads(self._look_at_lines(verdict), tracer)
         origin = self._at_the_loop(verdict.origin)
         notes = [*self._skips()]
         if tracer.trouble:
@@ -194,6 +197,18 @@ class Evidence:
             return verdict
         read_at = origin.read_at or origin.site
         return replace(verdict, origin=replace(made, arrived=arrived, read_at=read_at, step=origin.step))
+
+    def _look_at_threads(self, verdict: Verdict, tracer: Tracer) -> Verdict:
+        """For a tensor that was made in another thread: the line there."""
+        origin = verdict.origin
+        if origin is None or origin.event is None or origin.role != "unknown" or self.threads is None:
+            return verdict
+        self.threads.end()
+        spot = self.threads.maker_of_read(tracer, origin.event.index)
+        if spot is None:
+            return verdict
+        made = replace(origin, site=resolve(spot), read_at=origin.site, module="", module_type="")
+        return replace(verdict, origin=made)
 
     def _number_made_by(self, origin: Origin, site: Site, lines: LineWatch) -> Origin:
         """For an infinite number that the program keeps in a variable or attribute: the line that assigns it."""

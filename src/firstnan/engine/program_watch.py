@@ -142,6 +142,7 @@ def watch(
         found.session.live.begin()
     if again:  # the first run could not tell where the value comes from
         found.session.microscope.watch_lines()
+        found.session.microscope.watch_threads()
         # What it has prepared and kept in files would not be prepared again.
         when_imported("datasets", lambda: sys.modules["datasets"].disable_caching())
     return found

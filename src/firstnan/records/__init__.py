@@ -266,6 +266,8 @@ class Origin:
         event = self.event
         if self.phase == "backward" and not (event and event.in_python_backward):
             event = self.forward_event  # below a backward operator there is only the autograd engine
+        if event is not None and self.read_at is not None and self.read_at == event.site:
+            return None  # the event has only read it
         site = event.library_site if event else None
         return None if site is None or site.file.replace(os.sep, "/").endswith(_WRAPPERS) else site
 
