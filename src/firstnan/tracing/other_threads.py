@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from firstnan.observe.higher_order import accept
+from firstnan.observe.new_threads import NewThreads
 from firstnan.observe.sites import Ownership, Spot
 from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tracing.tracer import Tracer
@@ -28,23 +28,17 @@ class OtherThreads:
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
         self._made: deque[tuple[weakref.ref[UntypedStorage], Spot]] = deque(maxlen=_MOST)
-        self._before: Any = None
-        self._hook: Callable[..., Any] | None = None
+        self._threads = NewThreads(self._started)
 
     def begin(self) -> None:
         accept(_Noting)
-        self._before, self._hook = threading.gettrace(), self._started
-        threading.settrace(self._hook)
+        self._threads.begin()
 
     def end(self) -> None:
-        if self._hook is not None and threading.gettrace() is self._hook:
-            threading.settrace(self._before)
+        self._threads.end()
 
-    def _started(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """A thread has begun; its lines are not followed, unless someone else wants that."""
-        sys.settrace(self._before)
+    def _started(self) -> None:
         _Noting(self).__enter__()  # type: ignore[no-untyped-call]  # torch's own; it ends with the thread
-        return self._before(frame, event, arg) if self._before is not None else None
 
     def note(self, read: Any, results: Any, frame: FrameType) -> None:
         """An operator has run in another thread."""
