@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Site, Trace
-from firstnan.records.operator_families import CONSTRUCTORS, LABEL_PICKS, MASK_KEEPING
+from firstnan.records.operator_families import CONSTRUCTORS, LABEL_PICKS, MASK_KEEPING, WRITES
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +200,12 @@ def _from_outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Ori
     # A tensor from a file that is copied into the weights is a bad weight.
     written = next((e for e in chain if e.role == "parameter" and not e.grad), None) if operand.role is None else None
     weight = operand.role in ("parameter", "state") or written is not None
+    # Numbers become a tensor, or a part of one, where they are written; any other operator only reads them.
+    makes = operand.role is None and (weight or event.op in CONSTRUCTORS | WRITES or "lift_fresh" in event.aten)
     return replace(
         _origin("parameter" if weight else "input", event, event),
-        op="" if operand.role else event.op,
-        aten="" if operand.role else event.aten,
+        op=event.op if makes else "",
+        aten=event.aten if makes else "",
         inputs=(operand.stat,) if operand.stat else (),
         produced=operand.stat,
         role="parameter" if weight and operand.role != "state" else operand.role or "unknown",

@@ -29,7 +29,7 @@ from firstnan.gate.gate import Trip
 from firstnan.observe.forked import is_received
 from firstnan.observe.observer import Decision
 from firstnan.records import Batch, NaNEvent, Noticed, Report
-from firstnan.tensors.finite import is_finite, tensors_in
+from firstnan.tensors.finite import is_finite, stat, tensors_in
 from firstnan.tensors.models import drop_gradients, leaves_below
 from firstnan.tensors.state import restart_scalers
 
@@ -62,7 +62,8 @@ class Answer:
         """3 if the origin is known and no other way would tell more; 2 if the same step was finite when replayed."""
         origin, replayed = self.report.origin, self.report.reproduced != "transient"
         explained = self.report.cause is not None and self.report.cause.slug in (RECEIVED, ONLY_COMPILED)
-        if explained or (origin is not None and replayed and (self.whole or not came_from_outside(origin))):
+        same = replayed and self.report.reproduced != "similar"
+        if explained or (origin is not None and same and (self.whole or not came_from_outside(origin))):
             return 3
         return 2 if not replayed else 1 if origin is not None else 0
 
@@ -203,6 +204,8 @@ def _ways(session: Session, failure: Failure) -> Iterator[Way]:
             yield from calls
         for turn in failure.turns[:_MOST_TURNS]:
             for start in turn.starts:
+                if start and session.handouts.has_drawn():  # maybe not in the statements that are left out
+                    yield TurnReplay(session, failure, turn, start=start, random=True).run
                 yield TurnReplay(session, failure, turn, start=start).run
             yield TurnReplay(session, failure, turn, rehearsals=1).run
         if not session.handouts.is_ahead:
@@ -216,6 +219,7 @@ class TurnReplay:
 
     `start`: how many statements of the body to leave out at its beginning. `rehearsals`: how many turns to run before
     it, from the random state of as many steps earlier, for a loop that draws a batch in the turn before its use.
+    `random`: from the random state of the step's beginning although statements are left out.
     """
 
     search = None
@@ -228,6 +232,7 @@ class TurnReplay:
         *,
         start: int = 0,
         rehearsals: int = 0,
+        random: bool = False,
         traced: bool = True,
         batch: Any = None,
         explained: Answer | None = None,
@@ -244,6 +249,8 @@ class TurnReplay:
         self._closes = False
         """Whether an update computes its loss through a closure, so it cannot be left out."""
         self.whole = not start and not turn.is_function
+        self._random = random or not start
+        self._bad: list[tuple[tuple[int, ...], int]] = []
         self._read: dict[str, Tensor] = {}
         """The data in the variables of the body, as the failing step had them."""
         self._session, self._turn, self._start, self._rehearsals = session, turn, start, rehearsals
@@ -274,6 +281,7 @@ class TurnReplay:
                 session.enter(phase)
             self._search_samples(self._explained)
             return
+        self._bad = _bad_elements(self.failure.trip)
         self._code = turn.compiled(start=self._start)
         left_out = [turn.names.get(name) for name in turn.assigned_before(self._start)]
         if self._code is None or any(not is_finite(t) for value in left_out for _, t in tensors_in(value, depth=2)):
@@ -330,6 +338,8 @@ class TurnReplay:
         report, origin, batch = known.report, known.report.origin, known.report.batch
         policy.tell(known)
         if origin is None or batch is None or batch.size is None:  # its rows may be anything
+            policy.answer(known)
+        if report.reproduced == "similar":  # its rows are not those of the step
             policy.answer(known)
         if session.handouts.latest is not None and not batch.replays:  # the batch of the loader is searched first
             policy.answer(known)
@@ -401,7 +411,7 @@ class TurnReplay:
         session = self._session
         values = list(self._turn.names.values())
         self._known = [t for value in values for t in data_in(value, depth=2) if not is_finite(t)]
-        session.handouts.restore_turn(self._rehearsals, whole=not self._start)
+        session.handouts.restore_turn(self._rehearsals, random=self._random)
         if session.gate.scales:
             restart_scalers()
         session.gate.reads.forget()
@@ -482,6 +492,8 @@ class TurnReplay:
         how = HOW if not self._turn.is_function else _CALLED.format(name=self._turn.code.co_name)
         report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, how)
         if report is not None:
+            if not self._session.drew_the_same() or not self._is_as_bad(trip):
+                report = report.with_other_numbers()
             self._explained = Answer(report, trip.before_update, self.whole, self._session.layers_seen())
             raise LeftLoop
 
@@ -491,10 +503,23 @@ class TurnReplay:
             now = ((before, self._turn.names.get(name)) for name, before in self._read.items())
             return all(is_received(value) or same_values(before, value) for before, value in now)
 
+    def _is_as_bad(self, trip: Trip) -> bool:
+        """Whether as many elements of the same tensors are non-finite; with another scale there may be more."""
+        with self._session.microscope.unseen():
+            bad = _bad_elements(trip)
+        comparable = [shape for shape, _ in bad] == [shape for shape, _ in self._bad]
+        return self._session.gate.scales or not comparable or bad == self._bad
+
     def left(self) -> Report:
         return self.failure.report
 
     def end(self) -> None: ...
+
+
+def _bad_elements(trip: Trip) -> list[tuple[tuple[int, ...], int]]:
+    """The shapes of the tensors that a trip is about, and how many of their elements are non-finite."""
+    found = [stat("", t) for t in trip.tensors]
+    return [(one.shape, one.nan + one.inf) for one in found]
 
 
 def answer_left(session: Session, replay: Any) -> NoReturn:

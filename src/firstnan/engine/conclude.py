@@ -28,6 +28,7 @@ from firstnan.repair import propose
 from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
 from firstnan.tensors.state import sample_count
+from firstnan.tracing.other_threads import OtherThreads
 from firstnan.tracing.recording import Difference
 from firstnan.tracing.tracer import Tracer
 
@@ -54,11 +55,13 @@ class Evidence:
     """The lines of the program before its first step, where they were watched."""
     data: Sequence[tuple[str, Tensor]] = ()
     """The data of the step, by its names."""
+    threads: OtherThreads | None = None
+    """What other threads have made, where that was noted."""
 
     @property
     def is_updated(self) -> bool:
         """Whether the update of the step was made: the next step has begun."""
-        return self.noticed.what in ("parameter", "state")
+        return self.noticed.what in ("parameter", "state", "buffer")
 
     @property
     def step(self) -> int:
@@ -88,19 +91,22 @@ class Evidence:
             verdict = replace(verdict, origin=self._untraced())
         seen, steps = verdict.origin, trace
         verdict, trace = self._look_into_dataset(verdict, trace)
-        verdict = self._look_at_lines(verdict)
+        verdict = self._look_at_threads(self._look_at_lines(verdict), tracer)
         origin = self._at_the_loop(verdict.origin)
         notes = [*self._skips()]
         if tracer.trouble:
             notes.append(f"not every operator could be recorded ({tracer.trouble})")
-        batch = None
+        batch, step = None, self._step_of(origin, tracer.step if how == AS_IT_RAN else None)
         try:
             batch = self.batch(origin, trace, tracer.modules.batch_size)
+            # That is the batch of the step that noticed it; a scaler's first skipped step is not the one at hand.
+            if step != self.step and self.handouts.latest is not None and self.gate.skipping_since is None:
+                batch = self.handouts.batch_after(step) if self.gate.optimizers == 1 else None
         except Exception as error:  # a problem with the batch must not cost more than the information about its samples
             notes.append(f"the samples of the batch could not be examined ({type(error).__name__}: {error})")
         report = replace(
             self.preliminary(),
-            step=self._step_of(origin, tracer.step if how == AS_IT_RAN else None),
+            step=step,
             batch=batch,
             origin=origin,
             path=verdict.path,
@@ -193,6 +199,18 @@ class Evidence:
         read_at = origin.read_at or origin.site
         return replace(verdict, origin=replace(made, arrived=arrived, read_at=read_at, step=origin.step))
 
+    def _look_at_threads(self, verdict: Verdict, tracer: Tracer) -> Verdict:
+        """For a tensor that was made in another thread: the line there."""
+        origin = verdict.origin
+        if origin is None or origin.event is None or origin.role != "unknown" or self.threads is None:
+            return verdict
+        self.threads.end()
+        spot = self.threads.maker_of_read(tracer, origin.event.index)
+        if spot is None:
+            return verdict
+        made = replace(origin, site=resolve(spot), read_at=origin.site, module="", module_type="")
+        return replace(verdict, origin=made)
+
     def _number_made_by(self, origin: Origin, site: Site, lines: LineWatch) -> Origin:
         """For an infinite number that the program keeps in a variable or attribute: the line that assigns it."""
         names, number = names_read_on(site), infinite_number(origin)
@@ -207,7 +225,7 @@ class Evidence:
             return None
         name = self._named().name
         s = replace(stat(name or self.noticed.what, self.tensors[0]), histogram=histogram(self.tensors[0]))
-        if self.is_updated:
+        if self.is_updated and self.noticed.what != "buffer":
             role: Role = "state" if self.noticed.what == "state" else "parameter"
             return Origin("parameter", "", "", inputs=(s,), produced=s, role=role, label=name)
         return Origin("input", "", "", inputs=(s,), produced=s, role="unknown", label=name)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.records import Batch
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.models import Slot
 from firstnan.tensors.state import (
@@ -20,6 +21,7 @@ from firstnan.tensors.state import (
     copy_batch,
     own_generators,
     restore_buffers,
+    sample_count,
     tensor_versions,
     was_written,
 )
@@ -84,6 +86,8 @@ class Handouts:
         self._last_random: RandomState | None = None
         self._before: tuple[Any, int, Any] | None = None
         """The batch before the latest of the same loader, its index and its samples' indices."""
+        self._earlier: tuple[int, int] | None = None
+        """The last batch of the step before, of any loader: the number of updates then, and its index."""
         self._last_sampled: weakref.ref[Any] | None = None
         """The iterator of the loader that was last asked for a batch."""
         self.is_ahead = False
@@ -118,6 +122,8 @@ class Handouts:
         source.count += 1
         if self.latest is not None and source is self._latest_source:
             self._before = self.latest.batch, self.latest.index, self.latest.indices
+        if self.latest is not None and self.latest.updates != updates:
+            self._earlier = self.latest.updates, self.latest.index
         self.latest = handout
         if source is not self._latest_source:
             self.latest_iterator, self._latest_source = weakref.ref(iterator), source
@@ -136,6 +142,7 @@ class Handouts:
         if self.latest_iterator is None or self.latest_iterator() is not iterator:
             return False
         self._before = latest.batch, latest.index, latest.indices
+        self._earlier = latest.updates, latest.index
         latest.batch, latest.index, latest.updates = batch, source.count, updates
         latest.versions, latest.pristine = tensor_versions(batch), None
         latest.indices = source.pending_indices.popleft() if source.pending_indices else None
@@ -165,25 +172,40 @@ class Handouts:
         self._testing = None if self._draws else now
         return now
 
+    def training_begins(self) -> None:
+        """No step was made yet: the first one begins here, as far as is known."""
+        self._generators = own_generators(sys._getframe(1))
+        self._turns.clear()
+        self._turns.append((RandomState.now(self._generators), []))
+
+    def random_now(self) -> RandomState:
+        """The state of all generators that are known."""
+        return RandomState.now(self._generators)
+
     def turn_ended(self, updates: int) -> None:
         """A step has ended in a loop without a loader: the next one begins."""
         self.body_ended()
         self._turns.append((self._random(), self._step_buffers(updates) if self._buffers else []))
 
-    def restore_turn(self, earlier: int, *, whole: bool) -> None:
-        """Restores random state and buffers from the start of the step, or from so many steps earlier.
-
-        Not the random state if only the last part of the step is replayed (not `whole`).
-        """
+    def _beginning(self, earlier: int) -> tuple[RandomState, list[tuple[Slot, Tensor, Tensor]]] | None:
+        """Random state and buffers from the start of the step, or from so many steps earlier."""
         if self.latest is not None:
-            random, buffers = self.latest.random, self.latest.buffers
-        elif len(self._turns) > earlier:
-            random, buffers = self._turns[-1 - earlier]
-        else:
+            return self.latest.random, self.latest.buffers
+        return self._turns[-1 - earlier] if len(self._turns) > earlier else None
+
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn since the step began, as far as is known."""
+        beginning = self._beginning(0)
+        return beginning is not None and beginning[0] != self.random_now()
+
+    def restore_turn(self, earlier: int, *, random: bool) -> None:
+        """Restores buffers and, if wanted, the random state from the start of the step, or so many steps earlier."""
+        beginning = self._beginning(earlier)
+        if beginning is None:
             return
-        if whole:
-            random.restore()
-        restore_buffers(buffers)
+        if random:
+            beginning[0].restore()
+        restore_buffers(beginning[1])
 
     def passed(self, iterator: Any) -> None:
         """A batch that is not for training was handed out."""
@@ -275,7 +297,7 @@ class Handouts:
         """Drops every batch."""
         self.sources.clear()
         self._generators = []
-        self._before = None
+        self._before = self._earlier = None
         self.latest = self.latest_iterator = self._latest_source = None
 
     # After a trip.
@@ -344,6 +366,14 @@ class Handouts:
     def previous(self) -> Any:
         """The batch before the latest of the same loader; None if it is not known."""
         return self._before[0] if self._before is not None and not self.is_ahead else None
+
+    def batch_after(self, updates: int) -> Batch | None:
+        """What is known of the batch that was handed out after so many updates, if that was in the step before."""
+        if self._earlier is None or self._earlier[0] != updates or self.is_ahead:
+            return None
+        index, before = self._earlier[1], self._before
+        known = before is not None and before[1] == index
+        return Batch(index, sample_count(before[0], before[2]) if known and before is not None else None)
 
     def first_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """The buffers at the beginning of the current step, which may have used several batches."""

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import isclose, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,6 +44,7 @@ _UPDATES_BEFORE = 16
 """How many updates a second run records before the failing one, where several optimizers make them."""
 _LEFT_RANGE = "the loss left its first range in step {} for good"
 _FINITE = "the second run did not fail in the same way"
+_SAME_LOSS = 1e-3
 _UNFINISHED = "the second run did not finish"
 _IN_WORKER = "it happened in a process that the program has started, which was not ended; the fixes were not tried"
 _OWN_STATE = (
@@ -299,7 +301,8 @@ class Investigation:
             return
         second = run.report if run is not None else None
         if run is not None and second is not None and second.origin is not None:
-            same = output or _is_same_failure(first, second)
+            same, alike = output or _is_same_failure(first, second), _are_same_losses(first, second)
+            second = second if alike else second.with_other_numbers()
             notes = (*second.notes, *((_OWN_STATE,) if first.reproduced == "transient" else ()))
             if not same:
                 notes = (*notes, _other_failure(first, second))
@@ -307,7 +310,7 @@ class Investigation:
             causes = [c for c in (second.cause, *second.other_causes) if c is not None and c.slug != "transient"]
             self.report = replace(
                 second,
-                reproduced="deterministic" if same else "transient",
+                reproduced="transient" if not same else "deterministic" if alike else "similar",
                 cause=causes[0] if causes else second.cause,
                 other_causes=tuple(causes[1:]),
                 notes=notes,
@@ -567,6 +570,14 @@ def _is_same_failure(first: Report, second: Report) -> bool:
     steps = last_bad_step(first), last_bad_step(second)
     closer = second.noticed is not None and second.noticed.what in ("parameter", "state", "buffer")
     return steps[0] == steps[1] or (closer and steps[1] < steps[0])
+
+
+def _are_same_losses(first: Report, second: Report) -> bool:
+    """Whether two runs had the same losses, as far as both are known; an unseeded program has others every time."""
+    losses = {record.step: record.loss for record in first.history.steps}
+    pairs = [(losses.get(record.step), record.loss) for record in second.history.steps]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None and isfinite(a) and isfinite(b)]
+    return all(isclose(a, b, rel_tol=_SAME_LOSS, abs_tol=1e-9) for a, b in known)
 
 
 def _batch_of(first: Report, second: Report) -> Batch | None:

@@ -216,7 +216,11 @@ class LoopReplay:
         elif session.phase is COMPARING:
             self._compared(trip)
         else:
+            same = session.drew_the_same()
             report = self._microscope.conclude(trip.noticed, trip.tensors, [], HOW) or self.failure.report
+            if not same:
+                self._settle(report.with_other_numbers(), trip.before_update)
+                return
             searches = session.policy.searches and trip.before_update and session.gate.in_step is None
             if not searches or not self.searches(report):
                 self._settle(report, trip.before_update)

@@ -19,6 +19,7 @@ from firstnan.observe.sites import Ownership, Spot
 from firstnan.records import History, Noticed, Report
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.models import Models, state_tensors
+from firstnan.tracing.other_threads import OtherThreads
 from firstnan.tracing.tracer import Tracer
 
 _NOTHING = contextlib.nullcontext()
@@ -39,6 +40,7 @@ class Microscope:
         self.known_history: History | None = None
         """The steps before the failure, where they are known from the process that has failed."""
         self.lines: LineWatch | None = None
+        self.threads: OtherThreads | None = None
         self._entry: Spot | None = None
         self._data: list[tuple[str, Tensor]] = []
         """The data of the step, by its names."""
@@ -131,13 +133,18 @@ class Microscope:
         self.models.tell_apart(self.gate.trained_parameters())
         return Evidence(
             self.gate, self.handouts, self.models, self.ownership, noticed, tensors, self._entry, self.known_history,
-            self.lines, tuple(self._data),
+            self.lines, tuple(self._data), self.threads,
         )  # fmt: skip
 
     def watch_lines(self) -> None:
         """Watches the lines of the program too, until its first step."""
         self.lines = LineWatch(self.ownership, _MOST_SECONDS)
         self.lines.begin()
+
+    def watch_threads(self) -> None:
+        """Notes what other threads make from now on."""
+        self.threads = OtherThreads(self.ownership)
+        self.threads.begin()
 
     def conclude(self, noticed: Noticed, tensors: list[Tensor], events: list[int], how: str) -> Report | None:
         """Finds the origin and the cause; None, and recording continues, if every non-finite value was intended."""

@@ -95,9 +95,14 @@ class EndProgram(Policy):
         self,
         save: Callable[[Report], None],
         explained: Callable[[Report, Session], None] = lambda report, session: None,
+        *,
+        always: bool = False,
     ) -> None:
-        """`explained` is called with a complete report, while the program still stands at its failing step."""
-        self.save, self._explained = save, explained
+        """`explained` is called with a complete report, while the program still stands at its failing step.
+
+        `always`: also a program with a detector of its own, which is otherwise left to that.
+        """
+        self.save, self._explained, self._always = save, explained, always
         self.ended = False
         """Whether the program was told to end; if it trains on, it has caught that."""
         self.interrupted = False
@@ -112,6 +117,8 @@ class EndProgram(Policy):
             self.ended = True
             return
         self.explain(session, report)
+        if not self._always and session.leave_to_detector():
+            return
         self.ended = True
         end_program()
 
@@ -139,7 +146,12 @@ class EndProgram(Policy):
             world().size == 1
             and not (session.live.on or self.interrupted)
             and not (report.cause is not None and report.cause.slug == ONLY_COMPILED)
-            and (origin is None or (outside and report.reproduced != "transient") or session.lacks_capsule(report))
+            and (
+                origin is None
+                or report.reproduced == "similar"
+                or (outside and report.reproduced != "transient")
+                or session.lacks_capsule(report)
+            )
         )
         self.save(report)
 

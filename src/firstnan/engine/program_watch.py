@@ -146,7 +146,7 @@ def watch(
     `again`: this is a second run. `tell` gets forecasts as events, `on_step` is called after each step.
     """
     found = ProgramWatch(
-        EndProgram(save, explained),
+        EndProgram(save, explained, always=again),
         ownership,
         Gate(thorough=tracing),
         trace_from=trace_from,
@@ -163,6 +163,7 @@ def watch(
         found.session.live.begin()
     if again:  # the first run could not tell where the value comes from
         found.session.microscope.watch_lines()
+        found.session.microscope.watch_threads()
         # What it has prepared and kept in files would not be prepared again.
         when_imported("datasets", lambda: sys.modules["datasets"].disable_caching())
     return found

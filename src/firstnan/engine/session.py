@@ -53,7 +53,7 @@ from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
 from firstnan.tensors.models import drop_gradients
-from firstnan.tensors.state import Schedules, ScheduleSearch, restore_buffers
+from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, restore_buffers
 
 if TYPE_CHECKING:
     from firstnan.engine.capsule_writer import CapsuleWriter
@@ -72,6 +72,7 @@ _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once t
 _SHARDED = "the weights are spread over several ranks, and not all of them came here to replay the step"
 _IN_PROCESS = "the step was replayed in the program's own process ({}); what Python code wrote meanwhile was discarded"
 _INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
+_DETECTED = "the program's own NaNDetector decided how training went on; failures after this one are in its reports"
 _WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
 _MANY_OVERFLOWS = 8
@@ -155,6 +156,8 @@ class Session(Observer):
         self._dropped: dict[int, int] = {}
         """How many updates of the bad step each optimizer has attempted."""
         self._replay: LoopReplay | TurnReplay | None = None
+        self._random_at_trip: RandomState | None = None
+        """In a child: the state of the random generators where the step has failed."""
         self._schedules: Schedules | None = None
         self._schedule_search = ScheduleSearch()
         self._holds = False
@@ -168,6 +171,8 @@ class Session(Observer):
         """How often the ranks have met in each step, and the failure to investigate when all of them have come."""
         self._explosions: dict[Alarm, History] = {}
         """For each explosion of the loss, what was known when it was noticed."""
+        self.is_detected = False
+        """Whether a detector of the program's own decides about the failure at hand."""
         self.let_go_of = False
         """Whether the program has gone on after it was told to end."""
         self._process, self._is_worker = os.getpid(), in_worker
@@ -187,6 +192,8 @@ class Session(Observer):
         for optimizer in self.scope.optimizers or ():
             self.gate.optimizer_made(optimizer)
             self._watch_gradients(optimizer)
+        if self.scope.optimizers:
+            self.handouts.training_begins()
         self.hooks.install()
         if self.calls is not None:
             self.calls.attach()
@@ -278,6 +285,8 @@ class Session(Observer):
         self.gate.call_sites.made(optimizer, frame)
         self.gate.optimizer_made(optimizer)
         self._watch_gradients(optimizer)
+        if self.gate.steps.total == 0:
+            self.handouts.training_begins()
         self.live.optimizer_made()
 
     def _watch_gradients(self, optimizer: Any) -> None:
@@ -312,9 +321,28 @@ class Session(Observer):
             self.report = replace(self.report, notes=(*self.report.notes, _WENT_ON))
         self.let_go_of = True
 
+    def leave_to_detector(self) -> bool:
+        """Leaves the program to its own detector, if that watches what has failed; whether it does."""
+        if self.is_detected and self.report is not None:
+            self.report = replace(self.report, notes=(*self.report.notes, _DETECTED))
+            self.let_go_of = True
+        return self.is_detected
+
+    def _detects(self, trip: Trip, optimizer: Any) -> bool:
+        """Whether this is the session of a detector that decides about such a failure."""
+        if self._journal is None or self.let_go_of:
+            return False
+        if optimizer is not None:
+            return not self.scope.optimizers or any(one is optimizer for one in self.scope.optimizers)
+        return trip.noticed.what != "loss" or self.scope.is_trained_by(trip.tensors, self.models)
+
     def before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
         if self._was_stopped():
             return Decision.RUN
+        decision = self._before_update(optimizer, closure, frame)
+        return Decision.RUN if self.let_go_of else decision
+
+    def _before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
         if self._compiled and self._replay is None:  # this one is not, or no longer
             self._compiled = [o for o in self._compiled if o is not optimizer]
         if not self.gate.call_sites.knows_step_of(optimizer):
@@ -777,6 +805,8 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.tripped(trip, place)
         elif self.phase is WATCHING and self.policy.tripped(self, trip) and not self._told and not self._is_held():
+            others = [other for other in list(_active) if other is not self]
+            self.is_detected = any(other._detects(trip, optimizer) for other in others)
             self._tripped(trip, place)
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
@@ -917,9 +947,16 @@ class Session(Observer):
     def continue_as_child(self, policy: Answering) -> None:
         """From now on this process only investigates; everything it learns goes to its parent."""
         self.policy, self._process = policy, os.getpid()
+        self._random_at_trip = self.handouts.random_now()
+        for other in list(_active):  # a detector has no say about what runs again
+            other.let_go_of = other.let_go_of or other is not self
         self.hooks.moved_to_child()
         if self.failure is not None:
             self.microscope.known_history = self.failure.report.history  # a replay makes updates of its own
+
+    def drew_the_same(self) -> bool:
+        """Whether a replay that fails now has drawn the random numbers of the failing step."""
+        return self._random_at_trip is None or self._random_at_trip == self.handouts.random_now()
 
     def try_with(self, policy: Policy) -> None:
         """In a child that tries a change: training goes on from here, under this policy."""

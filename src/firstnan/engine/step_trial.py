@@ -139,7 +139,7 @@ class _Work:
         """Restores what the step began with."""
         session = self.session
         session.handouts.hand_out_again()
-        session.handouts.restore_turn(0, whole=not self.start)
+        session.handouts.restore_turn(0, random=not self.start)
         session.gate.reads.forget()
         session.gate.look_at_everything()
         for optimizer in list(session.gate.steps.done):

@@ -77,7 +77,8 @@ class Hooks:
             ]
             names += manifest.PROGRAM
         for owner, name in names:
-            self._patches.put(owner, name, getattr(self, _AROUND[name]))
+            # Who watches a whole program is told before a detector of the program's own, which may act on it.
+            self._patches.put(owner, name, getattr(self, _AROUND[name]), outermost=self._program)
 
     def watch(self, optimizer: Any) -> None:
         """Watches the updates of this optimizer from now on."""

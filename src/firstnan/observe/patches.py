@@ -22,6 +22,8 @@ class _Chain:
         self.own = name in vars(owner)
         self.stored, self.original = vars(owner).get(name), getattr(owner, name)
         self.makers: list[Make] = []
+        self.outermost = 0
+        """How many of the last makers are to stay there."""
         self.installed: Any = None
 
     def build(self) -> None:
@@ -54,13 +56,15 @@ class Patches:
     def __init__(self) -> None:
         self._mine: list[tuple[_Chain, Make]] = []
 
-    def put(self, owner: Any, name: str, make: Make) -> None:
+    def put(self, owner: Any, name: str, make: Make, *, outermost: bool = False) -> None:
+        """Wraps a function; `outermost`: around those that are put there later too, so it is called before them."""
         with _lock:
             key = (id(owner), name)
             chain = _chains.get(key)
             if chain is None or chain.covered:
                 chain = _chains[key] = _Chain(owner, name)
-            chain.makers.append(make)
+            chain.makers.insert(len(chain.makers) - (0 if outermost else chain.outermost), make)
+            chain.outermost += outermost
             chain.build()
             self._mine.append((chain, make))
 
@@ -68,6 +72,7 @@ class Patches:
         """Removes the patches; one that someone else has wrapped stays in place and must do nothing."""
         with _lock:
             for chain, make in reversed(self._mine):
+                chain.outermost -= chain.makers.index(make) >= len(chain.makers) - chain.outermost
                 chain.makers.remove(make)
                 if chain.covered:
                     continue

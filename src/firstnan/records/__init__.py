@@ -358,6 +358,8 @@ class Origin:
         event = self.event
         if self.phase == "backward" and not (event and event.in_python_backward):
             event = self.forward_event  # below a backward operator there is only the autograd engine
+        if event is not None and self.read_at is not None and self.read_at == event.site:
+            return None  # the event has only read it
         site = event.library_site if event else None
         return None if site is None or site.file.replace(os.sep, "/").endswith(_WRAPPERS) else site
 
@@ -539,7 +541,8 @@ class Report:
     remedies: tuple[Remedy, ...] = ()
     path: tuple[PathStep, ...] = ()
     noticed: Noticed | None = None
-    reproduced: Literal["deterministic", "transient", "not_replayed"] = "not_replayed"
+    reproduced: Literal["deterministic", "similar", "transient", "not_replayed"] = "not_replayed"
+    """`similar`: a replay failed in the same place, but with other numbers than the step had."""
     replay: str = ""
     """How the trace was made, in words: "the failing batch was handed out again"."""
     events: tuple[NaNEvent, ...] = ()
@@ -574,6 +577,13 @@ class Report:
 
     def with_(self, **changes: Any) -> Report:
         return replace(self, **changes)
+
+    def with_other_numbers(self) -> Report:
+        """The report of a replay that failed where the step did, but computed with other numbers."""
+        batch = self.batch
+        if batch is not None:  # its rows are those of the replay
+            batch = Batch(batch.index, batch.size, unit=batch.unit)
+        return replace(self, reproduced="similar", batch=batch)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""

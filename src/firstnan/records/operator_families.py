@@ -37,6 +37,8 @@ FILLS = words(
 """They write other values into some of the elements."""
 CONSTRUCTORS = words("full full_like new_full scalar_tensor tensor")
 """They make a tensor from numbers in the program."""
+WRITES = words("copy fill index_copy index_fill index_put masked_fill scatter")
+"""They write given values into a part of a tensor."""
 UNWRITTEN = words("empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize")
 """They allocate memory and leave its content as it is."""
 COMPARISONS = words(

@@ -70,6 +70,22 @@ class RandomState:
             _set_state_of(generator, state)
 
 
+def seed_all(seed: int, own: Iterable[Any] = ()) -> None:
+    """Makes all generators draw other numbers from here on."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+    for generator in own:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif (bits := getattr(generator, "bit_generator", None)) is not None:
+            bits.state = type(bits)(seed).state
+        else:
+            generator.seed(seed)
+
+
 def own_generators(frame: FrameType | None) -> list[Any]:
     """The random generators in the variables of these functions, and in the objects that they hold."""
     found: dict[int, Any] = {}

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from firstnan.diagnose.rules.base import ANY, Failure, Finding, counted, describe, nonfinite, rule
 from firstnan.records import OpEvent, Phase
-from firstnan.records.operator_families import CONSTRUCTORS, LOSSES, words
+from firstnan.records.operator_families import CONSTRUCTORS, LOSSES, WRITES, words
 
 INPUT: frozenset[Phase] = frozenset({"input"})
 PARAMETER: frozenset[Phase] = frozenset({"parameter"})
-WRITES = words("copy fill index_copy index_fill index_put masked_fill scatter")
 READ_TARGETS = LOSSES | words("ctc_loss eq isnan mul ne rsub sub xlogy")
 LABEL_WORDS = re.compile(r"(^|[^a-z])(labels?|targets?|y|ys|gt|truth|answers?)([^a-z]|$)", re.IGNORECASE)
 NAN_LITERAL = re.compile(r"(^|[^a-z_])nan([^a-z_]|$)", re.IGNORECASE)
@@ -51,7 +50,10 @@ class DataUse:
 def _data_use(failure: Failure) -> DataUse:
     events, label, origin = failure.trace.events, failure.origin.label, failure.origin.event
     known = origin is not None and origin.index < len(events) and events[origin.index] == origin
-    carriers = {origin.index: origin} if origin is not None and known else {}
+    # What came from outside of the trace was only read by its event.
+    stat = failure.origin.produced
+    only_read = origin is not None and stat is not None and failure.origin.inputs == (stat,)
+    carriers = {origin.index: origin} if origin is not None and known and not only_read else {}
     derived: set[int] = set()
     met = False
     for event in events:
@@ -60,7 +62,7 @@ def _data_use(failure: Failure) -> DataUse:
         reads = any(
             (label and i.label == label) or (i.producer in carriers and (i.stat is None or i.stat.bad))
             for i in event.inputs
-        )
+        ) or (only_read and known and event == origin)
         if reads and _in_model(event):
             return DataUse(tuple(carriers.values()), True)
         if _in_model(event) or any(i.producer in derived for i in event.inputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +17,22 @@ from firstnan.engine.samples.search import Finding, Replaced, search
 from firstnan.engine.turn import Turn
 from firstnan.records import Feature, SampleValues
 from firstnan.tensors.finite import is_finite, tensors_in
-from firstnan.tensors.state import RandomState, copy_batch
+from firstnan.tensors.state import RandomState, copy_batch, own_generators, seed_all
 
 _LARGEST = 1 << 26
 """Elements of all variables together."""
 _MOST_DRAWN = 4
+_MOST_SEEDS = 3
 DRAWN = "the random numbers drawn in this step are the reason, not the data: "
 
 
 @dataclass(frozen=True)
 class Question:
-    """Rows to replace, in all variables or only in some of them."""
+    """Rows to replace, in all variables or only in some of them; or a seed for other random numbers."""
 
     rows: Replaced
     only: frozenset[str] | None = None
+    seed: int | None = None
 
 
 _Roots = dict[str, frozenset[str]]
@@ -71,6 +74,9 @@ class Variables:
         """The body is about to run the statement with this number."""
         if self._learning:
             self._learn(number)
+        elif self.asks is not None and self.asks.seed is not None:
+            if number == self._start:
+                seed_all(self.asks.seed, own_generators(sys._getframe()))
         elif number == self._place.number and self.asks is not None and self.cut is not None:
             made = self.cut.replaced(self.asks.rows)
             for name, value in made.items():
@@ -187,6 +193,13 @@ class Variables:
             asked += 1
             if (yield Question(rows, frozenset(n for n, roots in place.comes_from.items() if name in roots))):
                 reasons.append(f"{name} (line {place.drawn[name]}){_number(place.values[name], bad[0])}")
+        # What the code writes into drawn numbers is there with any others too.
+        for seed in range(_MOST_SEEDS if reasons else 0):
+            asked += 1
+            if (yield Question({}, seed=seed)):
+                break
+        else:
+            reasons = []
         if reasons:
             return replace(finding, note=DRAWN + ", ".join(reasons), replays=finding.replays + asked)
         return replace(finding, replays=finding.replays + asked)

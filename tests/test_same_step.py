@@ -1,0 +1,239 @@
+"""A replay is the step that failed: the same random numbers, and the batch of the step that is named."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zygote import Result, Zygote
+
+pytest_plugins = ["zygote"]
+
+HEAD = """
+    import queue
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    {seed}
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def lengths(x):
+        kept = torch.rand(len(x), 1) > 0.1
+        print((~kept).flatten().nonzero().flatten().tolist(), flush=True)
+        return torch.sqrt((net(x) * kept).square().sum(1))
+"""
+STEP = """
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def run(firstnan: Zygote, folder: Path, text: str, *options: str, seed: str = "torch.manual_seed(3)") -> Result:
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(HEAD.format(seed=seed) + text))
+    return firstnan(["run", *options, path], cwd=folder)
+
+
+def rows_of_last_step(result: Result) -> Any:
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+IN_FIRST_STEP = f"""
+    for step in range(3):
+        x = torch.rand(16, 4)
+        loss = (lengths(x) - 1).square().mean()
+{STEP}
+"""
+
+
+def test_random_numbers_of_the_first_step(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, IN_FIRST_STEP)
+    assert result.found["step"] == 0
+    assert result.found["reproduced"] == "deterministic"
+    assert result.found["batch"]["bad_samples"] == rows_of_last_step(result)
+    assert "the loop's body was run again" in result.found["replay"]
+
+
+FETCHED_ONCE = f"""
+    full = queue.Queue()
+    for _ in range(40):
+        full.put(torch.rand(16, 4))
+    dropped = nn.Dropout(0.01)
+    for step in range(40):
+        x = full.get()
+        loss = lengths(x).mean() if step == 20 else dropped(net(x)).mean()
+{STEP}
+"""
+
+
+def test_random_numbers_after_a_batch_that_cannot_be_fetched_again(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, FETCHED_ONCE)
+    assert result.found["step"] == 20
+    assert result.found["reproduced"] == "deterministic"
+    assert "the loop's body was run again" in result.found["replay"]
+    assert result.origin["produced"]["inf"] + result.origin["produced"]["nan"] == len(rows_of_last_step(result))
+
+
+DRAWN_BEFORE_THE_LOOP = f"""
+    x = torch.rand(16, 4)
+    for step in range(3):
+        loss = (lengths(x) - 1).square().mean()
+{STEP}
+"""
+
+
+def test_a_replay_with_other_numbers_is_not_the_step(firstnan: Zygote, tmp_path: Path) -> None:
+    """What the generators had when the first step began is not known, so the program is run again."""
+    result = run(firstnan, tmp_path, DRAWN_BEFORE_THE_LOOP)
+    assert result.found["replay"].startswith("the program was run again")
+    assert result.found["reproduced"] == "deterministic"
+    assert result.origin["produced"]["inf"] + result.origin["produced"]["nan"] == len(rows_of_last_step(result))
+
+
+def test_other_numbers_are_not_called_the_same_failure(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, DRAWN_BEFORE_THE_LOOP, seed="torch.seed()")
+    assert result.found["reproduced"] == "similar"
+    assert result.cause == "sqrt_grad_at_zero"
+    assert result.found["batch"] is None or not result.found["batch"]["bad_samples"]
+    assert "but with other numbers than the failing step had" in " ".join(result.stderr.split())
+
+
+AFTER_THE_UPDATE = """
+    torch.manual_seed(0)
+    for epoch in range(3):
+        for step, (x,) in enumerate(DataLoader(TensorDataset(torch.rand(64, 4)), batch_size=16)):
+            loss = net(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if (epoch, step) == (%d, %d):
+                with torch.no_grad():
+                    net.weight[0, 1] = 0
+                    net.weight.div_(net.weight[0, 1].clone())
+"""
+
+
+def test_the_batch_is_that_of_the_step_named(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, AFTER_THE_UPDATE % (1, 1))
+    assert (result.found["step"], result.found["batch"]["index"], result.found["batch"]["size"]) == (5, 1, 16)
+
+
+def test_the_last_batch_of_an_epoch(firstnan: Zygote, tmp_path: Path) -> None:
+    """The next step, where it is noticed, has the first batch of another loader."""
+    result = run(firstnan, tmp_path, AFTER_THE_UPDATE % (0, 3))
+    assert (result.found["step"], result.found["batch"]["index"]) == (3, 3)
+
+
+BUFFER = """
+    net.register_buffer("last", torch.zeros(4))
+    data = torch.rand(320, 4)
+    data[47::16, 2] = float("nan")
+    for x, in DataLoader(TensorDataset(data), batch_size=16):
+        net.last = x[-1]
+        loss = net(x.nan_to_num()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_buffer_is_noticed_after_the_update_of_its_step(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, BUFFER)
+    assert result.found["noticed"]["what"] == "buffer"
+    assert (result.found["step"], result.found["batch"]["index"]) == (2, 2)
+
+
+DRAWN = """
+    for step in range(8):
+        x = torch.rand(16, 4)
+        y = torch.rand(16) + 0.01
+        if step == 5:
+            y[3] = 0
+        loss = ((net(x).squeeze(1) - y) / y).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+REASON = "the random numbers drawn in this step are the reason"
+
+
+def test_what_the_code_writes_into_drawn_numbers_is_not_drawn(firstnan: Zygote, tmp_path: Path) -> None:
+    batch = run(firstnan, tmp_path, DRAWN).found["batch"]
+    assert batch["bad_samples"] == [3]
+    assert batch["confirmed"]
+    assert REASON not in batch["note"]
+
+
+WITH_DETECTOR = """
+    from firstnan import NaNDetector, NonFiniteError
+
+    class Unit(nn.Module):
+        def forward(self, v):
+            return v / v.norm(dim=-1, keepdim=True)
+
+    data = torch.randn(240, 4)
+    data[[29, 77]] = 0
+    unit, seen = Unit(), []
+    try:
+        with NaNDetector(net, optimizer, on_nonfinite="{policy}") as detector:
+            for x, in detector.batches(DataLoader(TensorDataset(data), batch_size=8)):
+                loss = net(unit(x)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                seen.append(len(seen))
+    except NonFiniteError as error:
+        print("raised", error.report.step)
+    print(len(seen), detector.summary()["nonfinite"], net.weight.tolist())
+"""
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
+def test_a_program_with_its_own_detector_goes_on_as_that_decides(firstnan: Zygote, tmp_path: Path, policy: str) -> None:
+    result = run(firstnan, tmp_path, WITH_DETECTOR.format(policy=policy), "--verify", "5", "--isolation", "auto")
+    alone = firstnan.python([tmp_path / "train.py"], cwd=tmp_path)
+    assert result.code == 3
+    assert result.stdout == alone.stdout
+    batch = result.found["batch"]
+    assert (result.found["step"], batch["dataset_indices"], batch["confirmed"]) == (3, [29], True)
+    assert result.stderr.count("\njson  ") == 1
+    assert result.found["remedies"][0]["failing_step_finite"]
+    assert result.found["remedies"][0]["steps_finite_after"] >= 5
+
+
+THREAD = """
+    import threading
+
+    def prefetch(full):
+        for i in range(30):
+            rows = [[0.1 * k, 0.2, 0.3, 0.4, {values}] for k in range(8)]
+            made = torch.tensor(rows)  # MADE
+            full.put((made[:, :4], made[:, 4]))
+
+    full = queue.Queue(maxsize=4)
+    threading.Thread(target=prefetch, args=(full,), daemon=True).start()
+    for step in range(30):
+        x, y = full.get()
+        loss = nn.functional.mse_loss(net(x).squeeze(1), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_target_that_another_thread_has_made(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, THREAD.format(values="float('nan') if (i, k) == (20, 3) else 1.0"))
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert result.cause == "nan_label"
+    assert result.found["step"] == 20
+    assert "# MADE" in lines[result.origin["line"] - 1]
+    assert "mse_loss" in lines[result.origin["read_at"]["line"] - 1]
+    assert "mse_loss produced" not in result.stderr
+    assert "inside torch" not in result.stderr
