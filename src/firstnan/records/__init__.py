@@ -125,6 +125,8 @@ class OpEvent:
     """The memory was never written (`torch.empty`)."""
     witness: tuple[tuple[str, float], ...] = ()
     """The values that the operator read and wrote at the first bad element, if their shapes match."""
+    witness_index: tuple[int, ...] | None = None
+    """Where that element is: of those created here, not of those that were bad before."""
     bad_rows: tuple[int, ...] = ()
     """Indices along the first dimension of the elements created here (at most 64)."""
     raised: str | None = None
@@ -597,6 +599,7 @@ def _write_origin(origin: Origin) -> dict[str, Any]:
         **(encode(origin.site) if origin.site else _NO_PLACE),
         "produced": produced and {**encode(produced), "of": produced.numel},
         "witness": encode([_Argument(*pair) for pair in event.witness]),
+        "witness_index": encode(event.witness_index),
         "scalars": encode([_Argument(*pair) for pair in event.scalars]),
         "library": encode(origin.library_site),
         "raised": event.raised,
@@ -616,6 +619,7 @@ def _read_origin(data: dict[str, Any], where: str, values: dict[str, Any]) -> di
         blank,
         node=part("backward_node", str | None),
         witness=tuple((one.name, one.value) for one in part("witness", tuple[_Number, ...] | None) or ()),
+        witness_index=part("witness_index", tuple[int, ...] | None),
         scalars=tuple((one.name, one.value) for one in part("scalars", tuple[_Argument, ...] | None) or ()),
         library_site=part("library", Site | None),
         raised=part("raised", str | None),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import re
+import shlex
 import shutil
 import textwrap
 import tokenize
@@ -37,7 +39,7 @@ from firstnan.records import (
 )
 from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
-from firstnan.records.words import cell_name, count, headline, kind, line_of, noticed, number, place, short_path
+from firstnan.records.words import came_with_numbers, cell_name, count, headline, kind, line_of, noticed, number, place, short_path
 from firstnan.repair.verdict import last_bad_step
 
 WIDTH, NARROWEST = 100, 40
@@ -82,7 +84,7 @@ def render_text(
         legacy_windows=False,
         _environ={},  # the arguments count, not FORCE_COLOR or COLUMNS
     )
-    console.print(page.built(saved, parts))
+    console.print(page.built(saved, parts), crop=False)  # a diff line may be wider: it is copied as a whole
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
@@ -119,7 +121,7 @@ class _Page:
     def built(self, saved: str, parts: Parts) -> RenderableType:
         report = self.report
         if report.verdict == "clean":
-            return Group(self._headline(saved), self._table(self._notes()))
+            return Group(self._headline(saved), *self._tables(self._notes()))
         shown: list[RenderableType] = []
         if parts != "rest":
             shown.append(self._headline())
@@ -129,19 +131,25 @@ class _Page:
         first, rest = (self._cause(), self._numbers()), (self._remedies(), self._footer(saved))
         for section in first if parts == "first" else rest if parts == "rest" else (*first, *rest):
             if rows := list(section):
-                shown += [Text(), self._table(rows)]
+                shown += [Text(), *self._tables(rows)]
         return Group(*shown)
 
-    def _table(self, rows: Rows) -> Table:
-        """Labels on the left, text on the right that wraps below itself."""
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_column(width=LABEL_WIDTH, no_wrap=True, style="bold cyan")
-        grid.add_column(overflow="fold")
+    def _tables(self, rows: Rows) -> list[RenderableType]:
+        """Labels on the left, text on the right that wraps below itself, unless it says that it must not wrap."""
+        shown: list[RenderableType] = []
         last = ""
-        for label, body in rows:
-            grid.add_row(label if label != last else "", body)
-            last = label
-        return grid
+        for wraps, part in itertools.groupby(rows, lambda row: not (isinstance(row[1], Text) and row[1].no_wrap)):
+            if not wraps:
+                shown += [_unwrapped(Text(" " * (LABEL_WIDTH + 2)), body) for _, body in part if isinstance(body, Text)]
+                continue
+            grid = Table.grid(padding=(0, 2, 0, 0))
+            grid.add_column(width=LABEL_WIDTH, no_wrap=True, style="bold cyan")
+            grid.add_column(overflow="fold")
+            for label, body in part:
+                grid.add_row(label if label != last else "", body)
+                last = label
+            shown.append(grid)
+        return shown
 
     def _text(self, text: str, style: str = "") -> Text:
         return Text(self.chars.prose(text), style=style)
@@ -282,9 +290,9 @@ class _Page:
     def _diff(self, remedy: Remedy) -> Iterable[RenderableType]:
         lines = shown(remedy.diff)
         for mark, line in lines[: MOST["diff"]]:
-            text = self.chars.cut(self.chars.show(line.expandtabs(TAB)), 400)
+            text = self.chars.cut(self.chars.show(line.expandtabs(TAB)), LONGEST_LINE)
             style = {"+": "green", "-": "red", " ": ""}.get(mark, "dim")
-            yield self._hanging(mark, Text(text, style=style), style) if mark else Text(text, style=style)
+            yield _unwrapped(Text(f"{mark} {text}", style=style)) if mark else Text(text, style=style)
         if len(lines) > MOST["diff"]:
             yield Text(f"and {count(len(lines) - MOST['diff'], 'more line')}", style="dim")
 
@@ -304,7 +312,7 @@ class _Page:
         if saved:
             yield "json", self._text(saved)
         if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:
-            yield "", self._text(f"to apply the fix: firstnan fix {short_path(saved)} --apply", "dim")
+            yield "", self._text(f"to apply the fix: firstnan fix {shlex.quote(short_path(saved))} --apply", "dim")
 
     def _notes(self) -> Rows:
         notes = self.report.notes
@@ -449,7 +457,8 @@ def witness_line(origin: Origin) -> str:
     produced = origin.produced
     results = (*_RESULTS, produced.name) if produced else _RESULTS
     result = f" -> {number(pairs.pop()[1])}" if pairs[-1][0] in results else ""
-    at = f"at {list(produced.first_index)}: " if produced and produced.first_index else ""
+    index = (origin.event.witness_index if origin.event else None) or (produced.first_index if produced else None)
+    at = f"at {list(index)}: " if index else ""
     read = ", ".join(f"{name} = {number(value)}" for name, value in pairs)
     return f"{at}{read}{result}"
 
@@ -522,7 +531,12 @@ def _location(site: Site, library: Site | None) -> str:
 
 
 def _line(name: str, code: str, style: str, chars: Charset) -> Text:
-    line = Text.assemble((f"{name} {chars.bar} ", "dim"), (code, style))
+    return _unwrapped(Text(f"{name} {chars.bar} ", style="dim"), Text(code, style=style))
+
+
+def _unwrapped(*parts: Text) -> Text:
+    """The parts on one line, however long it is."""
+    line = Text.assemble(*parts)
     line.no_wrap, line.overflow = True, "ignore"
     return line
 
@@ -680,6 +694,8 @@ def _shortened(rows: list[Row]) -> list[Row]:
 
 AROUND = 1
 """Lines shown before and after a change."""
+LONGEST_LINE = 2000
+"""The most characters of a changed line: longer ones are in the JSON."""
 _LONGEST = 100_000
 
 
@@ -696,7 +712,7 @@ def shown(diff: str) -> list[tuple[str, str]]:
             elif found := re.match(r"@@ -\d{1,9}(?:,\d+)? \+(\d{1,9})", line):
                 number = int(found[1])
         elif not line.startswith("\\"):
-            hunk.append(line.rstrip("\r")[:500])
+            hunk.append(line.rstrip("\r")[: LONGEST_LINE + 1])
     return out
 
 
@@ -751,7 +767,9 @@ def _batch(batch: Batch) -> str:
         if batch.confirmed:
             words.append(f"confirmed by {count(batch.replays, 'replay')}")
     elif batch.size is not None:
-        words.append(count(batch.size, batch.unit))
+        # Only how many there are: none of them is known to be bad.
+        size = count(batch.size, batch.unit)
+        words = [f"{words[0]} with {size}" if words else f"batch of {size}"]
     return ", ".join(words)
 
 
@@ -813,6 +831,12 @@ def at_expression(origin: Origin) -> str:
             return f"the non-finite {'buffer' if origin.role == 'buffer' else 'data'} enters the step here"
         case "parameter" if not origin.op:
             return f"{origin.label or 'this tensor'} already held {what} before this line ran"
+        case _ if origin.event and origin.event.raised:
+            return f"{origin.op or 'this'} raised an error"
+        case _ if origin.library_site and origin.library_site.file.startswith("<"):
+            return f"{origin.op or 'an operator'}, called inside, produced {what}"
+        case _ if came_with_numbers(origin):
+            return f"the numbers that {origin.op or 'this'} reads contain {what}"
         case _:
             return f"{origin.op or 'this'} produced {what}"
 
