@@ -263,10 +263,15 @@ class Origin:
     """If it was created before the step: where the step reads it first."""
 
     @property
+    def edits_gradient(self) -> bool:
+        """Whether the program computed with gradients itself, after backward and before the update."""
+        return self.phase == "backward" and self.role == "gradient"
+
+    @property
     def library_site(self) -> Site | None:
         """The library code that the user's line called; for a derivative, that of the forward line."""
         event = self.event
-        if self.phase == "backward" and not (event and event.in_python_backward):
+        if self.phase == "backward" and not self.edits_gradient and not (event and event.in_python_backward):
             event = self.forward_event  # below a backward operator there is only the autograd engine
         site = event.library_site if event else None
         return None if site is None or site.file.replace(os.sep, "/").endswith(_WRAPPERS) else site

@@ -35,7 +35,9 @@ FILLS = words(
     "where"
 )
 """They write other values into some of the elements."""
-CONSTRUCTORS = words("full full_like new_full scalar_tensor tensor")
+FULL = words("full full_like new_full")
+"""They make a tensor in which one number is repeated."""
+CONSTRUCTORS = FULL | words("scalar_tensor tensor")
 """They make a tensor from numbers in the program."""
 UNWRITTEN = words("empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize")
 """They allocate memory and leave its content as it is."""

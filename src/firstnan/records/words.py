@@ -122,6 +122,8 @@ def headline(report: Report) -> str:
 def _creation(origin: Origin) -> str:
     label = origin.label or (origin.produced.name if origin.produced and not origin.op else "")
     match origin.phase:
+        case "backward" if origin.edits_gradient:
+            return "created where the program edits gradients"
         case "optimizer":
             return "created in the optimizer's update" + (f" of {origin.label}" if origin.label else "")
         case "input" if origin.read_at is not None and origin.role in ("buffer", None):

@@ -821,6 +821,8 @@ def at_expression(origin: Origin) -> str:
     match origin.phase:
         case "backward" if origin.event and origin.event.in_python_backward:
             return f"this produced {what}, in a custom backward"
+        case "backward" if origin.edits_gradient:
+            return f"{origin.op or 'this'} produced {what}, after backward and before the update"
         case "backward":
             return f"the derivative of this expression produced {what}" + (f" ({node})" if node else "")
         case "optimizer" if not (origin.op or origin.produced):
@@ -874,7 +876,8 @@ def _whole_path(report: Report) -> list[PathStep]:
     if origin is None or not origin.op:
         return list(report.path)
     line, file = (origin.site.line, origin.site.file) if origin.site else (None, "")
-    return [PathStep(origin.op, line, file, phase=origin.phase), *report.path]
+    phase = "forward" if origin.edits_gradient else origin.phase
+    return [PathStep(origin.op, line, file, phase=phase), *report.path]
 
 
 def remedy_result(remedy: Remedy, report: Report) -> str:

@@ -58,7 +58,8 @@ class Failure:
 
     @property
     def phase(self) -> Phase:
-        return self.origin.phase
+        """The phase as the rules see it: an edit of gradients calls operators for their value, as forward does."""
+        return "forward" if self.origin.edits_gradient else self.origin.phase
 
     @cached_property
     def event(self) -> OpEvent | None:
