@@ -488,7 +488,9 @@ def test_the_size_of_a_batch_does_not_read_as_its_bad_samples() -> None:
 def test_an_operator_that_raised_produced_nothing() -> None:
     raised = OpEvent(0, "cholesky", "aten.linalg_cholesky_ex.default", "forward", 3, raised="not positive-definite")
     origin = Origin("forward", "cholesky", raised.aten, raised, site=Site("a.py", 3))
-    assert headline(Report("nonfinite", step=3, origin=origin)) == "cholesky raised an error in forward, step 3, at a.py:3"
+    assert (
+        headline(Report("nonfinite", step=3, origin=origin)) == "cholesky raised an error in forward, step 3, at a.py:3"
+    )
     assert at_expression(origin) == "cholesky raised an error"
 
 

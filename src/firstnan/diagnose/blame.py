@@ -39,7 +39,9 @@ def blame(trace: Trace, noticed: Iterable[int], *, loss_is_finite: bool = False)
     if candidate is None:
         return Verdict(None, innocent=innocent)
     chain = walk.chain(candidate.event.index)
-    origin = replace(_describe(trace, candidate, chain, loss_is_finite), read_at=_read_at(candidate.event, chain))
+    origin = _describe(trace, candidate, chain, loss_is_finite)
+    if origin.phase != "forward":  # a forward pass although no step has begun is not before it
+        origin = replace(origin, read_at=_read_at(candidate.event, chain))
     carriers = chain if candidate.operand is not None else chain[1:]
     return Verdict(origin, tuple(_path_step(e) for e in carriers), innocent)
 
@@ -119,7 +121,7 @@ class _Walk:
 
 
 def _overwrites(user: OpEvent, constant: OpEvent) -> bool:
-    """Whether the event writes into, or reads as a whole, memory that was filled with NaN: what is left of it is bad."""
+    """Whether it writes into, or reads as a whole, memory that was filled with NaN: what is left of it is bad."""
     if constant.op not in FULL or user.op == "where" or not constant.outputs or constant.outputs[0].numel < 2:
         return False
     size = constant.outputs[0].numel

@@ -81,6 +81,8 @@ class Answering(Policy):
     def before_backward(self, session: Session, roots: list[Tensor]) -> None:
         if session.microscope.tracer is not None:
             session.microscope.tracer.at(region="step")
+        if session.microscope.lines is not None:
+            session.microscope.lines.end()
 
     def loss_scaled(self, given: Any, scaled: Any) -> Any:
         return given  # with a scale another operator may overflow first, which is the scaler's to handle
@@ -306,6 +308,7 @@ class TurnReplay:
             microscope.mark_batch(session.handouts.latest.batch, None)
         else:
             tracer.at(region="between")  # nobody knows where the batch ends and the step begins
+            microscope.watch_lines()  # the body makes its own data, often with numpy
         for name, value in list(turn.names.items()):
             if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):
                 microscope.mark_value(value, name)

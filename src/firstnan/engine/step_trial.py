@@ -90,6 +90,8 @@ class StepTrials:
             frozen=seen.frozen(),
             change=change_of(self._healthy, losses or []),
             at_step=True,
+            losses=tuple((step, loss) for loss in seen.losses[:1]),
+            latest=tuple((step + 1 + i, loss) for i, loss in enumerate(seen.losses[1:])),
         )
 
     def _failing_turn(self) -> tuple[Turn, int] | None:

@@ -39,7 +39,18 @@ from firstnan.records import (
 )
 from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
-from firstnan.records.words import came_with_numbers, cell_name, count, headline, kind, line_of, noticed, number, place, short_path
+from firstnan.records.words import (
+    came_with_numbers,
+    cell_name,
+    count,
+    headline,
+    kind,
+    line_of,
+    noticed,
+    number,
+    place,
+    short_path,
+)
 from firstnan.repair.verdict import last_bad_step
 
 WIDTH, NARROWEST = 100, 40
@@ -273,7 +284,7 @@ class _Page:
             label = "fix" if len(remedies) == 1 else f"fix {i + 1}"
             result = remedy_result(remedy, self.report)
             tone = "green" if remedy.proven else "yellow"
-            in_full = remedy.diff and (i == 0 if helps or remedy.fails_in else not remedy.tried)
+            in_full = remedy.diff and (i == 0 if helps or remedy.failing_step_finite else not remedy.tried)
             title = (self.chars.prose(remedy.title), "bold")
             if not in_full:
                 yield label, Text.assemble(title, "  (", (self.chars.prose(result), tone), ")")

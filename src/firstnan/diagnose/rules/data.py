@@ -185,7 +185,9 @@ def nan_constant(failure: Failure) -> Finding | None:
     if event.op in FULL:
         why = f"`{failure.code}` fills {elements} with NaN. Those that are not overwritten later reach the loss."
     else:
-        why = f"`{failure.code}` computes with, or selects, a NaN that is a constant in the code: {elements} became NaN."
+        why = (
+            f"`{failure.code}` computes with, or selects, a NaN that is a constant in the code: {elements} became NaN."
+        )
     return Finding(why, 0.3 if failure.phase == "input" and _is_data(failure, event) else 0.9, failure.input_lines())
 
 
