@@ -504,3 +504,11 @@ def test_numbers_from_outside_were_not_produced_by_what_reads_them() -> None:
 def test_a_numbered_layer_is_quoted() -> None:
     origin = Origin("forward", "log", "", site=Site("a.py", 1), module="0", module_type="QConv")
     assert headline(Report("nonfinite", step=1, origin=origin)).endswith(' in "0" (QConv)')
+
+
+def test_a_change_that_makes_the_failing_step_finite_is_shown_although_a_later_one_fails() -> None:
+    diff = "--- a/t.py\n+++ b/t.py\n@@ -1,1 +1,1 @@\n-a\n+b\n"
+    fix = Remedy("t", diff=diff, tried=True, failing_step_finite=True, note="later training diverges (step 48)")
+    text = plain(dataclasses.replace(forward(), remedies=(fix, fix)))
+    assert text.count("          + b\n") == 1
+    assert "tried: step 11 is finite, but later training diverges (step 48)" in text

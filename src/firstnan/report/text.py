@@ -51,7 +51,7 @@ from firstnan.records.words import (
     place,
     short_path,
 )
-from firstnan.repair.verdict import last_bad_step
+from firstnan.repair.verdict import DIVERGES_LATER, last_bad_step
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
@@ -284,7 +284,8 @@ class _Page:
             label = "fix" if len(remedies) == 1 else f"fix {i + 1}"
             result = remedy_result(remedy, self.report)
             tone = "green" if remedy.proven else "yellow"
-            in_full = remedy.diff and (i == 0 if helps or remedy.failing_step_finite else not remedy.tried)
+            holds = helps or remedy.fails_in or remedy.note.startswith(DIVERGES_LATER)  # until another reason
+            in_full = remedy.diff and (i == 0 if holds else not remedy.tried)
             title = (self.chars.prose(remedy.title), "bold")
             if not in_full:
                 yield label, Text.assemble(title, "  (", (self.chars.prose(result), tone), ")")
