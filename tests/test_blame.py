@@ -375,3 +375,14 @@ def test_what_is_computed_from_a_layer_is_forward_before_any_step_is_known() -> 
         event(2, "mse_loss", bad(1), grad=True),
     ))  # fmt: skip
     assert blame(trace, [2]).origin.phase == "forward"  # type: ignore[union-attr]
+
+
+def test_a_factorization_that_fails_has_raised() -> None:
+    trace = Trace((
+        event(0, "cholesky", good(), out=GOOD),
+        event(1, "linalg_check_errors", good(0), out=GOOD, raised="not positive-definite"),
+    ))  # fmt: skip
+    origin = blame(trace, [1]).origin
+    assert origin is not None
+    assert origin.event is not None
+    assert (origin.op, origin.event.raised, origin.produced) == ("cholesky", "not positive-definite", None)

@@ -145,7 +145,7 @@ def _describe(trace: Trace, candidate: OriginCandidate, chain: list[OpEvent], lo
     if candidate.operand is not None:
         return _from_outside(event, candidate.operand, chain)
     if event.raised and event.op == "linalg_check_errors":
-        event = next(iter(trace.producers(event)), event)
+        event = next((replace(e, raised=event.raised) for e in trace.producers(event)), event)
     returned = _returned_in_backward(event, chain) if loss_is_finite else None
     if returned is not None:
         return _from_backward(returned, event)
