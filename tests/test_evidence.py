@@ -6,6 +6,7 @@ import torch
 
 from firstnan.diagnose.rules import explain
 from firstnan.diagnose.rules.base import growth
+from firstnan.engine.conclude import _bad_samples
 from firstnan.records import Cause, History, StepRecord
 from traced import run_snippet
 
@@ -84,3 +85,11 @@ def test_no_precision_matters_for_numbers_from_outside_and_for_the_spread_of_one
 def test_text_that_is_executed_is_not_shown_as_the_operation() -> None:
     code = "w = torch.zeros(1, requires_grad=True)\n# step\nexec('loss = w.log().sum()')\nloss.backward()"
     assert causes(code)[0].why.startswith("`log(...)` takes the logarithm")
+
+
+def test_a_list_of_bad_rows_that_was_cut_is_not_shown_as_the_bad_samples() -> None:
+    """The trace keeps 64 rows: 64 of 500 would be said where all 500 are bad."""
+    outcome = run_snippet("w = torch.zeros(500, requires_grad=True)\n# step\nloss = w.log().sum()\nloss.backward()")
+    assert outcome.origin.event is not None
+    assert len(outcome.origin.event.bad_rows) == 64
+    assert _bad_samples(outcome.origin, outcome.trace, None, 500) is None

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 HOW = "the loop's body was run again"
 _CALLED = "the function {name} was called again"
 _MOST_TURNS = 2
+_WATCHED = 5.0
+"""Seconds for which the lines of a body are watched: a child that takes much longer than the step is given up."""
 _COMPARED = 1 << 22
 """Elements up to which a variable is compared."""
 _SEARCH_SECONDS = 30.0
@@ -308,7 +310,7 @@ class TurnReplay:
             microscope.mark_batch(session.handouts.latest.batch, None)
         else:
             tracer.at(region="between")  # nobody knows where the batch ends and the step begins
-            microscope.watch_lines()  # the body makes its own data, often with numpy
+            microscope.watch_lines(_WATCHED)  # the body makes its own data, often with numpy
         for name, value in list(turn.names.items()):
             if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):
                 microscope.mark_value(value, name)
