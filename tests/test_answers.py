@@ -244,6 +244,16 @@ def test_a_change_that_stops_learning_is_not_proven() -> None:
     assert result.note == "training stops learning: all gradients are 0 with it"
 
 
+def test_a_loss_out_of_all_proportion_is_not_proven() -> None:
+    """`ema / max(1 - decay**0, 1e-8)` is finite, and the first loss 1e8 times too large."""
+    report = Report("nonfinite", step=0)
+    outcome = TrialOutcome(passed=21, trained=True, losses=((0, 3e8),), latest=((18, 1.5), (19, 2.5), (20, 1.0)))
+    result = judged(Remedy("a"), outcome, report)
+    assert (result.proven, result.failing_step_finite) == (False, True)
+    assert result.note == "its loss is 3e+08 there, while no other step has more than 2.5"
+    assert judged(Remedy("a"), replace(outcome, losses=((0, 3e4),)), report).proven
+
+
 # --- the second run ------------------------------------------------------------------------------------------------
 
 UPDATES_BADLY = """

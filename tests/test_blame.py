@@ -355,3 +355,34 @@ def test_healthy_steps_with_masks_notice_nothing() -> None:
 
     loss, _, tracer = trace_of(step)
     assert bad_of(tracer, loss, *(p.grad for p in layer.parameters())) == []
+
+
+@pytest.mark.parametrize("forward_began", [True, False])
+def test_what_runs_between_the_layers_and_the_loss_is_forward_before_any_step_is_known(forward_began: bool) -> None:
+    """A scale that is computed after the model's output, and without gradients, is no preparation of data."""
+    output = event(0 if forward_began else 1, "addmm", good(), out=GOOD, grad=True, region="setup")
+    scale = event(1 if forward_began else 0, "div", good(), born=1, region="setup")
+    loss = event(2, "mul", bad(scale.index), good(output.index), grad=True)
+    origin = blame(Trace(tuple(sorted((output, scale, loss), key=lambda e: e.index))), [2]).origin
+    assert origin is not None
+    assert origin.phase == ("forward" if forward_began else "input")
+
+
+def test_what_is_computed_from_a_layer_is_forward_before_any_step_is_known() -> None:
+    trace = Trace((
+        event(0, "addmm", good(), out=GOOD, module_type="Linear", region="setup"),
+        event(1, "log", good(0), born=1, region="setup"),
+        event(2, "mse_loss", bad(1), grad=True),
+    ))  # fmt: skip
+    assert blame(trace, [2]).origin.phase == "forward"  # type: ignore[union-attr]
+
+
+def test_a_factorization_that_fails_has_raised() -> None:
+    trace = Trace((
+        event(0, "cholesky", good(), out=GOOD),
+        event(1, "linalg_check_errors", good(0), out=GOOD, raised="not positive-definite"),
+    ))  # fmt: skip
+    origin = blame(trace, [1]).origin
+    assert origin is not None
+    assert origin.event is not None
+    assert (origin.op, origin.event.raised, origin.produced) == ("cholesky", "not positive-definite", None)

@@ -227,6 +227,25 @@ def test_the_first_bad_variable() -> None:
     assert watch(sample) == (3, "c")
 
 
+def test_a_variable_that_was_bad_before_and_is_assigned_again() -> None:
+    """The body of a loop that is run again finds its variables as the failing step has left them."""
+
+    def scaled(row: Any) -> Any:
+        with np.errstate(invalid="ignore"):
+            return row / row.std()
+
+    def again(row: Any) -> Any:
+        row = scaled(np.zeros(3))
+        return row.sum()
+
+    lines = LineWatch(Ownership())
+    with lines.watching():
+        again(np.full(3, np.nan))
+    found = lines.source_of(__file__, again.__code__.co_firstlineno + 1)
+    assert found is not None
+    assert found.spot[0] is scaled.__code__
+
+
 def test_a_starting_value_of_infinity_is_no_bad_value() -> None:
     def sample() -> Any:
         best = float("inf")

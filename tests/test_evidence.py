@@ -6,6 +6,7 @@ import torch
 
 from firstnan.diagnose.rules import explain
 from firstnan.diagnose.rules.base import growth
+from firstnan.engine.conclude import _bad_samples
 from firstnan.records import Cause, History, StepRecord
 from traced import run_snippet
 
@@ -56,3 +57,39 @@ def test_what_is_undefined_in_any_precision_is_said_so() -> None:
     first = causes("w = torch.zeros(2, requires_grad=True)\n# step\nloss = w.log().sum()\nloss.backward()\n")[0]
     assert "the same operation in float64 is non-finite too: it is undefined in any precision" in first.evidence
     assert torch.is_grad_enabled()
+
+
+ALL_MASKED = """
+w = torch.zeros(2, 2, requires_grad=True)
+# step
+scores = w + torch.tensor([[-math.inf, 0.0], [-math.inf, -math.inf]])
+loss = torch.logsumexp(scores, 1).exp().sum()
+loss.backward()
+"""
+
+
+def test_the_values_shown_are_those_of_the_place_shown() -> None:
+    """-inf - x is -inf in the first row; only in the second one it is -inf - -inf."""
+    first = causes(ALL_MASKED)[0]
+    assert first.slug == "logsumexp_grad_all_inf"
+    assert "at [1, 0]: self = -inf, other = -inf -> nan" in first.evidence
+
+
+def test_no_precision_matters_for_numbers_from_outside_and_for_the_spread_of_one() -> None:
+    lines = causes("w = torch.ones(1, requires_grad=True)\n# step\nloss = w.std()\nloss.backward()")[0].evidence
+    assert not [line for line in lines if "float64" in line]
+    wide = causes("w = torch.tensor([1e30, -1e30], requires_grad=True)\n# step\nloss = w.var()\nloss.backward()")[0]
+    assert [line for line in wide.evidence if "float64 is finite" in line]
+
+
+def test_text_that_is_executed_is_not_shown_as_the_operation() -> None:
+    code = "w = torch.zeros(1, requires_grad=True)\n# step\nexec('loss = w.log().sum()')\nloss.backward()"
+    assert causes(code)[0].why.startswith("`log(...)` takes the logarithm")
+
+
+def test_a_list_of_bad_rows_that_was_cut_is_not_shown_as_the_bad_samples() -> None:
+    """The trace keeps 64 rows: 64 of 500 would be said where all 500 are bad."""
+    outcome = run_snippet("w = torch.zeros(500, requires_grad=True)\n# step\nloss = w.log().sum()\nloss.backward()")
+    assert outcome.origin.event is not None
+    assert len(outcome.origin.event.bad_rows) == 64
+    assert _bad_samples(outcome.origin, outcome.trace, None, 500) is None

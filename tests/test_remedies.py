@@ -132,6 +132,24 @@ def test_every_cause_of_an_expression_has_pieces() -> None:
     assert len({p.values[0] for p in PIECES}) > 24
 
 
+def test_a_quotient_inside_a_logarithm_is_not_set_to_zero(tmp_path: Path) -> None:
+    """Where q is 0, log(0) would be as bad as log(p / 0)."""
+    _, _, remedies = proposed(
+        """
+        import torch
+        w = torch.ones(2, requires_grad=True)
+        q = torch.tensor([0.0, 1.0])
+        # step
+        loss = torch.log(w / q).sum()
+        loss.backward()
+        """.replace("        ", ""),
+        tmp_path,
+        "div_by_zero",
+    )
+    assert len(remedies) > 1
+    assert not any("where(" in r.diff for r in remedies)
+
+
 # --- near misses: what looks alike and must not be changed so ---------------------------------------------------
 
 NEAR_MISSES = {

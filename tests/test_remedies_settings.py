@@ -229,3 +229,26 @@ def test_an_eps_is_only_raised(eps: str, proposes: bool, tmp_path: Path) -> None
     origin = Origin("optimizer", "div", "aten.div", site=made, step=3)
     remedies = propose(origin, Trace(), history, [Cause("optimizer_eps", "", "")])
     assert [r.title for r in remedies] == (["Use eps=1e-8"] if proposes else [])
+
+
+def test_a_schedule_whose_rate_a_helper_assigns(tmp_path: Path) -> None:
+    file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
+    file.write_text(f"""
+import numpy as np
+import torch
+opt = {call}
+def poly(base, t, total):
+    return base * np.power(1 - t / total, 0.9)
+def set_rate(opt, lr):
+    for group in opt.param_groups:
+        group["lr"] = lr
+for step in range(9):
+    set_rate(opt, poly(0.1, step, 7))
+    opt.step()
+""")
+    made = Site(str(file), 4, 6, 4, 6 + len(call), code=call)
+    origin = Origin("optimizer", "add", "aten.add", site=made, step=8)
+    remedies = propose(origin, Trace(), History((), "SGD", made_at=made), [Cause("nan_lr", "", "")])
+    assert changed_lines(remedies[0].diff) == (
+        "-    return base * np.power(1 - t / total, 0.9)\n+    return base * np.power(max(1 - t / total, 0.0), 0.9)\n"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Site, Trace
-from firstnan.records.operator_families import CONSTRUCTORS, LABEL_PICKS, MASK_KEEPING, WRITES
+from firstnan.records.operator_families import CONSTRUCTORS, FULL, LABEL_PICKS, MASK_KEEPING, WRITES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,9 @@ def blame(trace: Trace, noticed: Iterable[int], *, loss_is_finite: bool = False)
     if candidate is None:
         return Verdict(None, innocent=innocent)
     chain = walk.chain(candidate.event.index)
-    origin = replace(_describe(trace, candidate, chain, loss_is_finite), read_at=_read_at(candidate.event, chain))
+    origin = _describe(trace, candidate, chain, loss_is_finite)
+    if origin.phase != "forward":  # a forward pass although no step has begun is not before it
+        origin = replace(origin, read_at=_read_at(candidate.event, chain))
     carriers = chain if candidate.operand is not None else chain[1:]
     return Verdict(origin, tuple(_path_step(e) for e in carriers), innocent)
 
@@ -108,7 +110,7 @@ class _Walk:
                 chain = self.chain(candidate.event.index)
                 # A constant alone does nothing; show the operator that brought it into the data.
                 user = next((e for e in chain if e.op not in CONSTRUCTORS | {"to"}), chain[0])
-                return OriginCandidate(user), False
+                return (candidate if _overwrites(user, candidate.event) else OriginCandidate(user)), False
         for candidate in on_purpose:
             for event in self.chain(candidate.event.index):
                 if event.op not in MASK_KEEPING:
@@ -116,6 +118,14 @@ class _Walk:
                         return candidate, False
                     return OriginCandidate(event), True
         return OriginCandidate(on_purpose[0].event), True
+
+
+def _overwrites(user: OpEvent, constant: OpEvent) -> bool:
+    """Whether it writes into, or reads as a whole, memory that was filled with NaN: what is left of it is bad."""
+    if constant.op not in FULL or user.op == "where" or not constant.outputs or constant.outputs[0].numel < 2:
+        return False
+    size = constant.outputs[0].numel
+    return any(o.guilty and o.name in ("self", "input") and o.stat and o.stat.numel == size for o in user.inputs)
 
 
 def _intended(operand: Operand) -> bool:
@@ -135,13 +145,15 @@ def _describe(trace: Trace, candidate: OriginCandidate, chain: list[OpEvent], lo
     if candidate.operand is not None:
         return _from_outside(event, candidate.operand, chain)
     if event.raised and event.op == "linalg_check_errors":
-        event = next(iter(trace.producers(event)), event)
+        event = next((replace(e, raised=event.raised) for e in trace.producers(event)), event)
     returned = _returned_in_backward(event, chain) if loss_is_finite else None
     if returned is not None:
         return _from_backward(returned, event)
     if event.phase == "backward":
         return _from_backward(event, _forward_of(trace, event))
-    return replace(_origin(_phase(event, chain), event, event), role=event.role, label=event.label)
+    if _edits_gradient(trace, event, chain):
+        return replace(_origin("backward", event, event), role="gradient", label=event.label)
+    return replace(_origin(_phase(trace, event, chain), event, event), role=event.role, label=event.label)
 
 
 def _read_at(event: OpEvent, chain: list[OpEvent]) -> Site | None:
@@ -172,7 +184,15 @@ def _origin(phase: Phase, event: OpEvent, shown: OpEvent) -> Origin:
     )
 
 
-def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
+def _edits_gradient(trace: Trace, event: OpEvent, chain: list[OpEvent]) -> bool:
+    """Whether the program computes with gradients after backward, as when it clips or normalises them by hand."""
+    plain = all(e.phase == "forward" and not e.grad and e.region == "step" for e in chain)
+    if not plain or any(e.role in ("parameter", "buffer", "input", "state") for e in chain):
+        return False
+    return any(made.phase == "backward" for e in chain for made in trace.producers(e))
+
+
+def _phase(trace: Trace, event: OpEvent, chain: list[OpEvent]) -> Phase:
     """Bad data and bad weights are called so wherever the operator ran that made them."""
     if event.phase == "optimizer":
         return "optimizer"
@@ -191,8 +211,16 @@ def _phase(event: OpEvent, chain: list[OpEvent]) -> Phase:
             return "input"
     if event.aten.startswith("aten.lift_fresh") and not event.on_purpose:
         return "input"
-    # Before the first step only what ran inside a module, or with gradients, is a forward pass; the rest prepares data.
-    return "input" if event.region == "setup" and not (event.module_type or event.grad) else "forward"
+    # Before the first step only what belongs to a forward pass is one; the rest prepares data.
+    return "input" if event.region == "setup" and not _in_forward_pass(trace, event, chain) else "forward"
+
+
+def _in_forward_pass(trace: Trace, event: OpEvent, chain: list[OpEvent]) -> bool:
+    """Whether a layer or a gradient takes part: in the event, before it, or in what the loss read before it ran."""
+    if any(e.module_type or e.grad for e in (event, *trace.feeding(event))):
+        return True
+    begun = (p for e in chain if e.grad for p in trace.producers(e) if p.index < event.index)
+    return any(p.grad for p in begun)
 
 
 def _from_outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Origin:

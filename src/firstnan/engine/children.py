@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 HOW = "the loop's body was run again"
 _CALLED = "the function {name} was called again"
 _MOST_TURNS = 2
+_WATCHED = 5.0
+"""Seconds for which the lines of a body are watched: a child that takes much longer than the step is given up."""
 _COMPARED = 1 << 22
 """Elements up to which a variable is compared."""
 _SEARCH_SECONDS = 30.0
@@ -84,6 +86,8 @@ class Answering(Policy):
     def before_backward(self, session: Session, roots: list[Tensor]) -> None:
         if session.microscope.tracer is not None:
             session.microscope.tracer.at(region="step")
+        if session.microscope.lines is not None:
+            session.microscope.lines.end()
 
     def loss_scaled(self, given: Any, scaled: Any) -> Any:
         return given  # with a scale another operator may overflow first, which is the scaler's to handle
@@ -318,6 +322,7 @@ class TurnReplay:
             microscope.mark_batch(session.handouts.latest.batch, None)
         else:
             tracer.at(region="between")  # nobody knows where the batch ends and the step begins
+            microscope.watch_lines(_WATCHED)  # the body makes its own data, often with numpy
         for name, value in list(turn.names.items()):
             if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):
                 microscope.mark_value(value, name)

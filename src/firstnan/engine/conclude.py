@@ -28,6 +28,7 @@ from firstnan.repair import propose
 from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
 from firstnan.tensors.state import sample_count
+from firstnan.tracing.examine import MOST_ROWS
 from firstnan.tracing.other_threads import OtherThreads
 from firstnan.tracing.recording import Difference
 from firstnan.tracing.tracer import Tracer
@@ -295,6 +296,8 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
         rows = origin.event.bad_rows
     elif origin.event is not None and origin.phase in ("forward", "input"):
         rows = _rows_after(origin.event, trace, size)
+    if len(rows) == MOST_ROWS < size and origin.phase != "input":
+        return None  # the list may go on: the trace keeps only the first of them
     return rows if 0 < len(rows) <= max(1, size // 2) else None
 
 

@@ -136,9 +136,9 @@ class Microscope:
             self.lines, tuple(self._data), self.threads,
         )  # fmt: skip
 
-    def watch_lines(self) -> None:
+    def watch_lines(self, seconds: float = _MOST_SECONDS) -> None:
         """Watches the lines of the program too, until its first step."""
-        self.lines = LineWatch(self.ownership, _MOST_SECONDS)
+        self.lines = LineWatch(self.ownership, seconds)
         self.lines.begin()
 
     def watch_threads(self) -> None:

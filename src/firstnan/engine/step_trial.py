@@ -79,6 +79,7 @@ class StepTrials:
         passed, noticed = step + (seen.steps or seen.turns), seen.noticed
         compares = not noticed and not self.interrupted
         losses = self._ask(_Compared(self.session, *self._turn, change)) if compares else None
+        after = list(seen.losses) if seen.one_loss_each() else []
         return TrialOutcome(
             passed=passed,
             noticed=noticed,
@@ -90,7 +91,8 @@ class StepTrials:
             frozen=seen.frozen(),
             change=change_of(self._healthy, losses or []),
             at_step=True,
-            losses=tuple((step + i, loss) for i, loss in enumerate(seen.losses)) if seen.one_loss_each() else (),
+            losses=tuple((step, loss) for loss in after[:1]),
+            latest=tuple((step + 1 + i, loss) for i, loss in enumerate(after[1:])),
         )
 
     def _failing_turn(self) -> tuple[Turn, int] | None:

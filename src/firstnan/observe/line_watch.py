@@ -56,6 +56,8 @@ class _Frame:
     spot: Spot
     bad: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Its non-finite variables -> the lines, as numbers, that their values come from."""
+    old: dict[str, int] = field(default_factory=dict)
+    """Variables that were non-finite before the first line was watched -> the identity of their value then."""
     seen: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Identity and version of what was finite when it was read last."""
     returned: tuple[int, ...] | None = None
@@ -130,8 +132,13 @@ class LineWatch:
             # What comes in bad is what the statement that calls has read.
             caller = self._frames.get(id(frame.f_back))
             came = self._read_by(caller) if caller is not None else None
-            known.bad = dict.fromkeys(self._bad(frame, known), came or ())
+            self._begin(frame, known, came or ())
         return self._line
+
+    def _begin(self, frame: FrameType, known: _Frame, came: tuple[int, ...]) -> None:
+        """Notes what is non-finite before the first line of a function that is watched."""
+        found = self._bad(frame, known)
+        known.bad, known.old = dict.fromkeys(found, came), {name: id(value) for name, value in found.items()}
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
@@ -143,7 +150,7 @@ class LineWatch:
         known = self._frames.get(id(frame))
         if known is None:
             known = self._frames[id(frame)] = _Frame((frame.f_code, frame.f_lasti))
-            known.bad = dict.fromkeys(self._bad(frame, known), ())
+            self._begin(frame, known, ())
         self._assigned(frame, known)
         if event == "return":
             known.trail.append(known.spot)
@@ -155,7 +162,9 @@ class LineWatch:
     def _assigned(self, frame: FrameType, known: _Frame) -> None:
         """Notes which variables the last line has made bad."""
         bad = self._bad(frame, known)
-        new = [name for name in bad if name not in known.bad]
+        new = [name for name in bad if name not in known.bad or known.old.get(name, id(bad[name])) != id(bad[name])]
+        for name in new:
+            known.old.pop(name, None)
         if new:
             came = self._came_from(known)
             if came is None:

@@ -141,6 +141,8 @@ class OpEvent:
     """The memory was never written (`torch.empty`)."""
     witness: tuple[tuple[str, float], ...] = ()
     """The values that the operator read and wrote at the first bad element, if their shapes match."""
+    witness_index: tuple[int, ...] | None = None
+    """Where that element is: of those created here, not of those that were bad before."""
     bad_rows: tuple[int, ...] = ()
     """Indices along the first dimension of the elements created here (at most 64)."""
     raised: str | None = None
@@ -353,10 +355,15 @@ class Origin:
     """If it was created before the step: where the step reads it first."""
 
     @property
+    def edits_gradient(self) -> bool:
+        """Whether the program computed with gradients itself, after backward and before the update."""
+        return self.phase == "backward" and self.role == "gradient"
+
+    @property
     def library_site(self) -> Site | None:
         """The library code that the user's line called; for a derivative, that of the forward line."""
         event = self.event
-        if self.phase == "backward" and not (event and event.in_python_backward):
+        if self.phase == "backward" and not self.edits_gradient and not (event and event.in_python_backward):
             event = self.forward_event  # below a backward operator there is only the autograd engine
         if event is not None and self.read_at is not None and self.read_at == event.site:
             return None  # the event has only read it
@@ -754,6 +761,7 @@ def _write_origin(origin: Origin) -> dict[str, Any]:
         **(encode(origin.site) if origin.site else _NO_PLACE),
         "produced": produced and {**encode(produced), "of": produced.numel},
         "witness": encode([_Argument(*pair) for pair in event.witness]),
+        "witness_index": encode(event.witness_index),
         "scalars": encode([_Argument(*pair) for pair in event.scalars]),
         "library": encode(origin.library_site),
         "raised": event.raised,
@@ -773,6 +781,7 @@ def _read_origin(data: dict[str, Any], where: str, values: dict[str, Any]) -> di
         blank,
         node=part("backward_node", str | None),
         witness=tuple((one.name, one.value) for one in part("witness", tuple[_Number, ...] | None) or ()),
+        witness_index=part("witness_index", tuple[int, ...] | None),
         scalars=tuple((one.name, one.value) for one in part("scalars", tuple[_Argument, ...] | None) or ()),
         library_site=part("library", Site | None),
         raised=part("raised", str | None),

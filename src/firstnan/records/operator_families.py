@@ -35,7 +35,9 @@ FILLS = words(
     "where"
 )
 """They write other values into some of the elements."""
-CONSTRUCTORS = words("full full_like new_full scalar_tensor tensor")
+FULL = words("full full_like new_full")
+"""They make a tensor in which one number is repeated."""
+CONSTRUCTORS = FULL | words("scalar_tensor tensor")
 """They make a tensor from numbers in the program."""
 WRITES = words("copy fill index_copy index_fill index_put masked_fill scatter")
 """They write given values into a part of a tensor."""

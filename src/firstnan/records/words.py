@@ -90,6 +90,11 @@ def kind(stat: TensorStat | None) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+def came_with_numbers(origin: Origin) -> bool:
+    """Whether the operator only takes over numbers from outside torch, as `from_numpy` does."""
+    return origin.aten.startswith("aten.lift_fresh") and not origin.inputs
+
+
 def noticed(what: Noticed) -> str:
     """Where it was seen first: `the loss`, `the gradient of fc.weight`."""
     if not what.name or what.name == what.what:
@@ -116,12 +121,16 @@ def headline(report: Report) -> str:
         rest = "it came from another rank" if received else "its origin is unknown"
         return f"a non-finite value{where}{step}; {rest}"
     at = f", at {place(origin.site)}" if origin.site else ""
+    if origin.event is not None and origin.event.raised and not origin.produced:
+        return f"{origin.op or 'an operator'} raised an error in {origin.phase}{step}{at}{_layer(origin)}"
     return f"{kind(origin.produced)} {_creation(origin)}{step}{at}{_layer(origin)}"
 
 
 def _creation(origin: Origin) -> str:
     label = origin.label or (origin.produced.name if origin.produced and not origin.op else "")
     match origin.phase:
+        case "backward" if origin.edits_gradient:
+            return "created where the program edits gradients"
         case "optimizer":
             return "created in the optimizer's update" + (f" of {origin.label}" if origin.label else "")
         case "input" if origin.read_at is not None and origin.role in ("buffer", None):
@@ -141,4 +150,6 @@ def _creation(origin: Origin) -> str:
 def _layer(origin: Origin) -> str:
     if not origin.module:
         return ""
-    return f" in {origin.module}" + (f" ({origin.module_type})" if origin.module_type else "")
+    # The layers of a Sequential are numbered; a number alone does not read as a name.
+    name = f'"{origin.module}"' if origin.module[0].isdigit() else origin.module
+    return f" in {name}" + (f" ({origin.module_type})" if origin.module_type else "")

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
 from firstnan.diagnose.rules.base import Failure
-from firstnan.records import Cause, Edit, OpEvent, Remedy, Site
+from firstnan.records import Cause, Edit, Operand, OpEvent, Remedy, Site
 from firstnan.records.operator_families import COMPARISONS, COPIES, SPLITS, VIEWS, words
 from firstnan.repair.source import Expr, SourceFile, insert_after
 
@@ -113,10 +113,11 @@ def producer_of(context: FailureContext, operand: str, carriers: frozenset[str])
         return None
     here, event, wanted = _line(context.location), context.event, {operand}
     for _ in range(MOST_OPERATORS):
-        given = [i.producer for i in event.inputs if i.producer is not None and (not wanted or i.name in wanted)]
-        if not given:
+        given = [i for i in event.inputs if i.producer is not None and (not wanted or i.name in wanted)]
+        if not given or any(_is_part(context, i) for i in given):
             return None
-        event, wanted = max((context.failure.trace.events[p] for p in given), key=lambda e: e.grad), set()
+        makers = (context.failure.trace.events[i.producer] for i in given if i.producer is not None)
+        event, wanted = max(makers, key=lambda e: e.grad), set()
         location = context.location_of(event.site)
         if location is None or event.phase != "forward":
             return None
@@ -125,6 +126,12 @@ def producer_of(context: FailureContext, operand: str, carriers: frozenset[str])
         if event.op not in carriers:
             return None
     return None
+
+
+def _is_part(context: FailureContext, operand: Operand) -> bool:
+    """Whether only a part of what was computed is read: one of two halves. A guard there changes the rest as well."""
+    made = context.failure.trace.events[operand.producer].outputs if operand.producer is not None else ()
+    return operand.stat is not None and bool(made) and all(o.numel > operand.stat.numel for o in made)
 
 
 def _line(location: Location[ast.AST]) -> tuple[str, int]:

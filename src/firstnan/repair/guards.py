@@ -230,6 +230,8 @@ def _divides_by_a_tensor(found: FailingOperation, expr: Expr) -> bool:
 @guards_for("log", "log2", "log10", "xlogy")
 def _log(at: FailingOperation) -> Iterator[Guard]:
     second = at.expr.op == "xlogy"
+    if is_trained(at):
+        return  # below a clamp it has no gradient from here any more
     for eps in (at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")):
         yield at.floor(at.expr.args[second], eps, "other" if second else "self")
 
@@ -341,6 +343,10 @@ def _below(at: FailingOperation, high: str) -> Guard:
     if at.expr.op in ("sinh", "cosh"):
         return _inside(at, f"-{high}", high)
     why, node = why_below(at.expr.op, high, at.context.dtype), at.expr.args[0]
+    stat = at.stat("self")
+    if at.event is not None and at.event.in_float64 == "finite" and stat is not None and stat.max is not None:
+        # The exact number is one that the program could have used, and later code may divide by it again.
+        why = f"{why} Those above it, here up to {stat.max:.4g}, are cut: what is computed from them is too small."
     guard = at.guard(f"Keep IT at {high} or below", why, node, lambda writer, x: writer.ceiling(x, high))
     # Near the end of the range, arithmetic after the guard could still exceed it.
     return replace(guard, carriers=BOUNDED) if float(high) < 80 else guard
@@ -382,6 +388,8 @@ def _zero_where_undefined(at: FailingOperation, below: ast.expr) -> Iterator[Gua
     whole = at.expr.node
     if not isinstance(whole, ast.BinOp) or at.writer.numpy or len(at.location.code(below)) > LONGEST_IN_TITLE:
         return
+    if _read_at_a_pole(at.location.source, whole):
+        return
 
     def write(writer: GuardWriter, node: ast.expr) -> Edit:
         source = writer.source
@@ -392,6 +400,19 @@ def _zero_where_undefined(at: FailingOperation, below: ast.expr) -> Iterator[Gua
 
     why = "Elements with a denominator of 0 contribute nothing, neither to the result nor to the gradient."
     yield at.guard("Where IT is 0, the result is 0", why, below, write, None)
+
+
+def _read_at_a_pole(source: SourceFile, node: ast.expr) -> bool:
+    """Whether a logarithm, or a division by it, reads the result: a 0 there is no better."""
+    around = source.parent(node)
+    if isinstance(around, ast.BinOp):
+        return isinstance(around.op, ast.Div) and around.right is node
+    call = source.parent(around) if isinstance(around, ast.Attribute) else around  # `(p / q).log()`
+    read = source.expr(call) if isinstance(call, ast.Call) else None
+    return read is not None and read.op in POLES_AT_ZERO and node in read.args[:1]
+
+
+POLES_AT_ZERO = words("log log2 log10 rsqrt reciprocal lgamma digamma")
 
 
 def _is_integer_count(stat: TensorStat | None) -> bool:
@@ -427,6 +448,13 @@ def _is_binary(at: FailingOperation, stat: TensorStat | None, producer: int | No
         made.op in ("_to_copy", "to", "float", "unsqueeze", "view", "expand")
         and any(i.stat is not None and i.stat.dtype == "bool" for i in made.inputs)
     )
+
+
+def is_trained(at: FailingOperation) -> bool:
+    """Whether the argument is a parameter itself, which updates can move below 0 again."""
+    read = [i for i in at.event.inputs if i.name == "self"] if at.event is not None else []
+    named = bool(at.expr.args) and isinstance(at.expr.args[0], ast.Name | ast.Attribute)
+    return named and bool(read) and all(i.role == "parameter" for i in read)
 
 
 STEEP = words("log log2 log10 sqrt rsqrt pow div reciprocal exp expm1 acos asin atanh")

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.records.operator_families import CARRIERS, NORMALISERS, SOFTMAXES, SPECTRAL, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.guards import GUARDS, FailingOperation, GuardWriter, alike, failing_operation, why_below
+from firstnan.repair.guards import (
+    GUARDS,
+    FailingOperation,
+    GuardWriter,
+    alike,
+    failing_operation,
+    is_trained,
+    why_below,
+)
 from firstnan.repair.literals import nonfinite_constants
 from firstnan.repair.log_domain import with_logarithms
 from firstnan.repair.source import (
@@ -885,6 +893,25 @@ def log_of_the_absolute_determinant(context: FailureContext) -> Iterator[Remedy]
         )
 
 
+@remedies_for("log_of_negative", "log_of_zero")
+def positive_by_construction(context: FailureContext) -> Iterator[Remedy]:
+    """`log(F.softplus(sigma))` for a parameter: an update can move sigma below 0, but not its softplus."""
+    found = failing_operation(context, "log", "log2", "log10")
+    if found is None or not is_trained(found):
+        return
+    source, parameter = found.location.source, found.expr.args[0]
+    code = source.code(parameter)
+    reads = [n for n in ast.walk(source.statement(parameter)) if isinstance(n, ast.Name | ast.Attribute)]
+    reads = [n for n in reads if isinstance(n.ctx, ast.Load) and source.code(n) == code]
+    positive = f"{source.spell('torch.nn.functional', parameter)}.softplus({code})"
+    yield context.remedy(
+        f"Use softplus of the parameter `{code}`, which is always above 0",
+        "A clamp would leave the parameter below 0, without a gradient from the logarithm. Its first value then has to "
+        "be chosen again: softplus(0.54) is 1.",
+        *(replace_node(source, n, positive) for n in reads),
+    )
+
+
 @remedies_for("not_positive_definite", "singular_matrix", "log_of_negative", "log_of_zero", "decomposition_failed")
 def add_to_the_diagonal(context: FailureContext) -> Iterator[Remedy]:
     found = failing_operation(context, *FACTORED)
@@ -898,7 +925,7 @@ def add_to_the_diagonal(context: FailureContext) -> Iterator[Remedy]:
             smallest = f"{torch}.linalg.eigvalsh({plain}.detach())[..., :1, None]"
             yield context.remedy(
                 "Raise the smallest eigenvalue to 1e-6 by adding to the diagonal",
-                "A positive definite matrix is unchanged; any other becomes positive definite.",
+                "A matrix whose eigenvalues are all above 1e-6 is unchanged; any other becomes positive definite.",
                 *named,
                 replace_node(source, matrix, f"{code} + (1e-6 - {smallest}).clamp_min(0) * {eye}"),
             )

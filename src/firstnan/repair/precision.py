@@ -28,6 +28,31 @@ LOOPS = (ast.For, ast.While, ast.AsyncFor)
 # --- float16 -----------------------------------------------------------------------------------------------------
 
 
+@remedies_for("exp_overflow")
+def exponentials_in_float64(context: FailureContext) -> Iterator[Remedy]:
+    """`cumsum(u * exp(-a)) * exp(a)`: exponentials that cancel are exact in a wider type, and wrong if clamped."""
+    location, event = context.location, context.event
+    if location is None or event is None or event.in_float64 != "finite" or context.dtype != "float32":
+        return
+    source = location.source
+    statement = source.statement(location.node)
+    value = statement.value if isinstance(statement, ast.Assign | ast.Return) else None
+    calls = [n for n in ast.walk(value) if isinstance(n, ast.Call)] if value is not None else []
+    given = [e.args[0] for e in map(source.expr, calls) if e.op == "exp" and e.library == "torch" and e.args]
+    if value is None or len(given) < 2 or not isinstance(value, ast.BinOp | ast.Call):
+        return
+    edits = [replace_node(source, node, f"{parenthesized(source, node)}.double()") for node in given]
+    start, end = source.span(value)
+    yield context.remedy(
+        "Compute the exponentials of this line in float64",
+        "float64 holds exponentials up to exp(709). They cancel later in this line, so the result is exact; a clamp "
+        "would make it wrong without a sign of it.",
+        source.edit(start, start, "("),
+        *edits,
+        source.edit(end, end, ").float()"),
+    )
+
+
 @remedies_for("low_precision_overflow")
 def memory_in_float32(context: FailureContext) -> Iterator[Remedy]:
     """Memory that is written to (`self.returns.copy_(x)`, `buffer[i] = x`) in float32, where the program creates it."""

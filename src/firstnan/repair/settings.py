@@ -10,7 +10,7 @@ from functools import cached_property
 
 from firstnan.diagnose.rules.base import RATE_ROSE, Growth
 from firstnan.records import Edit, OptimizerHistory, Remedy
-from firstnan.repair.context import FailureContext, Location, remedies_for
+from firstnan.repair.context import FailureContext, Location, SourceFiles, remedies_for
 from firstnan.repair.literals import (
     default_of,
     dictionary_values,
@@ -220,7 +220,7 @@ PEAKS = {"OneCycleLR": 1, "CyclicLR": 2}
 def guarded_schedule(context: FailureContext) -> Iterator[Remedy]:
     """A guard in the expression that computes the learning rate."""
     for source in OptimizerSetup(context).sources:
-        for expression in _schedules(source):
+        for expression in _schedules(context.files, source):
             for node in ast.walk(expression):
                 found = _guard(source, node)
                 if found is not None:
@@ -233,7 +233,7 @@ def guarded_schedule(context: FailureContext) -> Iterator[Remedy]:
 def guarded_denominators(context: FailureContext) -> Iterator[Remedy]:
     """The same guard at every use of a denominator in a function that computes the rate."""
     for source in OptimizerSetup(context).sources:
-        for scope in {source.scope(e): None for e in _schedules(source)}:
+        for scope in {source.scope(e): None for e in _schedules(context.files, source)}:
             if scope is source.tree:
                 continue
             inside = list(ast.walk(scope))
@@ -261,7 +261,7 @@ def rate_filled_in(context: FailureContext) -> Iterator[Remedy]:
                 )
 
 
-def _schedules(source: SourceFile) -> Iterator[ast.expr]:
+def _schedules(files: SourceFiles, source: SourceFile) -> Iterator[ast.expr]:
     """The expressions that a schedule returns, and those assigned to `group["lr"]`."""
     for call in (c for kind in ("LambdaLR", "MultiplicativeLR") for c in source.calls if kind in source.called(c)):
         given = [*call.args[1:2], *(k.value for k in call.keywords if k.arg == "lr_lambda")]
@@ -277,6 +277,10 @@ def _schedules(source: SourceFile) -> Iterator[ast.expr]:
                 if (value := source.value(name)) is not name:
                     yield value
                     yield from (r for f in _functions(source, value) for r in _returned(f))
+    for setter in assigned_rates(files, [source.file], ""):  # `set_rate(opt, schedule(step))`
+        if isinstance(setter.at.node, ast.Call):
+            yield setter.value.node
+            yield from (r for f in _functions(source, setter.value.node) for r in _returned(f))
     for own in (n for n in source.nodes if isinstance(n, ast.FunctionDef) and n.name == "get_lr"):
         yield from _returned(own)
 

@@ -14,6 +14,11 @@ _ROUNDING = 1e-3
 _ROUNDING_OF_HALF = {"float16": 5e-2, "bfloat16": 5e-2}
 
 
+DIVERGES_LATER = "later training diverges"
+OUT_OF_PROPORTION = 1e6
+"""A loss that is so many times larger than any other was computed from a guard's epsilon, not from the data."""
+
+
 @dataclass(frozen=True)
 class Reach:
     """How far a changed program is run: to its end, as far as time allows."""
@@ -135,7 +140,9 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
     if outcome.frozen and reached:
         return True, None, f"training stops learning: {outcome.frozen}"
     if outcome.exploded and reached:
-        return True, None, outcome.exploded[:1].lower() + outcome.exploded[1:].rstrip(".")
+        return True, None, f"{DIVERGES_LATER} ({outcome.exploded[:1].lower()}{outcome.exploded[1:].rstrip('.')})"
+    if reached and (far := _far_beyond(outcome, report)):
+        return True, None, far
     if reached:
         return True, passed - 1 - bad, f"then the program ended with {outcome.exit}" if outcome.exit else ""
     outside = report.noticed is not None and report.noticed.what in ("output", "value", "exception")
@@ -145,6 +152,19 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return True, 0, f"with less data the program ends after {steps}, all of them finite"
     how = f" with {outcome.exit}" if outcome.exit else ""
     return None, None, f"the program ended{how} after {steps}, before the failing one"
+
+
+def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
+    """How large the loss of the failing step is with the change, if it is out of all proportion to that of others."""
+    bad = last_bad_step(report)
+    there = max((abs(loss) for step, loss in outcome.losses if step == bad), default=0.0)
+    before = [abs(r.loss) for r in report.history.steps if r.loss is not None and r.step < bad]
+    usual = [loss for loss in before if math.isfinite(loss)] + [
+        abs(loss) for step, loss in outcome.latest if step > bad
+    ]
+    if len(usual) < 3 or there <= OUT_OF_PROPORTION * max(usual):
+        return ""
+    return f"its loss is {there:.3g} there, while no other step has more than {max(usual):.3g}"
 
 
 def _verdict_on_loss(outcome: TrialOutcome, report: Report) -> tuple[bool, int | None, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import re
+import shlex
 import shutil
 import textwrap
 import tokenize
@@ -37,6 +39,7 @@ from firstnan.records import (
 from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import (
+    came_with_numbers,
     cell_name,
     cell_source,
     count,
@@ -48,7 +51,7 @@ from firstnan.records.words import (
     place,
     short_path,
 )
-from firstnan.repair.verdict import last_bad_step
+from firstnan.repair.verdict import DIVERGES_LATER, last_bad_step
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
@@ -92,7 +95,7 @@ def render_text(
         legacy_windows=False,
         _environ={},  # the arguments count, not FORCE_COLOR or COLUMNS
     )
-    console.print(page.built(saved, parts))
+    console.print(page.built(saved, parts), crop=False)  # a diff line may be wider: it is copied as a whole
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
@@ -129,7 +132,7 @@ class _Page:
     def built(self, saved: str, parts: Parts) -> RenderableType:
         report = self.report
         if report.verdict == "clean":
-            return Group(self._headline(saved), self._table(self._notes()))
+            return Group(self._headline(saved), *self._tables(self._notes()))
         shown: list[RenderableType] = []
         if parts != "rest":
             shown.append(self._headline())
@@ -139,19 +142,25 @@ class _Page:
         first, rest = (self._cause(), self._numbers()), (self._remedies(), self._footer(saved))
         for section in first if parts == "first" else rest if parts == "rest" else (*first, *rest):
             if rows := list(section):
-                shown += [Text(), self._table(rows)]
+                shown += [Text(), *self._tables(rows)]
         return Group(*shown)
 
-    def _table(self, rows: Rows) -> Table:
-        """Labels on the left, text on the right that wraps below itself."""
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_column(width=LABEL_WIDTH, no_wrap=True, style="bold cyan")
-        grid.add_column(overflow="fold")
+    def _tables(self, rows: Rows) -> list[RenderableType]:
+        """Labels on the left, text on the right that wraps below itself, unless it says that it must not wrap."""
+        shown: list[RenderableType] = []
         last = ""
-        for label, body in rows:
-            grid.add_row(label if label != last else "", body)
-            last = label
-        return grid
+        for wraps, part in itertools.groupby(rows, lambda row: not (isinstance(row[1], Text) and row[1].no_wrap)):
+            if not wraps:
+                shown += [_unwrapped(Text(" " * (LABEL_WIDTH + 2)), body) for _, body in part if isinstance(body, Text)]
+                continue
+            grid = Table.grid(padding=(0, 2, 0, 0))
+            grid.add_column(width=LABEL_WIDTH, no_wrap=True, style="bold cyan")
+            grid.add_column(overflow="fold")
+            for label, body in part:
+                grid.add_row(label if label != last else "", body)
+                last = label
+            shown.append(grid)
+        return shown
 
     def _text(self, text: str, style: str = "") -> Text:
         return Text(self.chars.prose(text), style=style)
@@ -266,7 +275,8 @@ class _Page:
             label = "fix" if len(remedies) == 1 else f"fix {i + 1}"
             result = remedy_result(remedy, self.report)
             tone = "green" if remedy.proven else "yellow"
-            in_full = remedy.diff and (i == 0 if helps or remedy.fails_in else not remedy.tried)
+            holds = helps or remedy.fails_in or remedy.note.startswith(DIVERGES_LATER)  # until another reason
+            in_full = remedy.diff and (i == 0 if holds else not remedy.tried)
             title = (self.chars.prose(remedy.title), "bold")
             if not in_full:
                 yield label, Text.assemble(title, "  (", (self.chars.prose(result), tone), ")")
@@ -283,9 +293,9 @@ class _Page:
     def _diff(self, remedy: Remedy) -> Iterable[RenderableType]:
         lines = shown(remedy.diff)
         for mark, line in lines[: MOST["diff"]]:
-            text = self.chars.cut(self.chars.show(line.expandtabs(TAB)), 400)
+            text = self.chars.cut(self.chars.show(line.expandtabs(TAB)), LONGEST_LINE)
             style = {"+": "green", "-": "red", " ": ""}.get(mark, "dim")
-            yield self._hanging(mark, Text(text, style=style), style) if mark else Text(text, style=style)
+            yield _unwrapped(Text(f"{mark} {text}", style=style)) if mark else Text(text, style=style)
         if len(lines) > MOST["diff"]:
             yield Text(f"and {count(len(lines) - MOST['diff'], 'more line')}", style="dim")
 
@@ -305,7 +315,7 @@ class _Page:
         if saved:
             yield "json" if saved.endswith(".json") else "report", self._text(saved)
         if saved.endswith(".json") and self.report.remedies[:1] and self.report.remedies[0].proven:
-            yield "", self._text(f"to apply the fix: firstnan fix {short_path(saved)} --apply", "dim")
+            yield "", self._text(f"to apply the fix: firstnan fix {shlex.quote(short_path(saved))} --apply", "dim")
 
     def _notes(self) -> Rows:
         notes = self.report.notes
@@ -467,7 +477,8 @@ def witness_line(origin: Origin) -> str:
     produced = origin.produced
     results = (*_RESULTS, produced.name) if produced else _RESULTS
     result = f" -> {number(pairs.pop()[1])}" if pairs[-1][0] in results else ""
-    at = f"at {list(produced.first_index)}: " if produced and produced.first_index else ""
+    index = (origin.event.witness_index if origin.event else None) or (produced.first_index if produced else None)
+    at = f"at {list(index)}: " if index else ""
     read = ", ".join(f"{name} = {number(value)}" for name, value in pairs)
     return f"{at}{read}{result}"
 
@@ -541,7 +552,12 @@ def location(site: Site, library: Site | None = None) -> str:
 
 
 def _line(name: str, code: str, style: str, chars: Charset) -> Text:
-    line = Text.assemble((f"{name} {chars.bar} ", "dim"), (code, style))
+    return _unwrapped(Text(f"{name} {chars.bar} ", style="dim"), Text(code, style=style))
+
+
+def _unwrapped(*parts: Text) -> Text:
+    """The parts on one line, however long it is."""
+    line = Text.assemble(*parts)
     line.no_wrap, line.overflow = True, "ignore"
     return line
 
@@ -701,6 +717,8 @@ def _shortened(rows: list[Row]) -> list[Row]:
 
 AROUND = 1
 """Lines shown before and after a change."""
+LONGEST_LINE = 2000
+"""The most characters of a changed line: longer ones are in the JSON."""
 _LONGEST = 100_000
 
 
@@ -717,7 +735,7 @@ def shown(diff: str) -> list[tuple[str, str]]:
             elif found := re.match(r"@@ -\d{1,9}(?:,\d+)? \+(\d{1,9})", line):
                 number = int(found[1])
         elif not line.startswith("\\"):
-            hunk.append(line.rstrip("\r")[:500])
+            hunk.append(line.rstrip("\r")[: LONGEST_LINE + 1])
     return out
 
 
@@ -772,7 +790,9 @@ def _batch(batch: Batch) -> str:
         if batch.confirmed:
             words.append(f"confirmed by {count(batch.replays, 'replay')}")
     elif batch.size is not None:
-        words.append(count(batch.size, batch.unit))
+        # Only how many there are: none of them is known to be bad.
+        size = count(batch.size, batch.unit)
+        words = [f"{words[0]} with {size}" if words else f"batch of {size}"]
     return ", ".join(words)
 
 
@@ -826,6 +846,8 @@ def at_expression(origin: Origin) -> str:
     match origin.phase:
         case "backward" if origin.event and origin.event.in_python_backward:
             return f"this produced {what}, in a custom backward"
+        case "backward" if origin.edits_gradient:
+            return f"{origin.op or 'this'} produced {what}, after backward and before the update"
         case "backward":
             return f"the derivative of this expression produced {what}" + (f" ({node})" if node else "")
         case "optimizer" if not (origin.op or origin.produced):
@@ -836,6 +858,12 @@ def at_expression(origin: Origin) -> str:
             return f"the non-finite {'buffer' if origin.role == 'buffer' else 'data'} enters the step here"
         case "parameter" if not origin.op:
             return f"{origin.label or 'this tensor'} already held {what} before this line ran"
+        case _ if origin.event and origin.event.raised:
+            return f"{origin.op or 'this'} raised an error"
+        case _ if origin.library_site and origin.library_site.file.startswith("<"):
+            return f"{origin.op or 'an operator'}, called inside, produced {what}"
+        case _ if came_with_numbers(origin):
+            return f"the numbers that {origin.op or 'this'} reads contain {what}"
         case _:
             return f"{origin.op or 'this'} produced {what}"
 
@@ -873,7 +901,8 @@ def whole_path(report: Report) -> list[PathStep]:
     if origin is None or not origin.op:
         return list(report.path)
     line, file = (origin.site.line, origin.site.file) if origin.site else (None, "")
-    return [PathStep(origin.op, line, file, phase=origin.phase), *report.path]
+    phase = "forward" if origin.edits_gradient else origin.phase
+    return [PathStep(origin.op, line, file, phase=phase), *report.path]
 
 
 def remedy_result(remedy: Remedy, report: Report) -> str:

@@ -14,7 +14,7 @@ from firstnan.records.operator_families import ADDED_PRODUCTS
 from firstnan.tensors.finite import histogram, is_finite, readable, stat, tensors_in, unravel
 from firstnan.tracing.operators import OpInfo
 
-_MAX_ROWS = 64
+MOST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Detail:
     nan_from_inf: int = 0
     on_purpose: bool = False
     witness: tuple[tuple[str, float], ...] = ()
+    witness_index: tuple[int, ...] | None = None
     bad_rows: tuple[int, ...] = ()
     in_float64: InFloat64 | None = None
 
@@ -56,7 +57,7 @@ def examine(
     flow = _flow(op, inputs, results, result, scalars, stats, outputs)
     learned = any(t is not None and t.requires_grad for _, t in tensors)
     purpose = _on_purpose(op, scalars, stats, outputs, learned)
-    witness = _witness(inputs, bad_result, flow) if op.pointwise else ()
+    at, witness = _witness(inputs, bad_result, flow) if op.pointwise else (None, ())
     rows = flow.bad_rows
     if not rows and result.dim() and bad_result.dim():
         passed_on = not (flow.born or flow.nan_from_inf)
@@ -71,7 +72,7 @@ def examine(
             replace(s, histogram=histogram(t)) if s is not None and t is not None else s
             for s, (_, t) in zip(stats, inputs, strict=True)
         )
-    return Detail(stats, flow.guilty, outputs, flow.born, flow.nan_from_inf, purpose, witness, rows)
+    return Detail(stats, flow.guilty, outputs, flow.born, flow.nan_from_inf, purpose, witness, at, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +195,19 @@ def _rows(where: Tensor, result: Tensor) -> tuple[int, ...]:
     if result.dim() == 0 or where.dim() == 0:
         return ()
     rows = where.reshape(where.shape[0], -1).any(1).nonzero().flatten()
-    return tuple(rows[:_MAX_ROWS].tolist())
+    return tuple(rows[:MOST_ROWS].tolist())
 
 
-def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flow) -> tuple[tuple[str, float], ...]:
-    """The values read and written at the first element that went wrong here; magnitudes if they are complex."""
+def _witness(
+    inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flow
+) -> tuple[tuple[int, ...] | None, tuple[tuple[str, float], ...]]:
+    """The first element that went wrong here, and what was read and written there; magnitudes of complex numbers."""
     if result.dtype.is_complex or any(t is not None and t.dtype.is_complex for _, t in inputs):
         inputs = [(name, t.detach().abs() if t is not None and t.dtype.is_complex else t) for name, t in inputs]
         result = result.detach().abs()
     r = readable(result)
     if r is None or r.shape != result.shape:
-        return ()
+        return None, ()
     bad = torch.isnan(r) if flow.nan_from_inf and not flow.born else ~torch.isfinite(r)
     if flow.born or flow.nan_from_inf:
         known = torch.zeros_like(bad)
@@ -214,7 +217,7 @@ def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flo
                 known |= (~torch.isfinite(v) if flow.born else torch.isnan(v)).expand(bad.shape)
         bad &= ~known
     if not bool(bad.any()):
-        return ()
+        return None, ()
     index = unravel(int(bad.flatten().to(torch.uint8).argmax()), tuple(bad.shape))
     pairs = []
     for name, t in inputs:
@@ -224,7 +227,7 @@ def _witness(inputs: list[tuple[str, Tensor | None]], result: Tensor, flow: _Flo
             pairs.append((name, float(t.detach().expand(result.shape)[index])))
         except RuntimeError:
             continue
-    return (*pairs, ("result", float(r[index])))
+    return index, (*pairs, ("result", float(r[index])))
 
 
 def _on_purpose(

@@ -176,6 +176,7 @@ class Events(Sequence[OpEvent]):
             on_purpose=detail is not None and detail.on_purpose and not by_chance,
             uninitialized=raw.uninitialized,
             witness=detail.witness if detail else (),
+            witness_index=detail.witness_index if detail else None,
             bad_rows=detail.bad_rows if detail else (),
             raised=raw.raised,
             in_python_backward=call.python_backward,

@@ -26,7 +26,7 @@ from firstnan.records.operator_families import (
     SPREADS,
     SUMS,
 )
-from firstnan.records.words import number
+from firstnan.records.words import came_with_numbers, number
 
 DTYPE_MAX = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.4028235e38, "float64": 1.797e308}
 FLOAT8_MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e8m0": 1.7e38}
@@ -58,7 +58,8 @@ class Failure:
 
     @property
     def phase(self) -> Phase:
-        return self.origin.phase
+        """The phase as the rules see it: an edit of gradients calls operators for their value, as forward does."""
+        return "forward" if self.origin.edits_gradient else self.origin.phase
 
     @cached_property
     def event(self) -> OpEvent | None:
@@ -92,7 +93,8 @@ class Failure:
         """The user's expression in one short line, else the operator's name."""
         site = self.origin.site or (self.event.site if self.event else None)
         text = " ".join(site.code.split()) if site and site.code else ""
-        if not text:
+        if not text or (self.origin.library_site and self.origin.library_site.file.startswith("<")):
+            # Code that `exec` compiled from text: the call of `exec` is not the operation.
             return f"{self.origin.op or self.op}(...)"
         return text if len(text) <= 80 else text[:77] + "..."
 
@@ -246,7 +248,7 @@ class Failure:
             return ()
         result = dict(self.event.witness).get("result")
         read = ", ".join(f"{name} = {number(value)}" for name, value in self.read_at.items())
-        where = self.made.first_index if self.made else None
+        where = self.event.witness_index or (self.made.first_index if self.made else None)
         at = f"at {list(where)}" if where else "at the first bad element"
         return (f"{at}: {read}" + ("" if result is None else f" -> {number(result)}"),)
 
@@ -255,6 +257,8 @@ class Failure:
         known = self.event.in_float64 if self.event is not None else None
         if known is None or not self.event or not self.event.born or self.dtype == "float64":
             return ()
+        if came_with_numbers(self.origin) or (known != "finite" and self.op in SPREADS):
+            return ()  # nothing was computed, or too few numbers were given: no precision matters
         if known == "finite":
             return (f"the same operation in float64 is finite: only {self.dtype} is too narrow",)
         # Without a pole, an infinite result is only too large. Single products of float32 numbers fit into float64.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from firstnan.diagnose.rules.base import ANY, Failure, Finding, counted, describe, nonfinite, rule
 from firstnan.records import OpEvent, Phase
-from firstnan.records.operator_families import CONSTRUCTORS, LOSSES, WRITES, words
+from firstnan.records.operator_families import CONSTRUCTORS, FULL, LOSSES, WRITES, words
 
 INPUT: frozenset[Phase] = frozenset({"input"})
 PARAMETER: frozenset[Phase] = frozenset({"parameter"})
@@ -183,10 +183,13 @@ def nan_constant(failure: Failure) -> Finding | None:
     event = failure.origin.event
     if event is None or failure.phase == "optimizer" or not event.bad or not _literal(failure, event):
         return None
-    why = (
-        f"`{failure.code}` computes with, or selects, a NaN that is a constant in the code. It reaches "
-        f"{counted(sum(o.nan for o in event.outputs))} of the result."
-    )
+    elements = counted(sum(o.nan for o in event.outputs))
+    if event.op in FULL:
+        why = f"`{failure.code}` fills {elements} with NaN. Those that are not overwritten later reach the loss."
+    else:
+        why = (
+            f"`{failure.code}` computes with, or selects, a NaN that is a constant in the code: {elements} became NaN."
+        )
     return Finding(why, 0.3 if failure.phase == "input" and _is_data(failure, event) else 0.9, failure.input_lines())
 
 

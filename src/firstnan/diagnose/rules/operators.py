@@ -345,8 +345,8 @@ def zero_times_inf(failure: Failure) -> Finding | None:
     if not infinite or not zero:
         return None
     why = (
-        f"`{failure.code}` multiplies infinity by 0 in {counted(failure.nan)}, and 0 * inf is NaN. A mask of "
-        "infinities must be filled in or added, never multiplied."
+        f"`{failure.code}` multiplies infinity by 0 in {counted(failure.nan)}, and 0 * inf is NaN. An infinity, as "
+        "from a mask, can be added or selected, but not multiplied by 0."
     )
     return Finding(why, 0.92, failure.input_lines())
 
