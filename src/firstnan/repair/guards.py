@@ -330,7 +330,7 @@ def _tangent(at: FailingOperation) -> Iterator[Guard]:
 
 @guards_for("exp", "expm1", "exp2", "sinh", "cosh")
 def _exponential(at: FailingOperation) -> Iterator[Guard]:
-    for high in ("10", "5") if at.context.dtype == "float16" else ("20", "80", "10", "3"):
+    for high in ("10", "5") if at.context.dtype == "float16" else ("20", "80", "10", "2"):
         yield _below(at, high)
 
 
