@@ -95,7 +95,7 @@ def _rest(report: Report) -> list[str]:
         blocks += ["\n".join(f"- {_text(line)}" for line in [*lines, *filter(None, [report.batch.note])])]
     for label, line in (
         ("Path", path_line(report)),
-        ("Ranks", ranks_line(report.ranks, report.world_size)),
+        ("Ranks", ranks_line(report.ranks, report.world_size) if report.ranks else ""),
         ("Replay", replay_line(report)),
     ):
         blocks += [f"{label}: {_text(line)}"] if line else []
