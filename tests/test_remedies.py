@@ -313,9 +313,9 @@ loss = (torch.exp(t) + t + s).sum()
 loss.backward()
 """
     _, _, remedies = proposed(source, tmp_path)
-    bounds = ["20", "80", "10"]
-    assert [changed_lines(r.diff) for r in remedies[:3]] == [f"+t = t.clamp_max({b})\n" for b in bounds]
-    assert [r.title for r in remedies[3:]] == [f"Keep `t` at {b} or below" for b in bounds]
+    bounds = ["20", "80", "10", "2"]
+    assert [changed_lines(r.diff) for r in remedies[:4]] == [f"+t = t.clamp_max({b})\n" for b in bounds]
+    assert [r.title for r in remedies[4:]] == [f"Keep `t` at {b} or below" for b in bounds[: len(remedies) - 4]]
 
 
 def test_without_a_file_there_is_advice_and_no_diff() -> None:

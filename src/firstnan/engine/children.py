@@ -255,6 +255,7 @@ class TurnReplay:
         self.whole = not start and not turn.is_function
         self._random = random or not start
         self._bad: list[tuple[tuple[int, ...], int]] = []
+        self._settling = False
         self._read: dict[str, Tensor] = {}
         """The data in the variables of the body, as the failing step had them."""
         self._session, self._turn, self._start, self._rehearsals = session, turn, start, rehearsals
@@ -475,7 +476,7 @@ class TurnReplay:
             self._settle(trip, [])
 
     def value_read(self, tensor: Tensor) -> None:
-        if self.failure.trip.noticed.what == "value":
+        if self.failure.trip.noticed.what == "value" and not self._settling:  # otherwise we read it ourselves
             self.tripped(Trip(Noticed("value"), [tensor], before_update=True), self.failure.place)
 
     def fails_again(self) -> bool:
@@ -495,7 +496,9 @@ class TurnReplay:
         if not self._traced:
             raise SystemExit
         how = HOW if not self._turn.is_function else _CALLED.format(name=self._turn.code.co_name)
+        self._settling = True
         report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, how)
+        self._settling = report is not None
         if report is not None:
             if not self._session.drew_the_same() or not self._is_as_bad(trip):
                 report = report.with_other_numbers()

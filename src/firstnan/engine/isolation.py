@@ -19,9 +19,10 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -406,14 +407,13 @@ def fork() -> Fork | Channel | None:
     reading, writing = os.pipe()
     numbers = random.getstate()  # Python seeds its generator anew in a forked process
     pools_ended = end_thread_pools()
-    # Functions that run around a fork would swallow a KeyboardInterrupt.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    process = _fork()
+    with _ctrl_c_deferred() as pressed:
+        process = _fork()
     if process:
         os.close(writing)
         child = Fork(process, reading)
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            pressed()
             first = next(child.receive(30.0), "the child could not be started")
         except KeyboardInterrupt:
             child.end()
@@ -433,7 +433,6 @@ def fork() -> Fork | Channel | None:
         _separate_memory()
         random.setstate(numbers)
         alone_after_fork(threads=pools_ended)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if not has_view:
             pretend_to_write()
             change_nothing()
@@ -443,6 +442,20 @@ def fork() -> Fork | Channel | None:
         os._exit(1)
     channel.send(None)
     return channel
+
+
+@contextlib.contextmanager
+def _ctrl_c_deferred() -> Iterator[Callable[[], None]]:
+    """Keeps Ctrl-C back, since python ignores what functions raise around a fork. Calling the result lets it in."""
+    handler, came = signal.getsignal(signal.SIGINT), list[Any]()
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield lambda: None
+        return
+    signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    try:
+        yield lambda: handler(*came[0]) if came else None
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _has_view() -> bool:
