@@ -1,5 +1,5 @@
 # make demo      a failing training, found and explained
-# make test      lint, types and all tests
+# make test      lint, types, all tests, the documentation and the tests of the HTML report in a browser
 # make quick     lint, types and the fast tests, in less than a minute
 # make test-frameworks  the tests with Lightning, transformers and others, in an environment of their own
 # make test-browser  the tests of the HTML report in a headless Chromium, in an environment of their own, without torch
@@ -22,7 +22,7 @@ demo: install
 	if [ $$code -ne 3 ]; then echo "make demo: exit code $$code where 3 (found) was expected" >&2; exit 1; fi; \
 	echo "make demo: exit code 3, a non-finite value was found as expected. More demos: $(BIN)/firstnan demo"
 
-test: lint types unit
+test: lint types unit docs test-browser
 
 quick: lint types
 	$(BIN)/python -m pytest -q -n 2 --timeout=60 -m "not slow"
