@@ -523,7 +523,8 @@ class Started:
         for one in shared:
             os.makedirs(one, exist_ok=True)
         reading, writing = os.pipe()
-        self._process = _fork()
+        with _ctrl_c_deferred() as pressed:
+            self._process = _fork()
         if not self._process:
             try:
                 os.close(reading)
@@ -532,8 +533,13 @@ class Started:
                 os.write(writing, str(error).encode())
             os._exit(1)
         os.close(writing)
-        with open(reading, "rb") as file:
-            why_not = file.read().decode(errors="replace")  # empty once the program has replaced this process
+        try:
+            pressed()
+            with open(reading, "rb") as file:
+                why_not = file.read().decode(errors="replace")  # empty once the program has replaced this process
+        except KeyboardInterrupt:
+            self.end()
+            raise
         if why_not:
             self.end()
             raise IsolationError(why_not)
