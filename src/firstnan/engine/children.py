@@ -418,6 +418,7 @@ class TurnReplay:
         values = list(self._turn.names.values())
         self._known = [t for value in values for t in data_in(value, depth=2) if not is_finite(t)]
         session.handouts.restore_turn(self._rehearsals, random=self._random)
+        session.replay_begins()
         if session.gate.scales:
             restart_scalers()
         session.gate.reads.forget()

@@ -124,6 +124,7 @@ class LoopReplay:
         """Restores the state from the start of the step; raises ReplayError if its batches are gone."""
         session = self._session
         self._to_drop, self._dropped = self._handouts.begin(source, self._updates), {}
+        session.replay_begins()
         self._schedules.restore()
         session.gate.reads.forget()
         self._microscope.drop_gradients()

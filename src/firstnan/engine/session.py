@@ -157,7 +157,8 @@ class Session(Observer):
         """How many updates of the bad step each optimizer has attempted."""
         self._replay: LoopReplay | TurnReplay | None = None
         self._random_at_trip: RandomState | None = None
-        """In a child: the state of the random generators where the step has failed."""
+        self._random_at_start: RandomState | None = None
+        """In a child: the state of the random generators where the step has failed, and where a replay has begun."""
         self._schedules: Schedules | None = None
         self._schedule_search = ScheduleSearch()
         self._holds = False
@@ -954,9 +955,16 @@ class Session(Observer):
         if self.failure is not None:
             self.microscope.known_history = self.failure.report.history  # a replay makes updates of its own
 
+    def replay_begins(self) -> None:
+        """The state that a replay begins from was restored."""
+        self._random_at_start = self.handouts.random_now() if self._random_at_trip is not None else None
+
     def drew_the_same(self) -> bool:
-        """Whether a replay that fails now has drawn the random numbers of the failing step."""
-        return self._random_at_trip is None or self._random_at_trip == self.handouts.random_now()
+        """Whether a replay that fails now has drawn the random numbers of the failing step, or none at all."""
+        return self._random_at_trip is None or self.handouts.random_now() in (
+            self._random_at_trip,
+            self._random_at_start,
+        )
 
     def try_with(self, policy: Policy) -> None:
         """In a child that tries a change: training goes on from here, under this policy."""
