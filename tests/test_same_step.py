@@ -134,10 +134,10 @@ def test_the_last_batch_of_an_epoch(firstnan: Zygote, tmp_path: Path) -> None:
 BUFFER = """
     net.register_buffer("last", torch.zeros(4))
     data = torch.rand(320, 4)
-    data[47::16, 2] = float("nan")
+    data[47::16, 2] = -1.0
     for x, in DataLoader(TensorDataset(data), batch_size=16):
-        net.last = x[-1]
-        loss = net(x.nan_to_num()).square().mean()
+        net.last = x[-1].log()
+        loss = net(x).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
