@@ -599,7 +599,7 @@ def _other_failure(first: Report, second: Report) -> str:
 def _not_isolated(error: OSError) -> str:
     return (
         f"the program was not run again, since it could not be kept away from your files here ({error}); "
-        "--isolation off runs it again all the same"
+        "--isolation off runs it again anyway"
     )
 
 
