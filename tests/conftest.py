@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from firstnan.observe import manifest
+from firstnan.observe.compiler import compiles, was_used
 
+_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 torch.set_num_threads(1)  # tiny tensors; the other cores have tests of their own to run
 
 
@@ -23,6 +26,7 @@ def torch_state() -> dict[str, Any]:
         "how compiled functions run": compiler._stance.stance if (compiler := _compiler()) else "default",
         "sys.settrace": sys.gettrace() if _is_ours(sys.gettrace()) else None,
         "sys.excepthook": sys.excepthook if _is_ours(sys.excepthook) else None,
+        "environment": {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS},
     }
     state |= {f"{owner.__name__}.{name}": vars(owner).get(name) for owner, name in manifest.REPLACED}
     replaced_for_good = (*manifest.CHANGED_SOURCES, *manifest.OWN_PROCESS, *manifest.FORKED, *manifest.RANKS)
@@ -41,6 +45,15 @@ def _compiler() -> Any:
 def _is_ours(function: Any) -> bool:
     # A coverage tool or a debugger has its own trace function.
     return (getattr(function, "__module__", None) or "").startswith("firstnan")
+
+
+@pytest.fixture(autouse=True)
+def _compiles_anew() -> Iterator[None]:
+    """What one test has compiled is forgotten before the next: the detector asks whether the program compiles."""
+    yield
+    if compiles() or was_used():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -115,7 +115,7 @@ def test_a_process_killed_while_writing_leaves_the_old_file_or_the_new_one(tmp_p
     path, chance, last, in_the_middle = tmp_path / "x.capsule", random.Random(0), 0, 0
     fork = multiprocessing.get_context("fork")
     for _ in range(32):
-        began = fork.Value("q", last)
+        began = fork.Value("q", last, lock=False)  # the child may be killed while it holds a lock
         child = fork.Process(target=write_forever, args=(path, last, began))
         child.start()
         while began.value < last + 3:

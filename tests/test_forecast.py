@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from firstnan import NaNDetector
-from firstnan.engine import sampling
 from firstnan.engine.sampling import StepSamples
 from firstnan.gate.forecast import LARGEST, Outlook, Rise, SinkingScale, reach, sentence
 from firstnan.gate.histories import Track
@@ -24,12 +23,6 @@ from zygote import Zygote
 pytest_plugins = ["zygote"]
 
 HALF = LARGEST["float16"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test of this process may have compiled something: then no step is sampled."""
-    monkeypatch.setattr(sampling, "_is_compiled", lambda: False)
 
 
 # --- when a rise reaches its limit --------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def test_a_launcher_is_followed_or_said_not_to_be(
     assert is_launcher("/usr/bin/torchrun", module=False)
     assert not is_launcher("train.py", module=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delenv("FIRSTNAN", raising=False)
+    monkeypatch.setenv("FIRSTNAN", "0")  # so that what `follow` sets is removed again
+    monkeypatch.delenv("FIRSTNAN")
     follow("torchrun", "out.json")
     assert "are not watched" in capsys.readouterr().err
     assert "FIRSTNAN" not in os.environ

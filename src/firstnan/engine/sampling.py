@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import Any
@@ -12,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from firstnan.engine.ranks import world
+from firstnan.observe.compiler import was_used  # a hook or a mode would have it compile again
 from firstnan.observe.sites import Ownership
 from firstnan.records import Headroom
 from firstnan.tracing.headroom import RiskyOperators
@@ -51,7 +51,7 @@ class StepSamples:
             wait = (self._cost / _SHARE - elapsed) / (elapsed / steps)
             self.due = updates + max(_LEAST, int(wait) + 1)
             return
-        if self._handle is not None or self._operators.running or _is_compiled() or not world().is_alone:
+        if self._handle is not None or self._operators.running or was_used() or not world().is_alone:
             return
         self._thread = threading.get_ident()
         self._handle = register_module_forward_pre_hook(self._module_called)
@@ -85,9 +85,3 @@ class StepSamples:
 
     def nearest(self) -> tuple[Headroom, ...]:
         return self._operators.nearest()
-
-
-def _is_compiled() -> bool:
-    """Whether the program has compiled code, which a hook or a mode would make it compile again."""
-    compiler = sys.modules.get("torch._dynamo.utils")
-    return compiler is not None and bool(compiler.counters["stats"])
