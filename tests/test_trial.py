@@ -717,6 +717,40 @@ def test_a_change_that_fails_in_a_later_epoch_is_not_proven(place: Path, command
     assert "tried: step 2 is finite, but the loss is non-finite in step 30" in " ".join(done.stderr.split())
 
 
+STARTED_ONCE = """
+    import pathlib
+    import torch
+
+    assert not pathlib.Path("started").exists(), "started again"
+    pathlib.Path("started").touch()
+
+    def loss_of(model, x):
+        return (model(x) - torch.log(x.sum(1, keepdim=True))).square().mean()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(9):
+        x = torch.rand(8, 4) + 0.5
+        if step == 5:
+            x[3] = 0
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("to", "note"), [("x.abs().sum(", "the loss"), ("0.5 * x.sum(", "wrote no result")])
+def test_what_leaves_healthy_steps_alone_has_been_tried_enough_at_the_failing_one(
+    place: Path, command: Any, to: str, note: str
+) -> None:
+    """A change that does not help is tried from the start only if it changes the steps before."""
+    write(place / "train.py", STARTED_ONCE)
+    command("--json", "report.json", remedies=(change(place / "train.py", "x.sum(", to),))
+    (result,) = load(place / "report.json").remedies
+    assert not result.proven and note in result.note
+
+
 def test_a_run_from_the_start_goes_to_the_end_too(place: Path) -> None:
     far = Limits(60, 120, further=30, end=30)
     write(place / "train.py", EPOCHS.format(later=3))

@@ -27,7 +27,7 @@ from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
 from firstnan.engine.turn import LeftLoop, Turn, parsed, same_values
 from firstnan.gate.gate import Trip
-from firstnan.observe.forked import calls_one_of
+from firstnan.observe.forked import when_called
 from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
@@ -57,7 +57,7 @@ class StepTrials:
     interrupted: bool = False
     """Whether Ctrl-C has ended a trial; what was seen until then counts."""
     _looked: bool = False
-    _healthy: list[float] = field(default_factory=list)
+    _healthy: HealthyTurns = field(default_factory=lambda: HealthyTurns())
 
     def outcome(self, contents: dict[str, bytes], remedy: Remedy, *, step: int, reach: Reach) -> TrialOutcome | None:
         """The outcome of the changed program, which fails in `step`; None if it has to be run from its start."""
@@ -65,7 +65,7 @@ class StepTrials:
             self._looked = True
             self._turn = self._failing_turn()
             if self._turn is not None:
-                self._healthy = self._ask(_Compared(self.session, *self._turn, None)) or []
+                self._healthy = self._ask(_Compared(self.session, *self._turn, None)) or self._healthy
         if self._turn is None:
             return None
         change = _Change.of(contents, remedy, *self._turn)
@@ -77,8 +77,7 @@ class StepTrials:
         if seen is None or (seen.noticed and not seen.called and change.functions):
             return None
         passed, noticed = step + (seen.steps or seen.turns), seen.noticed
-        compares = not noticed and not self.interrupted
-        losses = self._ask(_Compared(self.session, *self._turn, change)) if compares else None
+        compared = None if self.interrupted else self._ask(_Compared(self.session, *self._turn, change))
         after = list(seen.losses) if seen.one_loss_each() else []
         return TrialOutcome(
             passed=passed,
@@ -89,8 +88,9 @@ class StepTrials:
             ended=seen.ended,
             exploded=seen.exploded,
             frozen=seen.frozen(),
-            change=change_of(self._healthy, losses or []),
+            change=change_of(self._healthy.losses, compared.losses) if compared is not None and not noticed else None,
             at_step=True,
+            same_before=bool(self._healthy.losses) and compared == self._healthy and not _changes_updates(remedy),
             losses=tuple((step, loss) for loss in after[:1]),
             latest=tuple((step + 1 + i, loss) for i, loss in enumerate(after[1:])),
         )
@@ -118,6 +118,20 @@ class StepTrials:
                 raise
             self.interrupted = True
         return last
+
+
+def _changes_updates(remedy: Remedy) -> bool:
+    """Whether a change acts on gradients or updates, and so possibly on earlier steps that look the same."""
+    return remedy.kind != "code" or any("clip_grad" in edit.new for edit in remedy.edits)
+
+
+@dataclass
+class HealthyTurns:
+    """What healthy turns compute, without their updates."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    """Of the gradients that each update would have used."""
 
 
 class _Work:
@@ -166,6 +180,7 @@ class _Watching(Policy):
 
     def __init__(self, *, updates: bool, step_ended: Callable[[], None] = lambda: None) -> None:
         self.losses: list[float] = []
+        self.norms: list[float | None] = []
         self.updates = 0
         self.learns = False
         """Whether any update had a gradient other than 0."""
@@ -185,6 +200,8 @@ class _Watching(Policy):
             self.updates += 1
             gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
             self.learns = self.learns or any(bool(g.any()) for g in gradients)
+            if not self._updates:
+                self.norms.append(session.gate.norm)
         return Decision.RUN if self._updates or closure else Decision.DROP
 
     def step_ended(self, session: Session) -> None:
@@ -230,27 +247,27 @@ class _Steps:
 
 
 class _Compared(_Work):
-    """The losses of healthy turns after the failing one, without updates; with a change or without."""
+    """Healthy turns after the failing one, without updates; with a change or without."""
 
     def __init__(self, session: Session, turn: Turn, start: int, change: _Change | None) -> None:
         super().__init__(session, turn, start)
         self._change = change
 
-    def answer(self, channel: isolation.Channel) -> list[float]:
+    def answer(self, channel: isolation.Channel) -> HealthyTurns:
         watching = _Watching(updates=False)
         self.session.try_with(watching)
         if self._change is not None:
             self._change.make()
         code = self._change.code_of(self.turn) if self._change is not None else self.turn.compiled()
         if code is None:
-            return []
+            return HealthyTurns()
         for names in islice(following(self.turn, self.session), _COMPARED):
             self.turn.names.update(names)
             try:
                 self.turn.run(code)
             except (LeftLoop, TurnFailed):
                 break
-        return watching.losses
+        return HealthyTurns(watching.losses, watching.norms)
 
 
 @dataclass
@@ -271,6 +288,9 @@ class Seen:
     updates: int = 0
     learns: bool = False
     """Whether any update had a gradient other than 0."""
+
+    def changed_is_called(self) -> None:
+        self.called = True
 
     def one_loss_each(self) -> bool:
         """Whether every step had one backward call, so that each loss has its step."""
@@ -337,7 +357,8 @@ class _Tried(_Work):
         self.begin()
         seen, left = self._seen, False
         try:
-            seen.called = self._change.is_called_in(lambda: self.turn.run(first))
+            with when_called(self._change.replaced, seen.changed_is_called):
+                self.turn.run(first)
             self.session.handouts.stop_again()
             seen.turns += 1
             for names in following(self.turn, self.session):
@@ -522,10 +543,6 @@ class _Change:
                 fresh = fresh.replace(co_filename=code.co_filename)
                 function.__code__ = fresh
                 self.replaced.append(fresh)
-
-    def is_called_in(self, act: Any) -> bool:
-        """Runs it; returns whether a replaced function was called."""
-        return calls_one_of(self.replaced, act)
 
 
 def _text(path: str) -> str:

@@ -152,7 +152,8 @@ class Trials:
             here = self._at_step.outcome(contents, remedy, step=bad, reach=reach)
         if here is not None:
             result = judged(remedy, here, report)
-            if result.proven or self._from_start or self.limits.one > _QUICKLY or result.fails_in:
+            is_last_word = here.same_before or self.limits.one > _QUICKLY or bool(self._from_start)
+            if result.proven or is_last_word or result.fails_in:
                 return result
         if self._from_start:
             return replace(remedy, note=self._from_start)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -282,18 +282,17 @@ def in_memory(path: Any, *, copied: bool) -> int:
     return number
 
 
-def calls_one_of(codes: list[CodeType], act: Callable[[], None]) -> bool:
-    """Runs `act`; returns whether one of these functions was called meanwhile."""
-    called = False
+@contextlib.contextmanager
+def when_called(codes: list[CodeType], then: Callable[[], None]) -> Iterator[None]:
+    """Calls `then` when one of these functions is called in the `with` block, also if that ends in an error."""
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal called
-        called = called or (event == "call" and any(frame.f_code is code for code in codes))
+        if event == "call" and any(frame.f_code is code for code in codes):
+            sys.setprofile(None)
+            then()
 
-    if codes:
-        sys.setprofile(watch)
+    sys.setprofile(watch if codes else None)
     try:
-        act()
+        yield
     finally:
         sys.setprofile(None)
-    return called

@@ -330,7 +330,14 @@ def _tangent(at: FailingOperation) -> Iterator[Guard]:
 
 @guards_for("exp", "expm1", "exp2", "sinh", "cosh")
 def _exponential(at: FailingOperation) -> Iterator[Guard]:
-    for high in ("10", "5") if at.context.dtype == "float16" else ("20", "80", "10", "2"):
+    bounds = ("10", "5") if at.context.dtype == "float16" else ("20", "80", "10", "2")
+    stat = at.stat("self")
+    yield _below(at, bounds[0])
+    underflows = stat is not None and stat.min is not None and stat.min < -4 * float(bounds[0])
+    if underflows and at.expr.op not in ("sinh", "cosh"):
+        # Others underflow to 0, where a root or a logarithm that follows has no finite gradient.
+        yield _inside(at, f"-{bounds[0]}", bounds[0])
+    for high in bounds[1:]:
         yield _below(at, high)
 
 

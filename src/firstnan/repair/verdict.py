@@ -62,6 +62,8 @@ class TrialOutcome:
     """The largest relative change of a healthy loss, where that was measured at the failing step."""
     at_step: bool = False
     """Whether the run began with the failing step, which the unchanged program fails again."""
+    same_before: bool = False
+    """Whether healthy steps are exactly what they were: a run from the start comes to the failing step as before."""
     losses: tuple[tuple[int, float], ...] = ()
     latest: tuple[tuple[int, float], ...] = ()
     """The last losses of the run."""
