@@ -188,6 +188,30 @@ def test_a_batch_that_was_fetched_ahead_is_not_the_steps(firstnan: Zygote, tmp_p
     assert (batch["index"], batch["bad_samples"]) == (25, [5])
 
 
+@pytest.mark.parametrize("together", [2, 3, 5])
+def test_of_batches_that_are_fetched_together_the_one_in_use_is_named(
+    firstnan: Zygote, tmp_path: Path, together: int
+) -> None:
+    """All batches of an update are fetched before the first is used, and one more to know which is the last."""
+    text = f"""
+        def one_ahead(loader):
+            batches = iter(loader)
+            current = next(batches)
+            for following in batches:
+                yield current
+                current = following
+        batches = one_ahead(DataLoader(TensorDataset(data), 8))
+        while True:
+            fetched = [next(batches) for _ in range({together})]
+            optimizer.zero_grad()
+            for (part,) in fetched:
+                (loss_of(part) / {together}).backward()
+            optimizer.step()
+    """
+    batch = run(firstnan, tmp_path, text).found["batch"]
+    assert (batch["index"], batch["bad_samples"]) == (25, [5])
+
+
 def test_another_batch_that_fails_too_is_not_the_steps(firstnan: Zygote, tmp_path: Path) -> None:
     """The program's own generator goes on, so the whole body would draw another bad row."""
     text = """

@@ -39,6 +39,10 @@ _BUFFER_BYTES = 256 << 20
 SMALL_BUFFER = 1 << 16
 
 
+_Known = tuple[Any, int, Any]
+"""A batch, its index and the indices of its samples."""
+
+
 @dataclass(slots=True)
 class Loader:
     """The batches that one loader's iterator has handed out since the last update."""
@@ -48,6 +52,8 @@ class Loader:
     pending_indices: deque[Any] = field(default_factory=deque)
     again: list[Handout] = field(default_factory=list)
     """The batches that a replay still has to hand out."""
+    carried: _Known | None = None
+    """The last batch that was handed out before the last update."""
 
     def is_full(self) -> bool:
         """Whether the current step has used more batches than are kept."""
@@ -84,7 +90,7 @@ class Handouts:
         self._turns: deque[tuple[RandomState, list[tuple[Slot, Tensor, Tensor]]]] = deque(maxlen=2)
         """Random state and buffers at the ends of the last steps, in a loop without a loader."""
         self._last_random: RandomState | None = None
-        self._before: tuple[Any, int, Any] | None = None
+        self._before: _Known | None = None
         """The batch before the latest of the same loader, its index and its samples' indices."""
         self._earlier: tuple[int, int] | None = None
         """The last batch of the step before, of any loader: the number of updates then, and its index."""
@@ -111,6 +117,7 @@ class Handouts:
             self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
             if self._handouts <= _TESTED or self._handouts % _EVERY == 0:
                 self._look_for_changes(source.recent[-1])
+            source.carried = _known(source.recent[-1])
             source.recent = []
         indices = source.pending_indices.popleft() if source.pending_indices else None
         handout = Handout(
@@ -121,7 +128,7 @@ class Handouts:
         source.recent.append(handout)
         source.count += 1
         if self.latest is not None and source is self._latest_source:
-            self._before = self.latest.batch, self.latest.index, self.latest.indices
+            self._before = _known(self.latest)
         if self.latest is not None and self.latest.updates != updates:
             self._earlier = self.latest.updates, self.latest.index
         self.latest = handout
@@ -303,29 +310,36 @@ class Handouts:
     # After a trip.
 
     def settle_on_used(self, used: Iterable[Any]) -> bool:
-        """The step reads these values: if they are the batch before the latest, that is the step's batch.
+        """The step reads these values: if they are an earlier batch than the latest, that is the step's batch.
 
-        Some loaders fetch a batch ahead, to know which is the last one. False if neither is seen in use.
+        Some loaders fetch a batch ahead, to know which is the last one, and some loops all batches of a step. False if
+        none is seen in use.
         """
-        latest, before = self.latest, self._before
+        latest = self.latest
         if latest is None:
             return False
         used, members = list(used), latest.batch if isinstance(latest.batch, list | tuple) else [latest.batch]
         quick = {id(latest.batch), *(id(t) for t in members if isinstance(t, Tensor))}
         if any(id(value) in quick for value in used):  # the usual case, and the rest takes longer than a step
             return True
-        read = {id(t) for value in used for _, t in tensors_in(value, depth=2)}
-        newest, older = ({id(t) for _, t in tensors_in(one)} for one in (latest.batch, before[0] if before else None))
-        if newest.isdisjoint(read) and older.isdisjoint(read) and before is not None:  # the loader may have copied it
-            found = [t for value in used for _, t in tensors_in(value, depth=2) if not t.requires_grad]
-            newest, older = (read if _are_copied(one, found) else set() for one in (latest.batch, before[0]))
-        if newest.isdisjoint(read) and not older.isdisjoint(read):
-            assert before is not None
+        known = self._newest_first(latest)
+        found = _used_of([batch for batch, _, _ in known], used)
+        if found:  # if None, it is not seen at all
             self.is_ahead = True
-            latest.batch, latest.index, latest.indices = before
+            latest.batch, latest.index, latest.indices = known[found]
             latest.versions, latest.pristine = tensor_versions(latest.batch), None
-            return True
-        return not newest.isdisjoint(read)
+        return found is not None
+
+    def _newest_first(self, latest: Handout) -> list[_Known]:
+        """What the same loader has handed out for this step, and the last one before."""
+        source = self._latest_source
+        step = [_known(h) for h in reversed(source.recent) if h is not latest] if source is not None else []
+        others = [*step, self._before, source.carried if source is not None else None]
+        found = {latest.index: _known(latest)}
+        for one in others:
+            if one is not None:
+                found.setdefault(one[1], one)
+        return sorted(found.values(), key=lambda one: -one[1])
 
     def possible(self, updates: int) -> bool:
         """Whether the batch that the current step began with is still available."""
@@ -404,6 +418,22 @@ class Handouts:
 
     def again(self, iterator: Any) -> Handout:
         return self.sources[iterator].again.pop(0)
+
+
+def _known(handout: Handout) -> _Known:
+    return handout.batch, handout.index, handout.indices
+
+
+def _used_of(batches: list[Any], used: list[Any]) -> int | None:
+    """Which of these batches the variables hold: the first one that a variable holds alone, if there is such a one."""
+    members = [{id(t) for _, t in tensors_in(batch)} for batch in batches]
+    held = [{id(t): t for _, t in tensors_in(value, depth=2)} for value in used]
+    touched = [{i for i, own in enumerate(members) if not own.isdisjoint(read)} for read in held]
+    if not any(touched):  # the loader may have copied it
+        copies = [[t for t in read.values() if not t.requires_grad] for read in held]
+        touched = [{i for i, batch in enumerate(batches) if _are_copied(batch, read)} for read in copies]
+    alone = [i for one in touched if len(one) == 1 for i in one]
+    return min(alone or [i for one in touched for i in one], default=None)
 
 
 def _are_copied(batch: Any, used: list[Tensor]) -> bool:
