@@ -11,7 +11,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -56,6 +59,45 @@ def stage(firstnan: Zygote) -> Iterator[MakeStage]:
 
 
 # --- files and databases ------------------------------------------------------------------------------------------
+
+
+LEFT_OPEN = """
+    import torch
+
+    class Store:
+        \"\"\"Writes when it is freed, as the files of many libraries do.\"\"\"
+        def __init__(self):
+            self.file, self.freed = open("attribute.txt", "w"), open("freed.txt", "w")
+        def __del__(self):
+            self.freed.write("freed ")
+            self.freed.close()
+
+    def train():
+        kept = open("local.txt", "w")
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(9):
+            for file in (kept, store.file, shared):
+                file.write(f"{step} ")
+            x = torch.rand(4, 3) + 0.1 - float(step == 5)
+            optimizer.zero_grad()
+            (model(x) - x.log()).square().mean().backward()
+            optimizer.step()
+
+    store, shared = Store(), open("global.txt", "w")
+    train()
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--replay", "never")])
+def test_files_that_are_left_open_are_written_when_the_program_ends(tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(LEFT_OPEN))
+    command = [sys.executable, "-m", "firstnan", "run", "--verify", "0", *options, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    written = {path.name: path.read_text().split() for path in tmp_path.glob("*.txt")}
+    rows = [str(step) for step in range(6)]
+    assert written == {"attribute.txt": rows, "freed.txt": ["freed"], "global.txt": rows, "local.txt": rows}
 
 
 @dataclass(frozen=True)

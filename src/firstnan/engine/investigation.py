@@ -142,6 +142,14 @@ class Investigation:
         return code if replaced is None else replaced
 
     def end(self) -> int | None:
+        try:
+            return self._end()
+        finally:
+            if self.watch is not None and self.watch.session.values is not None:
+                # Torch still knows our functions. The program's variables are to be freed as usual: that flushes files.
+                self.watch.session.values.forget()
+
+    def _end(self) -> int | None:
         self._over = True
         if self._live is not None:
             self._live.end()

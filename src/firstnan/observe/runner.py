@@ -5,6 +5,7 @@ from __future__ import annotations
 import _io
 import atexit
 import contextlib
+import gc
 import io
 import linecache
 import os
@@ -77,6 +78,7 @@ def run(program: Program, watcher: Watcher) -> int:
     _flush(sys.stdout)
     if watched:
         replaced = _guarded(watcher.end)
+        _flush_open_files()
         return code if replaced is None else replaced
     return code
 
@@ -279,6 +281,14 @@ def _call_hook(hook: Any, error: BaseException) -> BaseException | None:
         second.__traceback__ = _without_our_frames(second.__traceback__)
         return second
     return None
+
+
+def _flush_open_files() -> None:
+    """Files that the program has left open are written, as at python's end, even if something still holds them then."""
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for file in [one for one in gc.get_objects() if type(one) in kinds]:
+        if not file.closed and file.writable():
+            _flush(file)
 
 
 def _exit_code(error: SystemExit) -> int:
