@@ -460,3 +460,65 @@ def test_the_report_is_written_as_a_page_and_the_line_is_annotated(tmp_path: Pat
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     for part in ('class="bar zero"', 'class="preview"', "dataset index 17", "with this change", "proven</dd>"):
         assert part in html
+
+
+# --- more than one process or thread of control -------------------------------------------------------------------
+
+LOGARITHM = """
+    import torch
+
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def train():
+        for step in range(6):
+            x = torch.rand(4, 3) + 0.1 - float(step == 3)
+            optimizer.zero_grad()
+            (model(x) - x.log()).square().mean().backward()
+            optimizer.step()
+"""
+
+
+def test_a_program_started_by_the_program_is_said_not_to_be_watched(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(textwrap.dedent(LOGARITHM) + "\ntrain()\n")
+    start = "import subprocess, sys\nsubprocess.run([sys.executable, 'worker.py'], check=True)\n"
+    result = firstnan(["run", script(tmp_path, start)], cwd=tmp_path)
+    assert result.report is not None
+    assert (result.code, result.report["verdict"]) == (0, "clean")
+    assert "but worker.py was not watched, which the program has started" in result.stderr
+
+
+def test_what_else_a_training_starts_is_its_own_affair(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "other.py").touch()
+    text = textwrap.dedent(LOGARITHM.replace("step == 3", "step == 9")) + "\ntrain()\n"
+    start = "import subprocess, sys\nsubprocess.run([sys.executable, 'other.py'], check=True)\n"
+    result = firstnan(["run", script(tmp_path, text + start)], cwd=tmp_path)
+    assert (result.code, result.stderr) == (0, "")
+
+
+def test_a_task_that_was_ended_does_not_complain(firstnan: Zygote, tmp_path: Path) -> None:
+    text = textwrap.dedent(LOGARITHM) + textwrap.dedent("""
+        import asyncio
+
+        async def trained():
+            await asyncio.sleep(0)
+            train()
+
+        async def main():
+            await asyncio.gather(trained(), asyncio.sleep(0))
+
+        asyncio.run(main())
+    """)
+    result = firstnan(["run", "--verify", "0", script(tmp_path, text)], cwd=tmp_path)
+    assert result.code == 3
+    assert "never retrieved" not in result.stderr
+
+
+def test_a_report_that_cannot_be_written_is_said_once(firstnan: Zygote, tmp_path: Path) -> None:
+    """The folder is there when the program starts, and is gone when the report is written."""
+    (tmp_path / "reports").mkdir()
+    text = textwrap.dedent(LOGARITHM) + "\nimport os\nos.rmdir('reports')\ntrain()\n"
+    result = firstnan(["run", "-o", "reports/report.html", script(tmp_path, text)], cwd=tmp_path)
+    assert result.code == 3
+    assert result.stderr.count("can't write") == 1
+    assert "reports/report.html" not in result.stderr.partition("can't write")[2].partition("\n")[2]

@@ -21,7 +21,15 @@ from firstnan.engine.second_run import Order, SecondRun, Start
 from firstnan.engine.step_log import StepLog
 from firstnan.engine.workers import WorkerReports
 from firstnan.gate.forecast import sentence
-from firstnan.observe.runner import Program, before_leaving, before_replacing, overlay_sources, when_imported
+from firstnan.observe.runner import (
+    Program,
+    before_leaving,
+    before_replacing,
+    before_starting,
+    overlay_sources,
+    retrieve_from_tasks,
+    when_imported,
+)
 from firstnan.observe.sites import Ownership
 from firstnan.records import Batch, NaNEvent, Report
 from firstnan.records.files import write_whole
@@ -45,6 +53,7 @@ _UPDATES_BEFORE = 16
 _LEFT_RANGE = "the loss left its first range in step {} for good"
 _FINITE = "the second run did not fail in the same way"
 _SAME_LOSS = 1e-3
+_ELSEWHERE = "but {} was not watched, which the program has started; with FIRSTNAN=1 before `python` it is"
 _UNFINISHED = "the second run did not finish"
 _IN_WORKER = "it happened in a process that the program has started, which was not ended; the fixes were not tried"
 _OWN_STATE = (
@@ -106,6 +115,10 @@ class Investigation:
         """The answer of the first of several ranks, if that is another one."""
         self.logs = options.logs if self.order is None else None
         self._live = LiveStatus() if options.live and self.order is None else None
+        self._unwritten: set[Path] = set()
+        """Files of the report that could not be written."""
+        self._not_watched = ""
+        """A program of python's that this one has started."""
         self._fate = TrialOutcome()
         """How the program ended, as text; the exception itself would keep tensors alive."""
 
@@ -117,6 +130,7 @@ class Investigation:
         before_leaving(self._left_at_once)
         if not self.options.if_trained:  # otherwise python watches the next program too, if it is one of python's
             before_replacing(lambda name: say(f"the program replaces itself with {name}, which is not watched"))
+            before_starting(self._started_by_program)
         if self.order is None:
             self.workers.watch_spawned(program_directories(self.options.program))
         when_imported("torch", self._torch_imported)
@@ -126,10 +140,17 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
+        if type(error).__name__ == "Stop":  # of `policies`, which would import torch
+            retrieve_from_tasks(error)
         self._interrupted = isinstance(error, KeyboardInterrupt)
         self._fate = ended_by(error)
         if self.watch is not None:
             self.watch.program_failed(error)
+
+    def _started_by_program(self, words: list[str]) -> None:
+        names = [word for word in words[1:] if word.endswith(".py")]
+        if names and os.path.basename(words[0]).startswith("python") and not self._not_watched:
+            self._not_watched = names[0]
 
     def _left_at_once(self, code: int) -> int:
         """The program calls `os._exit`; returns the exit code to use."""
@@ -507,15 +528,21 @@ class Investigation:
                 place = self.ranks.path(path) if own else path
                 try:
                     write(report, place, extension=extension)
+                    self._unwritten.discard(place)
                 except Exception as error:  # a file that cannot be written must not cost the report
-                    say(f"can't write {place}: {getattr(error, 'strerror', None) or error}")
+                    if place not in self._unwritten:
+                        say(f"can't write {place}: {getattr(error, 'strerror', None) or error}")
+                    self._unwritten.add(place)
 
     def _is_others(self, path: Path, report: Report) -> bool:
         """Whether this file belongs to another process of the job."""
         if not self.options.if_trained or report.verdict != "clean":
             return False
-        trained = self.watch is not None and self.watch.session.gate.trained
-        return not trained or (path.exists() and path.stat().st_mtime >= self._began_at)
+        return not self._has_trained or (path.exists() and path.stat().st_mtime >= self._began_at)
+
+    @property
+    def _has_trained(self) -> bool:
+        return self.watch is not None and self.watch.session.gate.trained
 
     def _add_notes(self, notes: tuple[str, ...]) -> None:
         """Adds what was noticed after the report was printed."""
@@ -536,6 +563,8 @@ class Investigation:
             print_text(self.report, sys.stderr, saved=saved, parts="rest" if self._first_part_printed else "whole")
 
     def _deliver(self) -> None:
+        if self._not_watched and self.report.verdict == "clean" and not self._has_trained:
+            self.report = self.report.with_(notes=(*self.report.notes, _ELSEWHERE.format(self._not_watched)))
         notes = self.report.notes
         if self._replicas is not None and (found := self._replicas.told()):
             self.report = self.report.with_(notes=(*notes, found))
@@ -544,8 +573,9 @@ class Investigation:
         if self.ranks.are_many and self.ranks.writes_for_all:
             self._write(self.report if own else self._answer or self.report)
         if self.report.verdict != "clean":
-            saved = self.options.json or self.options.output
-            self._print_rest(str(saved) if saved else "")
+            paths = [path for path in (self.options.json, self.options.output) if path is not None]
+            saved = [str(path) for path in paths if path not in self._unwritten]
+            self._print_rest(saved[0] if saved else "")
             if self.options.fix is not None and own:
                 self._write_fix(self.options.fix)
             if self.options.annotate and (self.ranks.writes_for_all or not self.ranks.are_many):

@@ -54,6 +54,7 @@ CHANGED_SOURCES: tuple[tuple[str, str], ...] = (
     ("_io", "open_code"),
     ("importlib.machinery", "SourceFileLoader.path_stats"),
     ("multiprocessing.spawn", "get_preparation_data"),
+    ("subprocess", "Popen._execute_child"),
 )
 """Replaced for good in a process that only tests a change of the program (`runner.py`); by module, since
 watching a program imports none of them."""

@@ -504,6 +504,32 @@ def before_leaving(act: Callable[[int], int]) -> None:
     os._exit = _exit
 
 
+def retrieve_from_tasks(error: BaseException) -> None:
+    """The error has ended a task of asyncio, and the program: the task need not complain that nobody asks for it."""
+    tasks: Any = sys.modules.get("asyncio.tasks")
+    for task in list(getattr(tasks, "_all_tasks", ())):
+        with contextlib.suppress(Exception):
+            if task.done() and not task.cancelled() and task._exception is error:
+                task.exception()
+
+
+def before_starting(act: Callable[[list[str]], None]) -> None:
+    """Has `act` called with the words of each command that this process starts by `subprocess`."""
+
+    def follow() -> None:
+        popen: Any = sys.modules["subprocess"].Popen
+        start, process = popen._execute_child, os.getpid()
+
+        def _execute_child(self: Any, args: Any, *others: Any) -> Any:
+            if os.getpid() == process and not isinstance(args, str | bytes | os.PathLike):
+                act([os.fsdecode(word) for word in args])
+            return start(self, args, *others)
+
+        popen._execute_child = _execute_child
+
+    when_imported("subprocess", follow)
+
+
 def before_replacing(act: Callable[[str], None]) -> None:
     """Has `act` called with the name of the program by which this process replaces itself."""
     replace, process = os.execve, os.getpid()
