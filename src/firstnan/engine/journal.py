@@ -353,14 +353,27 @@ class Journal:
             self.add(NaNEvent("nonfinite", text, report.step, tensor=origin.produced, **where))
 
 
+_WHAT_MOVES = {
+    "loss": "loss",
+    "gradient": "gradient",
+    "scale": "gradient",
+    "weights": "parameter",
+    "layer": "output",
+    "operator": "input",
+    "variance": "input",
+    "attention": "output",
+}
+
+
 def event_of_forecast(forecast: Forecast) -> NaNEvent:
     kind: Literal["forecast", "withdrawn"] = "forecast" if forecast.withdrawn is None else "withdrawn"
     step = forecast.since_step if forecast.withdrawn is None else forecast.withdrawn
     text = f"step {step}: {sentence(forecast)}"
     if forecast.withdrawn is not None:
         text = f"step {step}: the forecast of step {forecast.since_step} is withdrawn: {subject(forecast)} has turned"
-    what: Any = {"layer": "output", "scale": "gradient"}.get(forecast.what, forecast.what)
-    return NaNEvent(kind, text, step, what=what, layer=forecast.name if forecast.what == "layer" else "")
+    what: Any = _WHAT_MOVES[forecast.what]
+    named = forecast.what in ("layer", "variance", "attention")
+    return NaNEvent(kind, text, step, what=what, layer=forecast.name if named else "")
 
 
 def one_line(report: Report) -> str:

@@ -323,16 +323,19 @@ class Gate:
         self._closely = self._is_safe = False
         rate = learning_rate_of(optimizer)
         known = size if whole else None
+        track = self._histories.track(optimizer)
         if self._sample is None:
-            self._histories.add(optimizer, (step, loss, self.norm, rate, known))
+            track.add((step, loss, self.norm, rate, known))
         else:
             sample, self._sample = self._sample, None
-            self._histories.track(optimizer).measured(step)
+            track.measured(step)
             known, ratio = sample.measure(known)
             scale = self.scale if self._scaling else None
             if self._scaling and (void := self._sinking.turned(step)) is not None:
                 self.foresees(void)
-            self._histories.add(optimizer, (step, loss, self.norm, rate, known, ratio, scale))
+            track.add((step, loss, self.norm, rate, known, ratio, scale))
+        if known is not None:
+            track.weights = known
         self._loss = None
         trips: list[Trip] = []
         bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
@@ -490,7 +493,7 @@ class Gate:
         alarm = guard.observe(step, self.norm, loss)
         if guard.left == step:
             self._healthy_steps = self._histories.of(optimizer)
-        news = guard.foresee(step, self.norm, loss, self._limits_of(optimizer))
+        news = guard.foresee(step, self.norm, loss, self._limits_of(optimizer), self._histories.track(optimizer))
         if news:
             self._foreseen(news, optimizer)
         return alarm
