@@ -272,8 +272,6 @@ class Investigation:
         if first and not self.replays_here() and not self.workers.is_elsewhere:
             if self.logs is not None:
                 self.logs.event(event)
-            if self._live is not None:
-                self._live.end()
             say(f"warning: {event.message}")
 
     def _wanted(self) -> Wanted | None:
