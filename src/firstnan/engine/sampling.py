@@ -54,6 +54,8 @@ class StepSamples:
         self._cost = self._since = 0.0
         self._plain: float | None = None
         """The time of the forward pass before the sampled one; None while it is not known."""
+        self.active = False
+        """Whether a step is looked at or timed, or about to be."""
         self._calls_modules = True
         """Whether the program calls modules: their first call begins a pass, and otherwise the end of the last step."""
 
@@ -80,7 +82,7 @@ class StepSamples:
             return
         if self._plain is None:
             self.due = updates + 1
-        self._thread = threading.get_ident()
+        self._thread, self.active = threading.get_ident(), True
         if self._calls_modules:
             self._handle = register_module_forward_pre_hook(self._module_called)
         else:
@@ -101,17 +103,12 @@ class StepSamples:
             self._operators.start()
             self._layers.start(self._operators.paused)
 
-    @property
-    def active(self) -> bool:
-        """Whether a step is looked at or timed, or about to be."""
-        return self._handle is not None or self._since > 0.0
-
     def stop(self, step: int) -> None:
         """The forward pass is over."""
         if self._handle is not None:  # no module was called
             self._calls_modules = False
         self._remove_hook()
-        since, self._since = self._since, 0.0
+        since, self._since, self.active = self._since, 0.0, False
         if self._operators.running:
             self._layers.stop(step)
             for forecast in self._operators.stop(step):

@@ -251,7 +251,7 @@ class Course:
         if len(rise) < _FEWEST or value < risen * rise[0][1]:
             return None
         line = [(t, math.log2(v)) for t, v in rise] if doubles else rise
-        if slope(line[-_LAST_SAMPLES:]) < _STEADY * slope(thinned(line)):
+        if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < _STEADY * slope(thinned(line)):
             return None
         return self._outlook.make(what, name(), kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
 
