@@ -494,7 +494,7 @@ class Gate:
         if guard.left == step:
             self._healthy_steps = self._histories.of(optimizer)
         limits = self._limits.get(id(optimizer)) or self._limits_of(optimizer)
-        news = guard.foresee(step, self.norm, loss, limits, track)
+        news = guard.foresee(step, self.norm, loss, limits, track.weights, track.recent)
         if news:
             self._foreseen(news, optimizer)
         return alarm

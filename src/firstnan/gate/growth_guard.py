@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from firstnan.gate.forecast import GrowingWeights, Rise
-from firstnan.gate.histories import Track
 from firstnan.records import Forecast
 
 _WINDOW = 64
@@ -103,6 +102,7 @@ class Weights:
 
 
 Forecasts = Sequence[Forecast]
+Steps = Sequence[tuple[Any, ...]]
 
 
 class Guard:
@@ -212,12 +212,13 @@ class Guard:
         norm: float | None,
         loss: float | None,
         limits: tuple[str, float, float],
-        track: Track,
+        weights: float | None,
+        steps: Steps,
     ) -> Forecasts:
         """Forecasts that this step allows, and those that it makes void: call it after `observe`.
 
-        `limits`: the type of the numbers, and where a loss and a gradient of this type overflow. `track`: the steps so
-        far.
+        `limits`: the type of the numbers, and where a loss and a gradient of this type overflow. `weights`: the norm of
+        all parameters, if it is known. `steps`: the fields of the last StepRecords.
         """
         news: list[Forecast] = []
         kind, largest, largest_gradient = limits
@@ -226,18 +227,18 @@ class Guard:
         first = max(self._first, _SMALL_NORM)
         if norm is not None and self._first and (norm > first or self._norm_rise.points):
             news += self._norm_rise.add(step, norm, first, kind, largest_gradient)
-        weights, growing = track.weights, self._growing
+        growing = self._growing
         if weights is not None and weights != growing.before and 0.0 < weights < math.inf:
             if weights > growing.bar or growing.forecast is not None:
-                news += self._judge_weights(step, weights, track)
+                news += self._judge_weights(step, weights, steps)
             growing.before = weights
         return news
 
-    def _judge_weights(self, step: int, weights: float, track: Track) -> Forecasts:
+    def _judge_weights(self, step: int, weights: float, steps: Steps) -> Forecasts:
         large = max(list(self._norms)[-_LATEST - 1 :], default=0.0) > _OUTLIER * max(self._usual, _SMALL_NORM)
         # With their signs: a loss that falls below zero is better for it. One that was far lower before has profited
         # from larger weights, even if it is high for a while.
-        last = [numbers[1] for numbers in track.recent[-_BLOCK:] if numbers[1] is not None]
+        last = [numbers[1] for numbers in steps[-_BLOCK:] if numbers[1] is not None]
         learns = len(last) < _BLOCK or median(last) < self._first_loss or self._least_loss < _LEARNED * self._first_loss
         growing = self._growing.add(step, weights, large, learns, self._growth)
         return [growing] if growing is not None else []
