@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from firstnan import NaNDetector
 from firstnan.engine.sampling import StepSamples
-from firstnan.gate.forecast import LARGEST, Outlook, Rise, SinkingScale, reach, sentence
+from firstnan.gate.forecast import LARGEST, GrowingWeights, Outlook, Rise, SinkingScale, reach, sentence
 from firstnan.gate.histories import Track
 from firstnan.gate.layer_histories import LayerHistories
 from firstnan.observe.sites import Ownership
@@ -119,6 +119,53 @@ def test_a_scale_that_is_searched_and_found_is_fine() -> None:
     assert all(scale.skipped(1000 + 500 * t, 128 if t % 2 else 64) is None for t in range(20))
 
 
+def grown(sizes: list[float], *, large: bool = False, learns: bool = False) -> list[Forecast]:
+    weights, told = GrowingWeights(), list[Forecast]()
+    for step, size in enumerate(sizes):
+        news = weights.add(step, size, large, learns, lambda size=size: size / sizes[0])  # type: ignore[misc]
+        told += [news] if news is not None else []
+        weights.before = size
+    return told
+
+
+def test_weights_that_grow_while_the_loss_does_not_fall() -> None:
+    sizes = [1 + t / 5 for t in range(100)]
+    (told,) = grown(sizes)
+    assert (told.kind, told.since_step, told.in_steps) == ("growth", 46, None)
+    assert sentence(told) == (
+        "the norm of the weights is 10.2 times that before training, and the loss is no better for it: "
+        "training is likely to diverge"
+    )
+    assert grown(sizes, learns=True) == []
+    assert grown([1 + t / 20 for t in range(100)]) == []
+
+
+def test_one_update_that_makes_the_weights_much_larger() -> None:
+    sizes = [1.0] * 30 + [13.0] * 1000
+    made, void = grown(sizes, large=True, learns=True)
+    assert (made.kind, made.since_step, void.withdrawn) == ("jump", 30, 543)
+    assert grown(sizes, learns=True) == []  # new weights were loaded: no gradient was large
+
+
+def losses(rate: float, sign: float) -> list[NaNEvent]:
+    """The forecasts of a model whose weights grow steadily, with a loss that rises or falls."""
+    torch.manual_seed(0)
+    model, seen = nn.Linear(4, 1, bias=False), list[NaNEvent]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    with NaNDetector(model, optimizer, on_nonfinite="warn", on_event=seen.append):
+        for _ in range(200):
+            optimizer.zero_grad()
+            loss = -model(torch.ones(2, 4)).mean()
+            (loss if sign < 0 else loss - 2 * loss.detach()).backward()
+            optimizer.step()
+    return [e for e in seen if e.kind == "forecast"]
+
+
+def test_a_loss_that_falls_below_zero_profits_from_larger_weights() -> None:
+    assert losses(0.1, -1) == []
+    assert [e.what for e in losses(0.1, 1)] == ["parameter"]
+
+
 def test_the_sentence() -> None:
     forecast = Forecast("layer", "decoder.ffn.2", "float16", HALF, 1234.0, 40, 25, 70, 100)
     assert sentence(forecast) == (
@@ -190,13 +237,35 @@ def test_a_forecast_comes_long_before_the_failure_and_is_in_the_report() -> None
     report = detector.report
     assert report is not None
     assert report.step is not None
-    first = report.forecast[0]
-    assert first.what == "loss"
+    weights, first = report.forecast[:2]
+    assert (weights.what, weights.in_steps, first.what) == ("weights", None, "loss")
+    assert first.low is not None
+    assert first.high is not None
     assert first.since_step + 5 < report.step
-    assert first.since_step + first.low <= report.step <= first.since_step + first.high
+    low, high = first.since_step + 0.9 * first.low, first.since_step + 1.1 * first.high
+    assert low <= report.step <= high
     assert [e.kind for e in seen if e.kind == "forecast"][:1] == ["forecast"]
     assert report.history.layers[0].layer == "Linear"
     assert report.history.layers[0].dtype == "float32"
+
+
+def test_a_report_has_all_layers_the_grown_ones_first() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with NaNDetector(model, optimizer, on_nonfinite="warn", layers=True) as detector:
+        for step in range(12):
+            with torch.no_grad():
+                model[9].weight.mul_(3.0)
+            loss = model(torch.ones(2, 4)).mean() * (math.nan if step == 11 else 1e-6)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    report = detector.report
+    assert report is not None
+    layers = [track.layer for track in report.history.layers]
+    assert layers[0] == "9"
+    assert {str(i) for i in range(10)} <= set(layers)
 
 
 def test_nothing_changes_and_nothing_is_told_while_training_is_healthy() -> None:
@@ -267,17 +336,122 @@ def test_without_gradients_nothing_is_sampled() -> None:
 def test_samples_are_rare_and_within_their_share_of_the_time() -> None:
     samples = StepSamples(Ownership())
     samples.step_ended(1)
-    assert samples.due == 513
+    assert samples.due == 257
     samples._cost = 1e9  # one sample that took far too long
-    samples.step_ended(513)
+    samples.step_ended(257)
     assert not samples.active
     assert samples.due > 1_000_000
     samples._cost = 0.0
     samples.step_ended(2000)
     assert samples.active
-    assert samples.due >= 2000 + 256
+    assert samples.due == 2001  # this pass is timed, the next one is sampled
+    model = nn.Linear(2, 2)
+    model(torch.ones(2))
     samples.stop(0)
     assert not samples.active
+    samples.step_ended(2001)
+    assert samples.due == 2001 + 2000 // 8
+    model(torch.ones(2).exp())
+    assert samples.active
+    samples.stop(1)
+    assert not samples.active
+
+
+def test_a_program_without_modules_is_sampled_too() -> None:
+    samples = StepSamples(Ownership((str(Path(__file__).parent),)))
+    weight = torch.ones(2, requires_grad=True)
+    for step in range(1, 600):
+        if step >= samples.due:
+            samples.step_ended(step)
+        weight.exp()
+        if samples.active:
+            samples.stop(step)
+    assert [h.op for h in samples.nearest()] == ["exp"]
+
+
+def told_by_samples(forward: Any, steps: int, *, model: nn.Module | None = None) -> list[Forecast]:
+    """What is foreseen if every 64th step is sampled."""
+    samples, told = StepSamples(Ownership((str(Path(__file__).parent),))), list[Forecast]()
+    parts = {id(m): (m, name) for name, m in model.named_modules()} if model is not None else {}
+    samples.tell_forecasts(told.append, lambda: parts, outputs=True)
+    for step in range(0, steps, 64):
+        samples._plain = 1.0
+        samples._begin()
+        forward(step)
+        samples.stop(step)
+    return told
+
+
+def test_an_exponent_that_keeps_growing() -> None:
+    x = torch.ones(4, requires_grad=True)
+    (told,) = told_by_samples(lambda t: (x * t / 40).exp(), 2500)
+    assert (told.what, told.kind) == ("operator", "max")
+    assert told.in_steps is not None
+    assert told.since_step + told.in_steps == pytest.approx(88.72 * 40, rel=0.1)
+    assert sentence(told).startswith("the argument of exp at test_forecast.py:")
+
+
+def test_an_exponent_that_settles() -> None:
+    x = torch.ones(4, requires_grad=True)
+    assert told_by_samples(lambda t: (x * 60 * (1 - math.exp(-t / 300))).exp(), 4000) == []
+
+
+def test_a_denominator_that_halves_again_and_again() -> None:
+    x = torch.ones(4, requires_grad=True)
+    told = told_by_samples(lambda t: x / (x * 2.0 ** -(t / 20)), 2500)
+    assert [(f.what, f.kind) for f in told] == [("operator", "min")]
+    assert "away from it and comes nearer" in sentence(told[0])
+
+
+def attention(fused: bool, sharpness: Any) -> Any:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 8, 16, requires_grad=True), torch.randn(2, 2, 8, 16)
+
+    def forward(t: int) -> Tensor:
+        scaled = q * sharpness(t)
+        if fused:
+            return nn.functional.scaled_dot_product_attention(scaled, k, k)
+        return (scaled @ k.transpose(-1, -2) / 4).softmax(-1) @ k
+
+    return forward
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_attention_whose_entropy_falls_towards_0(fused: bool) -> None:
+    told = told_by_samples(attention(fused, lambda t: t / 100 + 1), 6000)
+    assert [(f.what, f.kind) for f in told][:1] == [("attention", "entropy")]
+    assert "gives all weight to one position" in sentence(told[0])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_attention_that_becomes_sharp_and_stays_so(fused: bool) -> None:
+    assert told_by_samples(attention(fused, lambda t: 1 + 20 * (1 - math.exp(-t / 500))), 6000) == []
+
+
+def test_a_classifier_that_gets_certain_is_no_attention() -> None:
+    x = torch.randn(16, 5, requires_grad=True)
+    assert told_by_samples(lambda t: (x * (1 + t / 50)).softmax(-1).max(), 6000) == []
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8), nn.BatchNorm1d(8), nn.GroupNorm(2, 8)], ids=lambda m: type(m).__name__
+)
+def test_a_variance_that_collapses(norm: nn.Module) -> None:
+    model = nn.Sequential(norm)
+    x = torch.randn(32, 8)
+    (told,) = told_by_samples(lambda t: model(x * 2.0 ** -(t / 200)), 1500, model=model)
+    assert (told.what, told.name, told.kind) == ("variance", "0", "eps")
+    assert sentence(told).startswith("the variance of the input of 0 falls below 1e-05 in about ")
+    assert told_by_samples(lambda t: model(x * (0.02 + 2.0 ** -(t / 200))), 3000, model=model) == []
+
+
+def test_a_layer_that_grows_is_seen_in_samples_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8).half())
+    x = torch.ones(4, 8, dtype=torch.float16)
+    told = told_by_samples(lambda t: model(x * 2.0 ** (t / 120)), 1600, model=model)
+    assert ("layer", "0", "float16") in [(f.what, f.name, f.kind) for f in told]
+    assert told_by_samples(lambda t: model(x * 2.0 ** min(t / 120, 6)), 4000, model=model) == []
 
 
 # --- firstnan run -------------------------------------------------------------------------------------------------
@@ -302,9 +476,9 @@ def test_one_line_warns_before_the_report(firstnan: Zygote, tmp_path: Path) -> N
     (tmp_path / "train.py").write_text(PROGRAM.format(rate=2.0))
     result = firstnan(["run", "--verify", "0", "--csv", "steps.csv", "train.py"], cwd=tmp_path)
     assert result.code == 3
-    warned = [line for line in result.stderr.splitlines() if "in about" in line]
-    assert len(warned) == 1
-    assert warned[0].startswith("firstnan: warning: step ")
+    warned = [line for line in result.stderr.splitlines() if line.startswith("firstnan: warning: step ")]
+    assert ["norm of the weights" in line for line in warned] == [True, False]
+    assert "in about" in warned[1]
     assert result.report is not None
     assert result.report["forecast"][0]["since_step"] + 5 < result.report["step"]
     rows = (tmp_path / "steps.csv").read_text().splitlines()

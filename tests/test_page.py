@@ -20,6 +20,7 @@ from firstnan.records import (
     Batch,
     Histogram,
     History,
+    LayerSpan,
     LayerTrack,
     LossRecord,
     PathStep,
@@ -297,6 +298,21 @@ def test_a_heat_map_keeps_what_is_not_finite() -> None:
     picture, low, high = charts.heat_picture(heat)
     assert (low, high) == (2.0, 3.0) or (low, high) == (3.0, 3.0)
     assert picture.startswith("data:image/png;base64,")
+
+
+def test_the_columns_of_a_heat_map_have_as_many_steps_each() -> None:
+    steps = (*range(16), *range(16, 257, 16))
+    values = tuple(float(i + 1) for i in steps)
+    (heat,) = heat_maps(History(layers=(LayerTrack("fc", "forward", steps, values, values),)))
+    assert heat.steps == tuple(range(0, 257, 16))
+    assert heat.values == ((16.0, *(float(i + 1) for i in range(16, 257, 16))),)
+
+
+def test_a_span_of_steps_fills_all_its_columns() -> None:
+    track = LayerTrack("fc", "forward", (1000, 1010), (1.0, 1.0), (1.0, 2.0), earlier=(LayerSpan(0, 1000, 5.0),))
+    (heat,) = heat_maps(History(layers=(track,)))
+    assert heat.values[0][:-2] == (5.0,) * (len(heat.steps) - 2)
+    assert None not in heat.values[0]
 
 
 def test_a_preview_is_a_png_and_a_wrong_one_is_nothing() -> None:

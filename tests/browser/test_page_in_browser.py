@@ -100,6 +100,18 @@ def test_the_heat_map_tells_the_number_under_the_pointer(browser: Browser) -> No
     assert abs(tops[-1] + 20 - box["bottom"]) < 2
 
 
+def test_names_stand_beside_the_rows_of_a_map_of_few_layers(browser: Browser) -> None:
+    report = trained()
+    few = dataclasses.replace(report.history, layers=report.history.layers[:3])
+    browser.open(render_html(report.with_(history=few), interactive=False))
+    names, picture = (
+        browser.run(f"return document.querySelector('#layers {one}').getBoundingClientRect().toJSON()")
+        for one in (".names", ".map")
+    )
+    assert abs(names["top"] - picture["top"]) < 2
+    assert abs(names["bottom"] - picture["bottom"]) < 2
+
+
 def test_the_theme_follows_the_system_and_the_button(browser: Browser) -> None:
     color = "return getComputedStyle(document.body).backgroundColor"
     html = render_html(divergence())

@@ -289,15 +289,18 @@ class Investigation:
         return after
 
     def _foreseen(self, event: NaNEvent) -> None:
-        """One line for the first forecast that holds, however many follow, and one when none holds any more."""
+        """One line for the first forecast that holds, however many follow, and one when none holds any more.
+
+        Those that name a step and those that do not are counted apart: the second say less.
+        """
         watch = self.watch
-        holding = sum(f.withdrawn is None for f in watch.session.gate.forecasts) if watch is not None else 0
+        kept = watch.session.gate.forecasts if watch is not None else []
+        dated = event.what != "parameter"
+        holding = sum(f.withdrawn is None and (f.what != "weights") == dated for f in kept)
         first = holding == (1 if event.kind == "forecast" else 0)
         if first and not self.replays_here() and not self.workers.is_elsewhere:
             if self.logs is not None:
                 self.logs.event(event)
-            if self._live is not None:
-                self._live.end()
             say(f"warning: {event.message}")
 
     def _wanted(self) -> Wanted | None:

@@ -30,7 +30,7 @@ from firstnan.records.codec import encode
 from firstnan.tensors.finite import stat
 from firstnan.tensors.models import Models, largest_gradient, parameters_of
 
-_EVENTS_IN_REPORT = 32
+_EVENTS_IN_REPORT, _LAYERS_IN_REPORT = 32, 600
 _OFTEN = 16
 _PLACES: dict[str, tuple[Any, Any]] = {
     "loss": ("forward", "loss"),
@@ -301,19 +301,17 @@ class Journal:
         return replace(report, events=tuple(events), history=history, rank=here.rank, world_size=here.size, notes=notes)
 
     def _tracks(self) -> tuple[LayerTrack, ...]:
-        """The layers that grew most, or that a forecast names."""
-        kept = self.layers.series
-        tracks = self.stats.tracks() if self.stats is not None else ()
-        if self.stats is None:
-            measured = [(name, s.points(), s.norms()) for name, s in list(kept.items())]
-            tracks = _grown(
-                [
-                    LayerTrack(name, "forward", tuple(p[0] for p in points), norms, tuple(p[1] for p in points))
-                    for name, points, norms in measured
-                    if points
-                ]
-            )
-        return tuple(self._completed_track(track) for track in tracks)
+        """The layers that grew most, in the order in which they began to grow; then the others, as they first ran."""
+        measured = [(name, s.points(), s.norms()) for name, s in list(self.layers.series.items())]
+        found = [
+            LayerTrack(name, "forward", tuple(p[0] for p in points), norms, tuple(p[1] for p in points))
+            for name, points, norms in measured
+            if points
+        ]
+        grown = self.stats.tracks() if self.stats is not None else _grown(found)
+        named = {track.layer for track in grown if track.phase == "forward"}
+        tracks = (*grown, *(track for track in found if track.layer not in named))
+        return tuple(self._completed_track(track) for track in tracks[:_LAYERS_IN_REPORT])
 
     def _completed_track(self, track: LayerTrack) -> LayerTrack:
         series = self.layers.series.get(track.layer) if track.phase == "forward" else None
@@ -353,14 +351,27 @@ class Journal:
             self.add(NaNEvent("nonfinite", text, report.step, tensor=origin.produced, **where))
 
 
+_WHAT_MOVES = {
+    "loss": "loss",
+    "gradient": "gradient",
+    "scale": "gradient",
+    "weights": "parameter",
+    "layer": "output",
+    "operator": "input",
+    "variance": "input",
+    "attention": "output",
+}
+
+
 def event_of_forecast(forecast: Forecast) -> NaNEvent:
     kind: Literal["forecast", "withdrawn"] = "forecast" if forecast.withdrawn is None else "withdrawn"
     step = forecast.since_step if forecast.withdrawn is None else forecast.withdrawn
     text = f"step {step}: {sentence(forecast)}"
     if forecast.withdrawn is not None:
         text = f"step {step}: the forecast of step {forecast.since_step} is withdrawn: {subject(forecast)} has turned"
-    what: Any = {"layer": "output", "scale": "gradient"}.get(forecast.what, forecast.what)
-    return NaNEvent(kind, text, step, what=what, layer=forecast.name if forecast.what == "layer" else "")
+    what: Any = _WHAT_MOVES[forecast.what]
+    named = forecast.what in ("layer", "variance", "attention")
+    return NaNEvent(kind, text, step, what=what, layer=forecast.name if named else "")
 
 
 def one_line(report: Report) -> str:

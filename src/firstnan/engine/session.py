@@ -52,7 +52,7 @@ from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Notic
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
-from firstnan.tensors.models import drop_gradients
+from firstnan.tensors.models import Parts, drop_gradients
 from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, restore_buffers
 
 if TYPE_CHECKING:
@@ -200,6 +200,8 @@ class Session(Observer):
             self.calls.attach()
         if self._journal is not None:
             self._journal.tell_forecasts(self.gate.foresees)
+        if self.samples is not None:
+            self.samples.tell_forecasts(self.gate.foresees, self._parts, outputs=self.layers is None)
         if self.layers is not None:
             # What a replay shows is kept apart until the failure is explained.
             self.journal.keep_layers_apart(lambda: self.microscope.running or self.phase in REPLAYS)
@@ -242,6 +244,9 @@ class Session(Observer):
             yield self
         finally:
             self.end()
+
+    def _parts(self) -> Parts:
+        return self.models.parts() if self.models is not None else {}
 
     def learn_models(self) -> None:
         """Finds the models, to know the names and buffers from now on."""

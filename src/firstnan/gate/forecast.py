@@ -7,7 +7,7 @@ long, steady and does not slow down, and it is withdrawn when the rise ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -26,9 +26,9 @@ _STEADY = 0.7
 """A rise slows down if the second half of it is flatter than this many times the first."""
 _TURNED, _IN_A_ROW = 4.0, 3
 """A rise has turned if it is this many times below its peak for three values in a row: series are noisy."""
-_CERTAIN = 8.0
+_CERTAIN = 6.0
 """The latest step that a forecast names is at most this many times as far away as the earliest."""
-_HORIZON = 4.0
+_HORIZON = 3.0
 """A forecast reaches at most this many times as far as the rise has lasted."""
 
 Point = tuple[int, float]
@@ -121,7 +121,7 @@ class Outlook:
 
     def make(
         self,
-        what: Literal["loss", "gradient", "layer", "scale"],
+        what: Literal["loss", "gradient", "layer", "operator", "variance", "attention"],
         name: str,
         kind: str,
         limit: float,
@@ -150,7 +150,7 @@ class Outlook:
         if forecast is None:
             return None
         self._peak = max(self._peak, value)
-        late = step > forecast.since_step + 4 * forecast.high + 16
+        late = step > forecast.since_step + 4 * (forecast.high or 0) + 16
         self._below = self._below + 1 if value < self._peak / _TURNED else 0
         if self._below < _IN_A_ROW and not late:
             return None
@@ -198,6 +198,64 @@ class Rise:
         return news
 
 
+_FEWEST = 5
+"""Samples of which a forecast is made."""
+_MOST_SAMPLES, _LAST_SAMPLES = 64, 4
+_SAMPLED_HORIZON = 0.5
+"""Few samples are continued at most this many times as far as the rise has lasted."""
+
+
+class Course:
+    """A number that rises towards a limit, known of a few sampled steps."""
+
+    __slots__ = ("_outlook", "nearer", "points")
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self._outlook = Outlook()
+        self.nearer = False
+        """Whether the last sample was near the limit, and nearer than the one before."""
+
+    def add(
+        self,
+        what: Literal["operator", "variance", "attention"],
+        kind: str,
+        name: Callable[[], str],
+        step: int,
+        value: float,
+        limit: float,
+        *,
+        near: float,
+        risen: float = 8.0,
+        doubles: bool = True,
+    ) -> Forecast | None:
+        """One more sample: a new forecast, or one that is withdrawn.
+
+        A forecast is made only of a value above `near` that is `risen` times the least one, and whose last samples rise
+        no more slowly than those before: their logarithms, if it `doubles`.
+        """
+        self.nearer = False
+        if not 0 < value < limit:
+            return None
+        void = self._outlook.turned(step, value)
+        if void is not None:
+            return void
+        points = self.points
+        self.nearer = value > near and bool(points) and value > points[-1][1]
+        points.append((step, value))
+        if len(points) > _MOST_SAMPLES:
+            del points[1::2]
+        if not self.nearer or self._outlook.forecast is not None:
+            return None
+        rise = points[min(range(len(points)), key=lambda i: points[i][1]) :]
+        if len(rise) < _FEWEST or value < risen * rise[0][1]:
+            return None
+        line = [(t, math.log2(v)) for t, v in rise] if doubles else rise
+        if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < _STEADY * slope(thinned(line)):
+            return None
+        return self._outlook.make(what, name(), kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
+
+
 _LOW_SCALE = 32.0
 _HALVINGS = 6
 
@@ -228,9 +286,64 @@ class SinkingScale:
     def turned(self, step: int) -> Forecast | None:
         """An update was made in this step: the forecast that is void, as the scale has held for long enough."""
         forecast = self._forecast
-        if forecast is None or step <= self._skips[-1][0] + 4 * forecast.high + 16:
+        if forecast is None or step <= self._skips[-1][0] + 4 * (forecast.high or 0) + 16:
             return None
         self._forecast, self._skips = None, []
+        return replace(forecast, withdrawn=step)
+
+
+_GROWN = 10.0
+"""Healthy training makes the weights at most a few times larger than they were."""
+_AT_ONCE, _LARGE_GRADIENT = 4.0, 10.0
+"""An update that makes the weights this many times larger, by a gradient this many times the usual one."""
+_LASTS = 512
+"""Steps after which a warning is withdrawn if there was no further reason for it."""
+
+
+class GrowingWeights:
+    """The norm of all weights, where it grows far beyond its first value and the loss does not profit from it.
+
+    Weights that grow without need make every later gradient larger, until one of them overflows. When that
+    happens cannot be known, so the forecast has no date.
+    """
+
+    __slots__ = ("_again", "_first", "_reason", "bar", "before", "forecast")
+
+    def __init__(self) -> None:
+        self.before = self._first = 0.0
+        """The norm when it was last measured, and the first time."""
+        self.bar = 0.0
+        """A norm up to this is no reason for a warning."""
+        self.forecast: Forecast | None = None
+        """The one that holds."""
+        self._reason = 0
+        """The last step with a reason for it."""
+        self._again = _GROWN
+        """How many times the first norm is worth a warning."""
+
+    def add(
+        self, step: int, size: float, large_gradient: bool, learns: bool, growth: Callable[[], float | None]
+    ) -> Forecast | None:
+        """The norm of the weights before this step: a new forecast, or one that is withdrawn.
+
+        `large_gradient`: whether one of the last gradients was unusual; `learns`: whether the loss is below its first
+        values; `growth()` is the exact growth of the weights, asked only if there may be a reason.
+        """
+        self._first = self._first or size
+        self.bar = self._again * self._first
+        at_once = large_gradient and size > _AT_ONCE * self.before
+        if size > self.bar and (at_once or not learns):
+            self._reason = step
+            exact = growth() if self.forecast is None else None
+            if exact is not None and exact >= self._again:
+                self._again = _AT_ONCE * exact
+                kind = "jump" if at_once else "growth"
+                self.forecast = Forecast("weights", "", kind, _GROWN, exact, None, None, None, step)
+                return self.forecast
+        forecast = self.forecast
+        if forecast is None or step <= self._reason + _LASTS:
+            return None
+        self.forecast = None
         return replace(forecast, withdrawn=step)
 
 
@@ -238,8 +351,20 @@ def subject(forecast: Forecast) -> str:
     """`the gradient norm of opt_d`, `decoder.ffn.2`."""
     if forecast.what == "layer":
         return forecast.name or "a layer"
-    what = {"loss": "the loss", "gradient": "the gradient norm", "scale": "the scale of the gradient scaler"}
-    return what[forecast.what] + (f" of {forecast.name}" if forecast.name else "")
+    if forecast.kind in LARGEST and forecast.what == "operator":
+        return f"the result of {forecast.name}"
+    return _SUBJECTS[forecast.what] + (f" of {forecast.name}" if forecast.name else "")
+
+
+_SUBJECTS = {
+    "loss": "the loss",
+    "gradient": "the gradient norm",
+    "scale": "the scale of the gradient scaler",
+    "weights": "the norm of the weights",
+    "operator": "the argument",
+    "variance": "the variance of the input",
+    "attention": "the entropy of the attention",
+}
 
 
 def sentence(forecast: Forecast) -> str:
@@ -247,6 +372,24 @@ def sentence(forecast: Forecast) -> str:
     f = forecast
     if f.what == "scale":
         return f"{subject(f)} has sunk to {f.now:g} and falls below {f.limit:g} in about {_steps(f)}"
+    if f.what == "weights":
+        told = "a few updates made them so large" if f.kind == "jump" else "the loss is no better for it"
+        return f"{subject(f)} is {f.now:.3g} times that before training, and {told}: training is likely to diverge"
+    if f.what == "attention":
+        told = f"its entropy is {1 / f.now:.2g} of the largest possible, and keeps falling"
+        return f"the attention at {f.name} gives all weight to one position in about {_steps(f)}: {told}"
+    if f.what == "variance":
+        return (
+            f"{subject(f)} falls below {1 / f.limit:.3g} in about {_steps(f)}: it is {1 / f.now:.3g} and keeps falling"
+        )
+    if f.what == "operator" and f.kind == "min":
+        return (
+            f"{subject(f)} reaches its limit in about {_steps(f)}: it is {1 / f.now:.3g} away from it and comes nearer"
+        )
+    if f.what == "operator" and f.kind == "max":
+        return (
+            f"{subject(f)} reaches its limit of {f.limit:.4g} in about {_steps(f)}: it is {f.now:.3g} and keeps growing"
+        )
     return f"{subject(f)} reaches the limit of {f.kind} in about {_steps(f)}: it is {f.now:.3g} and keeps growing"
 
 

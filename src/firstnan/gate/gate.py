@@ -15,7 +15,7 @@ from torch import Tensor
 from firstnan.gate.by_hand import HandWritten
 from firstnan.gate.forecast import LARGEST, SinkingScale
 from firstnan.gate.growth_guard import Alarm, Guard, Weights
-from firstnan.gate.histories import Histories
+from firstnan.gate.histories import Histories, Track
 from firstnan.observe.gradient_hooks import GradientNorms
 from firstnan.observe.sites import CallSites, Ownership, optimizer_name
 from firstnan.records import Forecast, History, Noticed, OptimizerHistory, StepRecord
@@ -274,20 +274,20 @@ class Gate:
         if not self._passed_quick_check or self.in_step is not optimizer:
             return False
         self.in_step = self.skipping_since = None
-        loss = self._loss_of(optimizer)
+        loss = self._loss if self.optimizers < 2 else self._loss_of(optimizer)
         self._histories.add(optimizer, (self.steps.add(optimizer), loss, None, learning_rate_of(optimizer)))
         self._loss = None
         return True
 
     def _loss_of(self, optimizer: Any) -> float | None:
         """The loss whose gradients this optimizer uses: of several backward calls not always the last."""
-        return self._loss if self.optimizers < 2 else self.steps.loss_of(optimizer, self._loss)
+        return self.steps.loss_of(optimizer, self._loss)
 
     def check_update(self, optimizer: Any, closure: bool) -> Trips:
         """What the optimizer is about to use."""
         self._passed_quick_check = False
         self.trained = True
-        if optimizer not in self.steps.done:
+        if optimizer not in self.steps.known:
             self.optimizer_made(optimizer)
         self.steps.expect(optimizer)
         # With `found_inf` a gradient scaler leaves infinities to the optimizer's own kernel.
@@ -298,10 +298,10 @@ class Gate:
     def update_begins(self, optimizer: Any, *, closely: bool = False, safe: bool = False) -> Alarm | None:
         """The update is made; `closely` reads every parameter after it, `safe` none. Unusual growth is returned."""
         self.in_step, self._closely, self._is_safe = optimizer, closely, safe
-        step = self.steps.of(optimizer)
-        if step >= self._histories.track(optimizer).sample_at:
+        step, track = self.steps.of(optimizer), self._histories.track(optimizer)
+        if step >= track.sample_at:
             self._sample = WeightSample(parameters_of(optimizer))
-        return self._watch_growth(step, optimizer)
+        return self._watch_growth(step, optimizer, track)
 
     def is_updating(self, optimizer: Any) -> bool:
         return self.in_step is optimizer
@@ -309,7 +309,7 @@ class Gate:
     def update_ended(self, optimizer: Any) -> Trips:
         """What the update has made of the parameters, and the step of the buffers."""
         self.in_step, self.skipping_since, self._bad_unscaled = None, None, False
-        loss = self._loss_of(optimizer)
+        loss = self._loss if self.optimizers < 2 else self._loss_of(optimizer)
         step = self.steps.add(optimizer)
         rounds, size, whole = self._rotations.get(optimizer), None, False
         if rounds is None:
@@ -323,16 +323,19 @@ class Gate:
         self._closely = self._is_safe = False
         rate = learning_rate_of(optimizer)
         known = size if whole else None
+        track = self._histories.track(optimizer)
         if self._sample is None:
-            self._histories.add(optimizer, (step, loss, self.norm, rate, known))
+            track.add((step, loss, self.norm, rate, known))
         else:
             sample, self._sample = self._sample, None
-            self._histories.track(optimizer).measured(step)
+            track.measured(step)
             known, ratio = sample.measure(known)
             scale = self.scale if self._scaling else None
             if self._scaling and (void := self._sinking.turned(step)) is not None:
                 self.foresees(void)
-            self._histories.add(optimizer, (step, loss, self.norm, rate, known, ratio, scale))
+            track.add((step, loss, self.norm, rate, known, ratio, scale))
+        if known is not None:
+            track.weights = known
         self._loss = None
         trips: list[Trip] = []
         bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
@@ -479,18 +482,19 @@ class Gate:
                 trips.append(Trip(one.noticed, bad, self.reads.synchronous and one.noticed.what == "loss"))
         return norm if self.reads.synchronous or norm is None or math.isfinite(norm) else None
 
-    def _watch_growth(self, step: int, optimizer: Any) -> Alarm | None:
+    def _watch_growth(self, step: int, optimizer: Any, track: Track) -> Alarm | None:
         if self._new_guard is None:
             return None
         guard = self._guards.get(id(optimizer))
         if guard is None:
             guard = self._guards[id(optimizer)] = self._new_guard()
             guard.ask_for_weights(watched_weights(self.leaves if optimizer is None else parameters_of(optimizer)))
-        loss = self._loss if optimizer is None else self._loss_of(optimizer)
+        loss = self._loss if optimizer is None or self.optimizers < 2 else self._loss_of(optimizer)
         alarm = guard.observe(step, self.norm, loss)
         if guard.left == step:
             self._healthy_steps = self._histories.of(optimizer)
-        news = guard.foresee(step, self.norm, loss, self._limits_of(optimizer))
+        limits = self._limits.get(id(optimizer)) or self._limits_of(optimizer)
+        news = guard.foresee(step, self.norm, loss, limits, track.weights, track.recent)
         if news:
             self._foreseen(news, optimizer)
         return alarm
@@ -504,13 +508,11 @@ class Gate:
 
     def _limits_of(self, optimizer: Any) -> tuple[str, float, float]:
         """The type of the weights, and where a loss and a gradient of this optimizer overflow."""
-        known = self._limits.get(id(optimizer))
-        if known is None:
-            parameters = self.leaves if optimizer is None else parameters_of(optimizer)
-            kind = "float64" if parameters and parameters[0].dtype is torch.float64 else "float32"
-            squares = optimizer is not None and ("eps" in optimizer.defaults or "betas" in optimizer.defaults)
-            limit = LARGEST[kind]
-            known = self._limits[id(optimizer)] = kind, limit, math.sqrt(limit) if squares else limit
+        parameters = self.leaves if optimizer is None else parameters_of(optimizer)
+        kind = "float64" if parameters and parameters[0].dtype is torch.float64 else "float32"
+        squares = optimizer is not None and ("eps" in optimizer.defaults or "betas" in optimizer.defaults)
+        limit = LARGEST[kind]
+        known = self._limits[id(optimizer)] = kind, limit, math.sqrt(limit) if squares else limit
         return known
 
     def _foreseen(self, news: Sequence[Forecast], optimizer: Any) -> None:
@@ -592,7 +594,7 @@ class Gate:
 
     def end_manual_step(self) -> Alarm | None:
         """Without an optimizer object the gradients end a step; unusual growth is returned."""
-        alarm = self._watch_growth(self.steps.manual, None)
+        alarm = self._watch_growth(self.steps.manual, None, self._histories.track(None))
         self._histories.add(None, (self.steps.manual, self._loss, self.norm))
         self._loss = None
         self.steps.manual += 1
@@ -975,7 +977,8 @@ class StepCounter:
     """Counts the steps of each optimizer, or backward calls in a program without one."""
 
     def __init__(self) -> None:
-        self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.known = self._done = weakref.WeakKeyDictionary[Any, int]()
+        """The optimizers that were seen; `done` has the number of their steps."""
         self.follows: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         """Optimizer -> the one that was stepped after it the last time."""
         self.last: weakref.ref[Any] | None = None
@@ -1091,6 +1094,8 @@ class StepCounter:
         self.follows.update({one: weakref.ref(other) for one, other in follows})
 
     def of(self, optimizer: Any) -> int:
+        if self._alone and self.last is not None and self.last() is optimizer:  # the usual case, kept fast
+            return self._number + 1
         return self.done.get(optimizer, 0)
 
     def current_optimizer(self, updated: bool) -> Any:
@@ -1137,7 +1142,7 @@ class ParameterRotation:
     def due(self, parameters: list[Tensor], everything: bool = False) -> tuple[list[Tensor], bool]:
         """The tensors to check now, and whether they are all of them."""
         self.trained.update(map(id, parameters))
-        total = sum(p.numel() for p in parameters)
+        total = sum(map(Tensor.numel, parameters))
         if everything or self._thorough or total <= SMALL_MODEL:
             return parameters, True
         if self._shape != (len(parameters), total):

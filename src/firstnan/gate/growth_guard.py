@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
-from firstnan.gate.forecast import Rise
+from firstnan.gate.forecast import GrowingWeights, Rise
 from firstnan.records import Forecast
 
 _WINDOW = 64
@@ -51,6 +51,8 @@ _LATEST = 8
 """The last losses, by which the end of a run is judged."""
 _WEIGHTS = 10.0
 """Healthy training makes the weights no more than a few times larger; a loss that is only scaled does not at all."""
+_LEARNED = 0.25
+"""A model has learned something if its usual loss was once below this share of the first losses."""
 _BEYOND_DOUBT = 1e8
 """A loss that stays this many times above the first ones has diverged, whatever the weights are."""
 
@@ -100,6 +102,7 @@ class Weights:
 
 
 Forecasts = Sequence[Forecast]
+Steps = Sequence[tuple[Any, ...]]
 
 
 class Guard:
@@ -112,6 +115,8 @@ class Guard:
         self._until_look = 1
         self._usual = self._first = 0.0
         self._usual_loss = self._first_loss = 0.0
+        self._least_loss = math.inf
+        """The lowest of the usual losses."""
         self._spike = math.inf
         self._bar = min(self._limit, _HUGE)
         self._loss_bar = math.inf
@@ -135,6 +140,7 @@ class Guard:
         """The last losses, while an explosion lasts."""
         self._weights: Callable[[], Weights | None] = lambda: None
         self._loss_rise, self._norm_rise = Rise("loss"), Rise("gradient")
+        self._growing = GrowingWeights()
 
     def ask_for_weights(self, weights: Callable[[], Weights | None]) -> None:
         """`weights` is called when the loss is suspicious."""
@@ -200,10 +206,19 @@ class Guard:
             self._update_usual()
         return alarm
 
-    def foresee(self, step: int, norm: float | None, loss: float | None, limits: tuple[str, float, float]) -> Forecasts:
+    def foresee(
+        self,
+        step: int,
+        norm: float | None,
+        loss: float | None,
+        limits: tuple[str, float, float],
+        weights: float | None,
+        steps: Steps,
+    ) -> Forecasts:
         """Forecasts that this step allows, and those that it makes void: call it after `observe`.
 
-        `limits`: the type of the numbers, and where a loss and a gradient of this type overflow.
+        `limits`: the type of the numbers, and where a loss and a gradient of this type overflow. `weights`: the norm of
+        all parameters, if it is known. `steps`: the fields of the last StepRecords.
         """
         news: list[Forecast] = []
         kind, largest, largest_gradient = limits
@@ -212,7 +227,26 @@ class Guard:
         first = max(self._first, _SMALL_NORM)
         if norm is not None and self._first and (norm > first or self._norm_rise.points):
             news += self._norm_rise.add(step, norm, first, kind, largest_gradient)
+        growing = self._growing
+        if weights is not None and weights != growing.before and 0.0 < weights < math.inf:
+            if weights > growing.bar or growing.forecast is not None:
+                news += self._judge_weights(step, weights, steps)
+            growing.before = weights
         return news
+
+    def _judge_weights(self, step: int, weights: float, steps: Steps) -> Forecasts:
+        large = max(list(self._norms)[-_LATEST - 1 :], default=0.0) > _OUTLIER * max(self._usual, _SMALL_NORM)
+        # With their signs: a loss that falls below zero is better for it. One that was far lower before has profited
+        # from larger weights, even if it is high for a while.
+        last = [numbers[1] for numbers in steps[-_BLOCK:] if numbers[1] is not None]
+        learns = len(last) < _BLOCK or median(last) < self._first_loss or self._least_loss < _LEARNED * self._first_loss
+        growing = self._growing.add(step, weights, large, learns, self._growth)
+        return [growing] if growing is not None else []
+
+    def _growth(self) -> float | None:
+        """How many times larger the weights are than before the first step."""
+        weights = self._weights()
+        return weights.growth if weights is not None else None
 
     def _update_usual(self) -> None:
         """Recomputes the usual values: after each of the first steps, then after each block."""
@@ -235,6 +269,8 @@ class Guard:
             self._usual_loss = sorted(self._losses)[len(self._losses) // 2]
             if len(self._losses) <= _BLOCK or not self._first_loss:
                 self._first_loss = self._usual_loss
+            else:
+                self._least_loss = min(self._least_loss, self._usual_loss)
             self._loss_bar = max(self._usual_loss, self._first_loss, _SMALL_LOSS) * _EXPLOSION
 
     def _judge(self, step: int, norm: float, loss: float | None) -> Alarm | None:

@@ -26,7 +26,7 @@ class Track:
     Each level keeps between 64 and 127 entries, so a run of n steps takes at most 128 (log8(n) - 1) of them.
     """
 
-    __slots__ = ("_levels", "recent", "sample_at")
+    __slots__ = ("_levels", "recent", "sample_at", "weights")
 
     def __init__(self) -> None:
         self.recent: list[Numbers] = []
@@ -34,6 +34,8 @@ class Track:
         """The fields of StepSpans; the records themselves would cost a small model more than all else here."""
         self.sample_at = 1
         """The step in which what is expensive is measured next."""
+        self.weights: float | None = None
+        """The norm of all parameters, when it was last known."""
 
     def add(self, numbers: Numbers) -> None:
         recent = self.recent

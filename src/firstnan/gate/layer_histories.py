@@ -15,7 +15,7 @@ from firstnan.records import Forecast, LayerSpan
 
 _LENGTH = 32
 _TOGETHER = 8
-_NEAR = 64.0
+NEAR = 64.0
 """A forecast is made of what is nearer to its limit than this factor."""
 _WIDE = 2.0**40
 """For types with the range of float32: of what is larger than this."""
@@ -126,7 +126,7 @@ class LayerHistories:
             void = series.outlook.turned(step, size) if self._warned == layer else None
             self._warned = None if void is not None else self._warned
             return void
-        if size < (limit / _NEAR if limit < _WIDE else _WIDE):
+        if size < (limit / NEAR if limit < _WIDE else _WIDE):
             return None
         points = [p for p in series.points() if 0 < p[1] < math.inf]
         lowest = min(range(len(points)), key=lambda i: points[i][1])

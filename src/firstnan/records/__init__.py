@@ -265,19 +265,19 @@ class LayerTrack:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Something that grows towards the largest number of its type, as it looked in one step."""
+    """Something that moves towards where it is no longer finite, as it looked in one step."""
 
-    what: Literal["loss", "gradient", "layer", "scale"]
+    what: Literal["loss", "gradient", "layer", "scale", "weights", "operator", "variance", "attention"]
     name: str
-    """The layer; for others, what the program calls the optimizer."""
+    """The layer; the operator and its place; for others, what the program calls the optimizer."""
     kind: str
-    """The dtype that ends at the limit, or "scale"."""
+    """The dtype that ends at the limit; else "scale", "growth", "jump", "min", "max", "entropy" or "eps"."""
     limit: float
     now: float
-    in_steps: int
-    """How many steps after `since_step` the limit is reached, between `low` and `high`."""
-    low: int
-    high: int
+    in_steps: int | None
+    """How many steps after `since_step` the limit is reached, between `low` and `high`; None if that is not known."""
+    low: int | None
+    high: int | None
     since_step: int
     withdrawn: int | None = None
     """The step in which it had turned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from firstnan.records import History, LayerTrack, Report
@@ -177,30 +178,40 @@ def heat_maps(history: History) -> list[HeatMap]:
     return maps
 
 
-def _magnitudes(track: LayerTrack) -> Iterator[tuple[int, float]]:
-    """Step and magnitude, those of long ago first: of several steps as one, where a version records such."""
+def _magnitudes(track: LayerTrack) -> Iterator[tuple[int, int, float]]:
+    """First and last step and magnitude, those of long ago first: of several steps as one, where these are recorded."""
     for span in getattr(track, "earlier", ()):
-        yield span.step, span.max_abs
-    yield from zip(track.steps, track.max_abs, strict=True)
+        yield span.step, span.step + max(span.steps, 1) - 1, span.max_abs
+    for step, value in zip(track.steps, track.max_abs, strict=True):
+        yield step, step, value
+
+
+def _widest_gap(steps: list[int]) -> int:
+    """The most steps between two in the later half of these: in narrower columns there would be nothing."""
+    later = steps[(len(steps) - 1) // 2 :]
+    return max((after - before for before, after in pairwise(later)), default=1)
 
 
 def _heat_map(phase: str, tracks: list[LayerTrack]) -> HeatMap:
-    steps = sorted({step for track in tracks for step, _ in _magnitudes(track)})
-    width = math.ceil(len(steps) / MOST_COLUMNS)
-    column = {step: i // width for i, step in enumerate(steps)}
+    first = min(begin for track in tracks for begin, _, _ in _magnitudes(track))
+    last = max(end for track in tracks for _, end, _ in _magnitudes(track))
+    # Columns of as many steps each: the first steps are all measured, and would take half of the map otherwise.
+    gap = _widest_gap(sorted({step for track in tracks for step in track.steps}))
+    width = max(math.ceil((last - first + 1) / MOST_COLUMNS), gap)
     rows = []
     for track in tracks[:MOST_LAYERS]:
-        row: list[float | None] = [None] * (max(column.values()) + 1)
-        for step, value in _magnitudes(track):
-            known = row[column[step]]
-            # A NaN is larger than everything here: it must not vanish between finite numbers.
-            if known is None or not value <= known:
-                row[column[step]] = known if known is not None and math.isnan(known) else value
+        row: list[float | None] = [None] * ((last - first) // width + 1)
+        for begin, end, value in _magnitudes(track):
+            for column in range((begin - first) // width, (end - first) // width + 1):
+                known = row[column]
+                # A NaN is larger than everything here: it must not vanish between finite numbers.
+                if known is None or not value <= known:
+                    row[column] = known if known is not None and math.isnan(known) else value
         rows.append(tuple(row))
     return HeatMap(
         phase,
         tuple(track.layer for track in tracks[:MOST_LAYERS]),
-        tuple(steps[::width]),
+        tuple(range(first, last + 1, width)),
         tuple(rows),
         max(len(tracks) - MOST_LAYERS, 0),
     )

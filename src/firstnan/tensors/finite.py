@@ -292,6 +292,10 @@ def norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(parts)
 
 
+_item = torch._C.TensorBase.item
+"""`Tensor.item` is watched under `firstnan run`: what is read here is our own."""
+
+
 def plain_norm(tensors: list[Tensor]) -> float | None:
     """The 2-norm of all these tensors together; None unless all of them are plain (`is_plain`).
 
@@ -300,17 +304,20 @@ def plain_norm(tensors: list[Tensor]) -> float | None:
     vectors: list[Tensor] = []
     squares = 0.0
     for t in tensors:
-        if not is_plain(t):
+        kind = type(t)  # as in `is_plain`, without a call for every tensor
+        if kind is not Tensor and kind is not torch.nn.Parameter:
+            return None
+        if t.dtype is not torch.float32 or not t.is_cpu or t.is_sparse:
             return None
         if t.dim() == 1 and t.numel() <= _SHORT:
             vectors.append(t)
         elif t.is_contiguous():
             flat = t.view(-1)
-            squares += torch.dot(flat, flat).item()
+            squares += _item(torch.dot(flat, flat))
         else:
-            squares += torch.linalg.vector_norm(t).item() ** 2
+            squares += _item(torch.linalg.vector_norm(t)) ** 2
     for vector in [torch.cat(vectors)] if len(vectors) > 2 else vectors:
-        squares += torch.dot(vector, vector).item()
+        squares += _item(torch.dot(vector, vector))
     return math.sqrt(squares)
 
 

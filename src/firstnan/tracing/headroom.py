@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from firstnan.gate.forecast import Course
 from firstnan.observe.higher_order import accept, call_chosen_branch
 from firstnan.observe.patches import Patches
 from firstnan.observe.sites import Ownership, Spot, resolve
-from firstnan.records import Headroom
-from firstnan.records.operator_families import MATRIX_PRODUCTS
+from firstnan.records import Forecast, Headroom
+from firstnan.records.operator_families import ATTENTION, MATRIX_PRODUCTS, SOFTMAXES
 from firstnan.tensors.finite import read_all, readable
 from firstnan.tracing.operators import plain_name
 
 _MOST_PLACES = 4096
 _SHOWN = 16
+_ATTENTION = "attention"
+_MOST_SAMPLES, _LAST_QUERIES, _MOST_ROWS = 4, 16, 4096
+"""Of attention only so much is read: samples, queries, rows of weights."""
 
 Ends = Literal["min", "max"]
 
@@ -57,6 +62,12 @@ _RISKS = {
 _Place = tuple[str, int, int]
 """An operator, and the code and instruction that calls it, by identity."""
 
+_NEAR_EXPONENT = 0.25
+"""An exponent is followed from this share of the largest on; of other arguments, what may still double so often:"""
+_NEAR_LARGEST, _NEAR_ZERO = 6.0, 100.0
+_NEAR_ONE_HOT, _ONE_HOT = 10.0, 1e5
+"""Attention is followed when its entropy is this many times below the largest; far below that its gradients vanish."""
+
 
 class _Seen(NamedTuple):
     op: str
@@ -75,6 +86,30 @@ class _Seen(NamedTuple):
             return (self.limit - self.value) / math.log(2) if exponent else math.log2(self.limit / max(self.value, 1.0))
         return math.log2(max(self.value - self.limit, self.tiny) / self.tiny)
 
+    def add_to(self, course: Course) -> Forecast | None:
+        """Adds this to the course of its place, as a number that rises towards a limit."""
+        if self.op == _ATTENTION:
+            value, what = 1.0 / max(self.value, self.tiny), self._place
+            return course.add("attention", "entropy", what, self.step, value, _ONE_HOT, near=_NEAR_ONE_HOT)
+        if self.ends == "min":
+            value, limit = 1.0 / max(self.value - self.limit, self.tiny), 1.0 / self.tiny
+            near = limit / 2.0**_NEAR_ZERO
+            return course.add("operator", "min", self._named, self.step, value, limit, near=near)
+        if self.op in _RISKS:
+            near, value = _NEAR_EXPONENT * self.limit, self.value
+            return course.add(
+                "operator", "max", self._named, self.step, value, self.limit, near=near, risen=2.0, doubles=False
+            )
+        near = self.limit / 2.0**_NEAR_LARGEST
+        return course.add("operator", "float16", self._named, self.step, self.value, self.limit, near=near)
+
+    def _place(self) -> str:
+        site = resolve(self.spot)
+        return f"{os.path.basename(site.file)}:{site.line}"
+
+    def _named(self) -> str:
+        return f"{self.op} at {self._place()}"
+
 
 class RiskyOperators:
     """What the risky operators of the sampled steps have read; `start` and `stop` enclose the forward pass of one."""
@@ -83,9 +118,14 @@ class RiskyOperators:
         self._ownership = ownership
         self._seen: dict[_Place, _Seen] = {}
         """The nearest miss of each operator at each place."""
+        self._courses: dict[_Place, Course] = {}
         self._mode: _Sample | None = None
         self._waiting: list[tuple[str, Ends, float, float, Spot, Tensor]] = []
+        self._weights: list[tuple[Tensor, Spot]] = []
+        """The results of softmax in this pass: those that are multiplied with something are attention."""
         self._patches = Patches()
+        self.approaching = False
+        """Whether something that is near its limit came nearer in the last sample."""
 
     def start(self) -> None:
         """Looks at every operator of this thread from now on."""
@@ -98,44 +138,83 @@ class RiskyOperators:
     def running(self) -> bool:
         return self._mode is not None
 
-    def stop(self, step: int) -> None:
-        """The forward pass of this step is over: reads what was found, all at once."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operators that run meanwhile are our own."""
+        mode = self._mode
+        on = mode is not None and mode.on
+        if mode is not None:
+            mode.on = False
+        try:
+            yield
+        finally:
+            if mode is not None:
+                mode.on = on
+
+    def stop(self, step: int) -> list[Forecast]:
+        """The forward pass of this step is over: reads what was found, all at once, and says what is to be expected."""
         mode, self._mode = self._mode, None
         if mode is None:
-            return
+            return []
         mode.on = False
         self._patches.remove()
         if mode.thread == threading.get_ident() and _get_current_dispatch_mode() is mode:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._weights = self._waiting, [], []
+        self.approaching = False
         if not waiting:
-            return
+            return []
         with torch.no_grad():
             numbers = read_all([value for *_, value in waiting])
+        nearest: dict[_Place, _Seen] = {}
         for (op, ends, limit, tiny, spot, _), number in zip(waiting, numbers, strict=True):
             seen = _Seen(op, ends, number, step, limit, tiny, spot)
             key = (op, id(spot[0]), spot[1])
-            before = self._seen.get(key)
-            nearer = before is None or seen.room < before.room
-            if math.isfinite(number) and nearer and (before is not None or len(self._seen) < _MOST_PLACES):
-                self._seen[key] = seen
+            if math.isfinite(number) and (key not in nearest or seen.room < nearest[key].room):
+                nearest[key] = seen
+        return [forecast for key, seen in nearest.items() for forecast in self._noted(key, seen)]
+
+    def _noted(self, key: _Place, seen: _Seen) -> list[Forecast]:
+        """Keeps the nearest miss of one place in this sample."""
+        before = self._seen.get(key)
+        if before is None and len(self._seen) >= _MOST_PLACES:
+            return []
+        if before is None or seen.room < before.room:
+            self._seen[key] = seen
+        course = self._courses.get(key)
+        if course is None:
+            course = self._courses[key] = Course()
+        forecast = seen.add_to(course)
+        self.approaching = self.approaching or course.nearer
+        return [forecast] if forecast is not None else []
 
     def nearest(self) -> tuple[Headroom, ...]:
         """The nearest misses, the nearest first."""
-        found = sorted(self._seen.values(), key=lambda seen: seen.room)[:_SHOWN]
+        risky = [seen for seen in self._seen.values() if seen.op != _ATTENTION]
+        found = sorted(risky, key=lambda seen: seen.room)[:_SHOWN]
         sites = [(seen, resolve(seen.spot)) for seen in found]
         return tuple(
             Headroom(s.op, site.file, site.line, site.code, s.ends, s.value, s.step, s.limit) for s, site in sites
         )
 
-    def _ran(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+    def _ran(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if not torch.is_grad_enabled():
             return
         risk = _RISKS.get(name)
         if risk is not None:
             value = readable(args[risk.position]) if len(args) > risk.position else None
             ends, limit = risk.ends, risk.limit
-        elif name in MATRIX_PRODUCTS and isinstance(result, Tensor) and result.dtype is torch.float16:
+        elif name in ATTENTION:
+            self._fused(args, kwargs)
+            return
+        elif name in SOFTMAXES:
+            self._softmax(name, result)
+            return
+        elif name in MATRIX_PRODUCTS and isinstance(result, Tensor):
+            if self._weights:
+                self._multiplied(args)
+            if result.dtype is not torch.float16:
+                return
             value, ends, limit = readable(result), "max", lambda dtype: torch.finfo(dtype).max
         else:
             return
@@ -148,13 +227,60 @@ class RiskyOperators:
         about = torch.finfo(value.dtype)
         self._waiting.append((name, ends, limit(value.dtype), about.tiny, spot, low if ends == "min" else high))
 
+    def _softmax(self, name: str, result: Any) -> None:
+        """A softmax is attention if a product reads it."""
+        plain = readable(result) if name != "log_softmax" and isinstance(result, Tensor) else None
+        spot = self._ownership.spots(sys._getframe(3))[0] if plain is not None and plain.dim() > 1 else None
+        if plain is not None and spot is not None and plain.size(-1) > 1:
+            self._weights.append((plain, spot))
+
+    def _multiplied(self, args: tuple[Any, ...]) -> None:
+        """A product: of attention weights, if its first factor shares their memory."""
+        first = next((a for a in args if isinstance(a, Tensor)), None)
+        if first is None:
+            return
+        pointer = first.untyped_storage().data_ptr()
+        for i, (weights, spot) in enumerate(self._weights):
+            if weights.untyped_storage().data_ptr() == pointer:
+                del self._weights[i]
+                self._attends(weights, spot)
+                return
+
+    def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Fused attention keeps no weights: those of the last queries are computed again, without dropout.
+
+        The last ones see all keys, also in causal attention. Attention with a mask is left out: without the mask the
+        weights would be others.
+        """
+        query, key = (readable(a) for a in args[:2])
+        masked = any(isinstance(a, Tensor) for a in args[3:]) or kwargs.get("attn_mask") is not None
+        if query is None or key is None or masked or query.dim() != 4 or key.size(-2) < 2:
+            return
+        if query.size(1) != key.size(1) or query.size(-2) > key.size(-2):
+            return
+        spot = self._ownership.spots(sys._getframe(3))[0]
+        if spot is None:
+            return
+        scale = kwargs.get("scale") or query.size(-1) ** -0.5
+        some = query[:_MOST_SAMPLES, :, -_LAST_QUERIES:].float() * scale
+        self._attends((some @ key[:_MOST_SAMPLES].float().transpose(-1, -2)).softmax(-1), spot)
+
+    def _attends(self, weights: Tensor, spot: Spot) -> None:
+        """Notes the entropy of attention weights, as a share of the largest: 1 if all are equal, 0 if one has all.
+
+        It is the median of all rows: with logits that grow, it falls exponentially, and the mean would not.
+        """
+        some = weights.detach().reshape(-1, weights.size(-1))[-_MOST_ROWS:].float()
+        entropy = torch.special.entr(some).sum(-1).median() / math.log(weights.size(-1))
+        self._waiting.append((_ATTENTION, "min", 0.0, 1e-30, spot, entropy))
+
 
 class _Sample(TorchDispatchMode):
     """Tells which operators run."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, ran: Callable[[str, tuple[Any, ...], Any], None]) -> None:
+    def __init__(self, ran: Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._ran = ran
         self.on = True
@@ -173,7 +299,7 @@ class _Sample(TorchDispatchMode):
             if name is None:
                 name = self._names[id(func)] = plain_name(getattr(func, "__name__", str(func)))
             try:
-                self._ran(name, args, result)
+                self._ran(name, args, kwargs or {}, result)
             except Exception:  # one operator less in a sample
                 self.on = False
         return result
