@@ -215,6 +215,7 @@ class Session(Observer):
         """Leaves torch, the models and the optimizers as they were."""
         with contextlib.suppress(NonFiniteError):
             self.hooks.guarded(self._count_compiled_updates)
+        self.policy.released()
         self.forget_replay()
         self.failure = None  # it holds the program's variables, which close their files when they are freed
         if self.phase is SETTLED and self.report is not None:
@@ -1039,14 +1040,16 @@ class Session(Observer):
             log.warning("%s", nonfinite_error(report))
             self.enter(WATCHING)
             return
-        if self._holds:
+        if self._holds and self.policy.holds(self, report):
             self._held = (report, before_update)
             return
+        self._holds = False
         self.policy.settle(self, report, before_update)
 
     def _settle_held(self) -> None:
         """The backward call that other ranks have waited for is over: the policy decides what was put off."""
         self._holds, held, self._held = False, self._held, None
+        self.policy.released()
         failure, self._deferred = self._deferred, None
         if failure is not None and held is not None:
             answer = self.asked(failure)
