@@ -679,7 +679,11 @@ class Session(Observer):
             return fetch(iterator)
         # A loop that knows nothing of us, such as a framework's: the batch is only remembered.
         self.hooks.guarded(self.body_ended)
-        batch = fetch(iterator)
+        try:
+            batch = fetch(iterator)
+        except StopIteration:
+            self.hooks.guarded(self.handouts.exhausted, iterator, self.gate.steps.total)
+            raise
         if torch.is_grad_enabled():
             self.hooks.guarded(self._remember, iterator, batch)
         else:
@@ -703,7 +707,11 @@ class Session(Observer):
         self.hooks.guarded(self._turn_ended)
         if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
             fetch = self._restart.around(fetch, self.unseen)
-        batch = self.live.fetched(fetch, iterator)
+        try:
+            batch = self.live.fetched(fetch, iterator)
+        except StopIteration:
+            self.hooks.guarded(self.handouts.exhausted, iterator, self.gate.steps.total)
+            raise
         self.hooks.guarded(self.handed_out, iterator, batch)
         return batch
 
