@@ -164,6 +164,8 @@ HANGS = """
                 time.sleep(0.02)
             if how == "sleep":
                 time.sleep(1e6)
+            if how == "late":
+                time.sleep(6)
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if how == "exit":
@@ -472,6 +474,16 @@ def test_a_rank_that_waits_for_one_that_sleeps_says_what_it_has_found(tmp_path: 
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["rank"], found["verdict"]) == (1, "nonfinite")
     assert [one["what"] for one in found["ranks"]] == ["unknown", "created"]
+
+
+def test_a_rank_that_comes_late_after_all(job: Job) -> None:
+    (_, other), (code, told) = job(HANGS, "late", "1", "ddp")
+    assert code == 3
+    assert told.count("firstnan: -Inf created in forward, step 6") == 1
+    assert "rank 1 has waited 2 seconds in its backward pass" in told
+    assert "created on rank 1; received from another by rank 0" in told
+    assert job.answer()["remedies"][0]["failing_step_finite"]
+    assert "firstnan" not in other
 
 
 def test_the_process_that_holds_the_store_is_stopped(job: Job) -> None:

@@ -183,6 +183,7 @@ class Investigation:
                 self._answer_order(self.report)
             return 0
         self._deliver()
+        self.ranks.termination.obey(goes_on=False)
         return FOUND if self.report.verdict != "clean" else code
 
     def _finish_capsule(self) -> None:
@@ -568,8 +569,9 @@ class Investigation:
 
     def _print_first_part(self) -> None:
         """Everything but the fixes, which are still to be tried."""
-        self._first_part_printed = True
-        print_text(self.report, sys.stderr, parts="first")
+        if not self._first_part_printed:  # a rank that has waited for others has printed it
+            self._first_part_printed = True
+            print_text(self.report, sys.stderr, parts="first")
 
     def _print_rest(self, saved: str = "") -> None:
         """What was not printed yet."""
