@@ -23,6 +23,8 @@ from firstnan.records import RankFinding, Report
 
 _PATIENCE = 20.0
 """Seconds that a process which has found something waits for what the others have found."""
+_RANKS_PER_SECOND = 1000
+"""One second more for so many ranks: the store takes what they say one after the other."""
 _LONGEST = 900.0
 """Seconds that it waits for the one that tries the fixes."""
 _LATER = 1.0
@@ -75,11 +77,16 @@ def meet(where: str) -> bool:
     # Another training of the same process may have met in a step of the same number.
     round_, place = divmod(store.add(f"firstnan/came/{where}", 1) - 1, here.size)
     verdict, came = f"firstnan/verdict/{where}/{round_}", place == here.size - 1
-    for _ in () if came else _waiting(_PATIENCE, here):
+    for _ in () if came else _waiting(_patience(here.size), here):
         if store.check([verdict]):
             break
     # The first to decide decides for all: one that has waited too long must not leave the others alone.
     return bool(store.compare_set(verdict, "", "yes" if came else "no") == b"yes")
+
+
+def _patience(size: int) -> float:
+    """Seconds that this many ranks are waited for."""
+    return _PATIENCE + size / _RANKS_PER_SECOND
 
 
 def _default_store() -> LimitedStore:
@@ -132,7 +139,12 @@ class Ranks:
     @property
     def patience(self) -> float:
         """Seconds that others are waited for."""
-        return _PATIENCE
+        return _patience(self._world.size)
+
+    @property
+    def hangs_in_store(self) -> bool:
+        """Whether a thread still waits for the store, which does not answer."""
+        return isinstance(self._store, LimitedStore) and self._store.is_gone
 
     @property
     def writes_for_all(self) -> bool:
@@ -169,12 +181,13 @@ class Ranks:
     def _first_of_all(self, report: Report) -> int:
         found = {"order": _order(report), **asdict(_finding(self.rank, report))}
         self._store.set(_FOUND.format(self.rank), json.dumps(found))
-        if self._store.add(_COUNT, 1) < self._world.size and (first := self._awaited(_FIRST, _PATIENCE)) is not None:
+        is_last = self._store.add(_COUNT, 1) >= self._world.size
+        if not is_last and (first := self._awaited(_FIRST, self.patience)) is not None:
             return int(first)
         # The last to come, or the first that has waited too long, decides; it may be gone before it has.
         if self._store.compare_set(_DECIDES, "", str(self.rank)) == str(self.rank).encode():
             self._decide()
-        first = self._awaited(_FIRST, _PATIENCE)
+        first = self._awaited(_FIRST, self.patience)
         return self.rank if first is None else int(first)
 
     def _decide(self) -> None:
@@ -206,7 +219,7 @@ class Ranks:
         with contextlib.suppress(Exception):
             self._store.set(_ANSWER, json.dumps(report.to_dict()))
             if self.rank and any(one.rank == 0 and one.what != "unknown" for one in self._listed):
-                self._awaited(_WRITTEN, _PATIENCE, alone=True)
+                self._awaited(_WRITTEN, self.patience, alone=True, read=False)
             self._store.set(_OVER, b"1")
 
     def written(self) -> None:
@@ -216,7 +229,7 @@ class Ranks:
 
     def wait_for_end(self) -> None:
         """Lets the first of them end before this one: a launcher ends all when one of them ends."""
-        if self._awaited(_OVER, _LONGEST) is not None and not self.termination.asked:
+        if self._awaited(_OVER, _LONGEST, read=False) is not None and not self.termination.asked:
             time.sleep(_LATER)
 
     def answer(self) -> Report | None:
@@ -227,12 +240,15 @@ class Ranks:
                 return Report.from_dict(json.loads(told)) if told is not None else None
         return None
 
-    def _awaited(self, key: str, seconds: float, *, alone: bool = False) -> bytes | None:
-        """The value of a key, once it is there; None if it does not come. `alone`: no other rank waits for it."""
+    def _awaited(self, key: str, seconds: float, *, alone: bool = False, read: bool = True) -> bytes | None:
+        """The value of a key, once it is there (empty unless `read`); None if it does not come.
+
+        `alone`: no other rank waits for it.
+        """
         with contextlib.suppress(Exception):
             for _ in _waiting(seconds, World() if alone else self._world, lambda: self.termination.asked):
                 if self._store.check([key]):
-                    return bytes(self._store.get(key))
+                    return bytes(self._store.get(key)) if read else b""
         return None
 
 

@@ -114,7 +114,7 @@ class LimitedStore:
     """A store of torch whose calls end after some seconds, even if the process that holds it has been stopped."""
 
     def __init__(self, store: Any) -> None:
-        self._store, self._is_gone = store, False
+        self._store, self.is_gone = store, False
         self._calls: queue.SimpleQueue[tuple[Any, queue.SimpleQueue[Any]]] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +126,7 @@ class LimitedStore:
         return call
 
     def _called(self, act: Callable[[], Any]) -> Any:
-        if self._is_gone:
+        if self.is_gone:
             raise TimeoutError("the store of the process group does not answer")
         if self._calls is None:
             self._calls = queue.SimpleQueue()
@@ -136,7 +136,7 @@ class LimitedStore:
         try:
             result, error = answer.get(timeout=_ANSWERED_WITHIN)
         except queue.Empty:
-            self._is_gone = True
+            self.is_gone = True
             raise TimeoutError("the store of the process group does not answer") from None
         if error is not None:
             raise error
