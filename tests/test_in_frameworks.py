@@ -269,3 +269,16 @@ def test_a_wrapped_optimizer_is_watched_inside() -> None:
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         assert detector.summary()["steps"] == 1
+
+
+def test_the_last_batch_of_a_loader_that_was_fetched_ahead(firstnan: Zygote, program: Path) -> None:
+    """The step with it begins when the loader has nothing more, not when the batch was fetched."""
+    text = (
+        program.read_text()
+        .replace("y[37]", "y[61]")
+        .replace("self.layer(x)", "torch.dropout(self.layer(x), 0.5, True)")
+    )
+    program.write_text(text)
+    found = firstnan(["run", program, "1"], cwd=program.parent).found
+    assert (found["step"], found["reproduced"]) == (7, "deterministic")
+    assert (found["batch"]["dataset_indices"], found["batch"]["confirmed"]) == ([61], True)

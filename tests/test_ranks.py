@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +25,7 @@ from firstnan.engine import ranks as module
 from firstnan.engine.ranks import Ranks, World
 from firstnan.records import Noticed, Origin, Report
 from firstnan.report.text import ranks_line
-from zygote import Zygote, ask
+from zygote import SOURCE, Zygote, ask
 
 pytest_plugins = ["zygote"]
 
@@ -91,6 +97,43 @@ FAULTS = """
         optimizer.step()  # optimizer
 """
 
+TENSOR_PARALLEL = """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from firstnan.engine import ranks
+    ranks._PATIENCE = 2.0
+    fault, guilty = sys.argv[1], int(sys.argv[2])
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 1)
+
+        def forward(self, x, bad):
+            h = torch.tanh(self.up(x))
+            if bad == "hidden":
+                h = h / (h - h)  # hidden
+            if bad == "gradient":
+                h = h + 0 * (h * 0).sqrt()  # gradient
+            return self.down(h)
+
+    net, draw = Net(), torch.Generator().manual_seed(7)
+    mesh = init_device_mesh("cpu", (size,))
+    model = parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for step in range(9):
+        x = torch.rand(8, 6, generator=draw) + 0.1
+        bad = fault if step == 6 and guilty in (rank, -1) else ""
+        if bad == "forward":
+            x[3] = 0
+        if bad == "weight":
+            with torch.no_grad():
+                net.up.weight.to_local()[2, 3] = float("nan")  # weight
+        optimizer.zero_grad()
+        loss_of(model(x, bad), x).backward()
+        optimizer.step()
+"""
+
 DIES = """
     model = DDP(net)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
@@ -98,6 +141,39 @@ DIES = """
         if step == 4 and rank == 1:
             raise ValueError("the disk is full")
         x = torch.rand(8, 6, generator=draw) + 0.1
+        optimizer.zero_grad()
+        loss_of(model(x), x).backward()
+        optimizer.step()
+"""
+
+HANGS = """
+    import signal, time
+    from firstnan.engine import ranks, waiting
+    ranks._PATIENCE = waiting._ANSWERED_WITHIN = 2.0
+    how, guilty, wrapper = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = DDP(net) if wrapper == "ddp" else net
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    open(f"{rank}.pid", "w").write(str(os.getpid()))
+    for step in range(9):
+        x = torch.rand(8, 6, generator=draw) + 0.1
+        if step == 6 and rank == guilty:
+            x[3] = 0
+        if step == 6 and rank != guilty:
+            while not os.path.exists(f"out.rank{guilty}.json"):  # the other has failed
+                time.sleep(0.02)
+            if how == "sleep":
+                time.sleep(1e6)
+            if how == "late":
+                time.sleep(6)
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "exit":
+                os._exit(7)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "raise":
+                raise ValueError("the disk is full")
         optimizer.zero_grad()
         loss_of(model(x), x).backward()
         optimizer.step()
@@ -308,6 +384,30 @@ def test_a_fault_on_one_rank(job: Job, wrapper: str, ranks: int, fault: str) -> 
     assert set(what.values()) == {"unknown" if fault == "optimizer" else "received"}
 
 
+def test_fixes_of_spread_weights_are_said_not_to_be_tried(job: Job) -> None:
+    (_, first), (_, second) = job(FAULTS, "fsdp", "forward", "1")
+    remedies = job.answer()["remedies"]
+    assert [one["tried"] for one in remedies] == [False] * len(remedies)
+    assert "firstnan" not in first
+    text = " ".join(second.split())
+    assert "not tried: each rank holds a part of the weights, so a fix would have to be tried by all ranks" in text
+
+
+@pytest.mark.parametrize(("fault", "guilty"), [("forward", -1), ("hidden", 1), ("gradient", 1), ("weight", 1)])
+def test_tensor_parallel_weights(job: Job, fault: str, guilty: int) -> None:
+    job(TENSOR_PARALLEL, fault, str(guilty), options="--verify 0")
+    found = job.answer()
+    assert (found["rank"], found["world_size"]) == (max(guilty, 0), 2)
+    assert found["origin"]["line"] == job.line(fault)
+    others = {one["what"] for one in found["ranks"] if one["rank"] != found["rank"]}
+    # The gradient of a part of the weights is this rank's own; the other is healthy until it misses this one.
+    assert others == {{"forward": "created", "gradient": "unknown"}.get(fault, "received")}
+    if fault == "weight":
+        assert (found["cause"]["slug"], found["origin"]["label"]) == ("nan_parameter", "up.weight")
+    if fault == "gradient":
+        assert found["noticed"]["name"] == "up.weight"
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_a_fault_on_all_ranks(job: Job, wrapper: str) -> None:
     assert [code for code, _ in job(FAULTS, wrapper, "forward", "-1", ranks=4, options="--verify 0")] == [3, 3, 3, 3]
@@ -327,6 +427,81 @@ def test_a_rank_that_raises_something_else_holds_nobody_up(job: Job) -> None:
     assert (first, second) == (1, 1)
     assert error.rstrip().endswith("ValueError: the disk is full")
     assert job.answer()["verdict"] == "clean"
+
+
+def _torchrun(folder: Path, text: str, *words: str) -> subprocess.Popen[str]:
+    """Starts two ranks with torch's own launcher."""
+    (folder / "train.py").write_text(textwrap.dedent(BEGIN) + textwrap.dedent(text))
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    watched = ["-m", "firstnan", "run", "--verify", "0", "--json", "out.json", "train.py"]
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    with (folder / "err").open("w") as err:
+        return subprocess.Popen([sys.executable, *launch, *watched, *words], cwd=folder, stderr=err, text=True, env=env)
+
+
+def _appears(path: Path, text: str) -> None:
+    until = time.monotonic() + LIMIT
+    while text not in path.read_text():
+        assert time.monotonic() < until, f"{text!r} is not in {path.read_text()}"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("raise", "1"), ("exit", "7"), ("kill", "-9")])
+def test_the_launcher_ends_a_rank_that_has_found_something(tmp_path: Path, how: str, code: str) -> None:
+    guilty = 1 if how == "raise" else 0
+    with _torchrun(tmp_path, HANGS, how, str(guilty), "ddp") as launcher:
+        assert launcher.wait(LIMIT) == 1
+    told = (tmp_path / "err").read_text()
+    assert told.count("firstnan: -Inf created in forward, step 6") == 1
+    assert f"rank {guilty} of 2" in told
+    root_cause = told.partition("Root Cause")[2]
+    assert re.findall(r"(rank|exitcode) +: (-?[0-9]+)", root_cause) == [("rank", str(1 - guilty)), ("exitcode", code)]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["rank"], found["world_size"], found["step"], found["verdict"]) == (guilty, 2, 6, "nonfinite")
+    if how == "raise":
+        assert "ValueError: the disk is full" in told
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_one_that_sleeps_says_what_it_has_found(tmp_path: Path) -> None:
+    with _torchrun(tmp_path, HANGS, "sleep", "1", "ddp") as launcher:
+        _appears(tmp_path / "err", "rank 1 has waited 2 seconds in its backward pass for the other ranks")
+        assert "firstnan: -Inf created in forward, step 6" in (tmp_path / "err").read_text()
+        launcher.send_signal(signal.SIGTERM)  # its ranks are held in a collective, or sleep
+        assert launcher.wait(LIMIT) == 1
+    assert (tmp_path / "err").read_text().count("firstnan: -Inf created") == 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["rank"], found["verdict"]) == (1, "nonfinite")
+    assert [one["what"] for one in found["ranks"]] == ["unknown", "created"]
+
+
+def test_a_rank_that_comes_late_after_all(job: Job) -> None:
+    (_, other), (code, told) = job(HANGS, "late", "1", "ddp")
+    assert code == 3
+    assert told.count("firstnan: -Inf created in forward, step 6") == 1
+    assert "rank 1 has waited 2 seconds in its backward pass" in told
+    assert "created on rank 1; received from another by rank 0" in told
+    assert job.answer()["remedies"][0]["failing_step_finite"]
+    assert "firstnan" not in other
+
+
+def test_the_process_that_holds_the_store_is_stopped(job: Job) -> None:
+    pool = ThreadPoolExecutor(1)
+    running = pool.submit(job, HANGS, "stop", "1", "none", options="--verify 0")
+    try:
+        until = time.monotonic() + LIMIT
+        err = job.folder / "1.err"
+        while not err.exists() or "rank 1 of 2" not in err.read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        os.kill(int((job.folder / "0.pid").read_text()), signal.SIGKILL)
+        codes = [code for code, _ in running.result()]
+        pool.shutdown()
+    assert codes == [-9, 3]
+    found = job.answer()
+    assert (found["rank"], found["step"], found["origin"]["line"]) == (1, 6, job.line("forward"))
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

@@ -7,7 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for wrappers in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"):
     with contextlib.suppress(ImportError):  # they replace torch.compile for good, which is not our doing
         importlib.import_module(wrappers)
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_frameworks() -> Iterator[None]:
+    """Forgets what frameworks put into the environment (seeds, where their services are); what we put there stays."""
+    before = dict(os.environ)
+    yield
+    for name in [name for name in os.environ if name not in before and not name.startswith("FIRSTNAN")]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if not name.startswith("FIRSTNAN")})
 
 
 @dataclass(frozen=True)

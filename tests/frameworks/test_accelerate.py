@@ -12,7 +12,7 @@ import torch
 from marks import line_of
 from torch.utils.data import DataLoader, TensorDataset
 
-from firstnan import NaNDetector, NonFiniteError
+from firstnan import NaNDetector, NonFiniteError, load
 
 accelerate = pytest.importorskip("accelerate")
 HERE = Path(__file__)
@@ -92,3 +92,31 @@ def test_the_launcher_starts_firstnan(run: Callable[..., Any], tmp_path: Path) -
     assert ended.code != 0
     assert ended.report.origin.site.line == line_of(PROGRAM, "born")
     assert ended.report.batch.dataset_indices == (41,)
+
+
+TWO_RANKS = PROGRAM.replace("Accelerator(cpu=True)", "Accelerator()")
+
+
+@pytest.mark.parametrize("way", ["-m firstnan", "FIRSTNAN"])
+def test_the_launcher_starts_two_ranks(run: Callable[..., Any], tmp_path: Path, way: str) -> None:
+    # On a machine without a GPU, `--cpu` starts one process, or asks for MPI; `--multi_gpu` starts torchrun's ranks.
+    launch = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
+    launch = (*launch, "--main_process_port=0")
+    settings = {"ACCELERATE_USE_CPU": "1"}
+    if way == "FIRSTNAN":
+        settings["FIRSTNAN"] = "report.json"
+        words = (*launch, "train.py")
+    else:
+        words = (*launch, "-m", "firstnan", "run", "--verify", "0", "--json", "report.json", "train.py")
+    ended = run(TWO_RANKS, words=words, **settings)
+    assert ended.code == 1, ended.stderr
+    found = ended.report
+    # Each rank has every second batch: batch 5 of the data is batch 2 of rank 1.
+    assert (found.rank, found.world_size, found.step, found.batch.index) == (1, 2, 2, 2)
+    assert found.origin.site.line == line_of(PROGRAM, "born")
+    assert found.batch.dataset_indices == (41,)
+    assert [one.what for one in found.ranks] == ["received", "created"]
+    received, created = (load(tmp_path / f"report.rank{rank}.json") for rank in range(2))
+    assert (received.cause.slug, received.origin) == ("collective", None)
+    assert created.origin == found.origin
+    assert ended.stderr.count("firstnan: Inf created in forward, step 2, at train.py:14") == 1

@@ -96,6 +96,8 @@ class Handouts:
         """The last batch of the step before, of any loader: the number of updates then, and its index."""
         self._last_sampled: weakref.ref[Any] | None = None
         """The iterator of the loader that was last asked for a batch."""
+        self._at_end: tuple[Handout, RandomState, list[tuple[Slot, Tensor, Tensor]]] | None = None
+        """The last batch of a loader, with random state and buffers from when the loader was asked for one more."""
         self.is_ahead = False
         """Whether the loader was asked for a batch more than the step uses."""
 
@@ -131,7 +133,7 @@ class Handouts:
             self._before = _known(self.latest)
         if self.latest is not None and self.latest.updates != updates:
             self._earlier = self.latest.updates, self.latest.index
-        self.latest = handout
+        self.latest, self._at_end = handout, None
         if source is not self._latest_source:
             self.latest_iterator, self._latest_source = weakref.ref(iterator), source
         return handout
@@ -159,7 +161,14 @@ class Handouts:
             latest.buffers = self._step_buffers(updates)
         source.count += 1
         self._handouts += 1
+        self._at_end = None
         return True
+
+    def exhausted(self, iterator: Any, updates: int) -> None:
+        """The loader was asked for one batch more than it has: where batches are fetched ahead, a step begins here."""
+        if self.latest_iterator is not None and self.latest_iterator() is iterator and self.latest is not None:
+            buffers = self._step_buffers(updates) if self._buffers else []
+            self._at_end = self.latest, RandomState.now(self._generators), buffers
 
     def body_ended(self) -> None:
         """The program is done with the batch: checks whether it drew random numbers."""
@@ -318,6 +327,8 @@ class Handouts:
         latest = self.latest
         if latest is None:
             return False
+        if self._at_end is not None and self._at_end[0] is latest:
+            _, latest.random, latest.buffers = self._at_end
         used, members = list(used), latest.batch if isinstance(latest.batch, list | tuple) else [latest.batch]
         quick = {id(latest.batch), *(id(t) for t in members if isinstance(t, Tensor))}
         if any(id(value) in quick for value in used):  # the usual case, and the rest takes longer than a step

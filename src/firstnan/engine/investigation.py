@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -19,6 +20,7 @@ from firstnan.engine.isolation import IsolationError
 from firstnan.engine.ranks import Ranks
 from firstnan.engine.second_run import Order, SecondRun, Start
 from firstnan.engine.step_log import StepLog
+from firstnan.engine.waiting import HeldRank
 from firstnan.engine.workers import WorkerReports
 from firstnan.gate.forecast import sentence
 from firstnan.observe.runner import (
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 FOUND = 3
 _UPDATES_BEFORE = 16
 """How many updates a second run records before the failing one, where several optimizers make them."""
+_SPREAD = "each rank holds a part of the weights, so a fix would have to be tried by all ranks together"
+_STILL_WAITS = "rank {} has waited {:.0f} seconds in its backward pass for the other ranks, and still waits"
 _LEFT_RANGE = "the loss left its first range in step {} for good"
 _FINITE = "the second run did not fail in the same way"
 _SAME_LOSS = 1e-3
@@ -111,6 +115,7 @@ class Investigation:
         self._capsule_is_finished = False
         self._replicas: Replicas | None = None
         self.workers, self.ranks = WorkerReports(), Ranks()
+        self._held_rank: HeldRank | None = None
         self._answer: Report | None = None
         """The answer of the first of several ranks, if that is another one."""
         self.logs = options.logs if self.order is None else None
@@ -208,6 +213,12 @@ class Investigation:
                 self._answer_order(self.report)
             return 0
         self._deliver()
+        self.ranks.termination.obey(goes_on=False)
+        if self.ranks.hangs_in_store and self.report.verdict != "clean":
+            # If the store answers while Python is torn down, the thread that waits for it ends the process by SIGABRT.
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(FOUND)
         return FOUND if self.report.verdict != "clean" else code
 
     def _finish_capsule(self) -> None:
@@ -264,6 +275,8 @@ class Investigation:
                 replicas=self._compared_replicas(),
                 tell=self._foreseen if order is None else lambda event: None,
                 on_step=self._on_step() if order is None else None,
+                held=self._held,
+                released=self._released,
             )
 
     def _compared_replicas(self) -> Replicas | None:
@@ -412,19 +425,58 @@ class Investigation:
         """The failure is explained, and the program still stands at the failing step: tries the remedies there."""
         if self.order is not None or self.options.restart is not None or self._interrupted:
             return
+        from firstnan.engine.sharded import are_gathered
         from firstnan.engine.step_trial import StepTrials
 
         self.seconds, report = time.monotonic() - self.began, session.complete(report)
         self.ranks.join()
         if self.ranks.are_many and not self._is_first_of_ranks(report):
+            self.ranks.termination.obey(goes_on=session.is_detected)
             return
         at_step = StepTrials(session, session.failure) if session.failure is not None else None
-        self._try_remedies(self.report if self.ranks.are_many else report, at_step)
+        spread = at_step is None and are_gathered(list(session.gate.steps.done))
+        self._try_remedies(self.report if self.ranks.are_many else report, at_step, _SPREAD if spread else "")
         saved = self.options.json or self.options.output
         if self.ranks.are_many:  # the launcher may end this process as soon as another one ends
             self._answer_for_all(str(saved) if saved else "")
+            self.ranks.termination.obey(goes_on=session.is_detected)
         elif self._first_part_printed and self.options.capsule is None:
             self._print_rest(str(saved) if saved else "")
+
+    def _held(self, report: Report) -> bool:
+        """This rank has found something, and others wait for it in the backward pass; False if it has to end now."""
+        self.ranks.join()
+        if self.ranks.termination.asked:
+            return False
+        report = self.ranks.placed(report)
+        self._held_rank = HeldRank(self.ranks.patience, lambda: self._is_late(report), lambda: self._ended_held(report))
+        return True
+
+    def _released(self) -> None:
+        held, self._held_rank = self._held_rank, None
+        if held is not None:
+            held.release()
+
+    def _is_late(self, report: Report) -> None:
+        """The other ranks do not come; they may be busy with something else. Called by another thread."""
+        self.report = report
+        self._print_first_part()
+        say(_STILL_WAITS.format(report.rank, self.ranks.patience))
+
+    def _ended_held(self, report: Report) -> None:
+        """The launcher ends this rank while it waits in the backward pass. Called by another thread."""
+        termination = self.ranks.termination
+        if not termination.is_put_off:  # the program handles it
+            return
+        termination.asked = self._over = True
+        first = self.ranks.exchange(report)
+        self.report = first or report
+        self._save(self.report)
+        if first is not None:
+            self._write(first)
+            self._print_rest()
+            self.ranks.settle(first)
+        os._exit(FOUND)
 
     def _is_first_of_ranks(self, report: Report) -> bool:
         """Whether this rank's failure was the first of all; otherwise another rank has the answer."""
@@ -456,14 +508,14 @@ class Investigation:
         self._print_rest(saved)
         self.ranks.settle(self.report)
 
-    def _try_remedies(self, report: Report, at_step: StepTrials | None = None) -> None:
-        """Tries each fix, until one is known to help; prints what is known before."""
+    def _try_remedies(self, report: Report, at_step: StepTrials | None = None, why_not: str = "") -> None:
+        """Tries each fix, until one is known to help; prints what is known before. `why_not`: none can be tried."""
         options = self.options
         self.report, self._tried = report, True
         count = min(sum(1 for remedy in report.remedies if remedy.diff), trials.MOST)
         if not count:
             return
-        why, from_start = reason_not_to_try(report, options), reason_not_to_start(options, self.seconds)
+        why, from_start = reason_not_to_try(report, options), why_not or reason_not_to_start(options, self.seconds)
         if why or (from_start and at_step is None):
             self.report = report.with_(remedies=tuple(replace(r, note=why or from_start) for r in report.remedies))
             return
@@ -485,7 +537,8 @@ class Investigation:
             from_start=from_start,
         )
         try:
-            attempts.run(report, lambda tried: self._keep(tried, progress))
+            with self.ranks.termination.interrupts():
+                attempts.run(report, lambda tried: self._keep(tried, progress))
         except KeyboardInterrupt:
             pass  # what was tried until now is in the report
         except Exception as error:
@@ -520,6 +573,10 @@ class Investigation:
         if self.workers.is_elsewhere:
             self.workers.add(report)
             return
+        if report.verdict != "clean":
+            self.ranks.join()
+            if self.ranks.are_many and not self._over:
+                self.ranks.termination.put_off()
         self._write(report, own=self.ranks.are_many)
 
     def _write(self, report: Report, *, own: bool = False) -> None:
@@ -556,8 +613,9 @@ class Investigation:
 
     def _print_first_part(self) -> None:
         """Everything but the fixes, which are still to be tried."""
-        self._first_part_printed = True
-        print_text(self.report, sys.stderr, parts="first")
+        if not self._first_part_printed:  # a rank that has waited for others has printed it
+            self._first_part_printed = True
+            print_text(self.report, sys.stderr, parts="first")
 
     def _print_rest(self, saved: str = "") -> None:
         """What was not printed yet."""

@@ -77,6 +77,13 @@ class Policy:
     def step_ended(self, session: Session) -> None:
         """Called after a healthy step."""
 
+    def holds(self, session: Session, report: Report) -> bool:
+        """Called when the investigation is over, but other ranks wait for this one: whether it goes on with them."""
+        return True
+
+    def released(self) -> None:
+        """Called when they have come, or the program has ended."""
+
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         """Called when the investigation of a failure is over."""
         raise NotImplementedError
@@ -97,12 +104,16 @@ class EndProgram(Policy):
         explained: Callable[[Report, Session], None] = lambda report, session: None,
         *,
         always: bool = False,
+        held: Callable[[Report], bool] = lambda report: True,
+        released: Callable[[], None] = lambda: None,
     ) -> None:
         """`explained` is called with a complete report, while the program still stands at its failing step.
 
-        `always`: also a program with a detector of its own, which is otherwise left to that.
+        `always`: also a program with a detector of its own, which is otherwise left to that. `held` is called with the
+        report of a rank that others wait for, and says whether it goes on with them; `released` when that is over.
         """
         self.save, self._explained, self._always = save, explained, always
+        self._held, self._released = held, released
         self.ended = False
         """Whether the program was told to end; if it trains on, it has caught that."""
         self.interrupted = False
@@ -121,6 +132,12 @@ class EndProgram(Policy):
             return
         self.ended = True
         end_program()
+
+    def holds(self, session: Session, report: Report) -> bool:
+        return session.in_worker or self._held(report)
+
+    def released(self) -> None:
+        self._released()
 
     def interrupt(self) -> None:
         """Ctrl-C has ended the investigation."""

@@ -140,13 +140,16 @@ def watch(
     replicas: Replicas | None = None,
     tell: Callable[[NaNEvent], None] = lambda event: None,
     on_step: Callable[[Session], None] | None = None,
+    held: Callable[[Report], bool] = lambda report: True,
+    released: Callable[[], None] = lambda: None,
 ) -> ProgramWatch[EndProgram]:
     """Watches for a failure; `tracing` records every operator from the first line on, or from a step on.
 
-    `again`: this is a second run. `tell` gets forecasts as events, `on_step` is called after each step.
+    `again`: this is a second run. `tell` gets forecasts as events, `on_step` is called after each step. `held` and
+    `released`: see EndProgram.
     """
     found = ProgramWatch(
-        EndProgram(save, explained, always=again),
+        EndProgram(save, explained, always=again, held=held, released=released),
         ownership,
         Gate(thorough=tracing),
         trace_from=trace_from,

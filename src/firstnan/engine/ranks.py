@@ -12,16 +12,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from firstnan.diagnose.rules import on_no_rank
+from firstnan.engine.waiting import LimitedStore, Termination
 from firstnan.records import RankFinding, Report
 
 _PATIENCE = 20.0
 """Seconds that a process which has found something waits for what the others have found."""
+_RANKS_PER_SECOND = 1000
+"""One second more for so many ranks: the store takes what they say one after the other."""
 _LONGEST = 900.0
 """Seconds that it waits for the one that tries the fixes."""
 _LATER = 1.0
@@ -29,6 +32,10 @@ _LATER = 1.0
 _POLL = 0.05
 _ASKED_PER_SECOND = 10_000
 """How often all ranks together may ask the store, which is one process."""
+_ASKED_AFTER = 30
+"""How many times as long as the last answer has taken a rank waits before it asks again: a slow store is busy."""
+_AT_MOST = 4
+"""How many times as long as usual that may be."""
 _MOST_LISTED = 64
 _READ_AT_ONCE = 1024
 _FOUND, _COUNT, _DECIDES, _FIRST = "firstnan/found/{}", "firstnan/count", "firstnan/decides", "firstnan/first"
@@ -66,24 +73,41 @@ def _is_cut_off(distributed: Any) -> bool:
 
 def meet(where: str) -> bool:
     """Whether every rank has come here; all of them get the same answer."""
-    distributed = sys.modules["torch.distributed"]
-    store, size = distributed.distributed_c10d._get_default_store(), world().size
+    store, here = _default_store(), world()
     # Another training of the same process may have met in a step of the same number.
-    round_, place = divmod(store.add(f"firstnan/came/{where}", 1) - 1, size)
-    verdict, came = f"firstnan/verdict/{where}/{round_}", place == size - 1
-    for _ in () if came else _waiting(_PATIENCE, size):
+    round_, place = divmod(store.add(f"firstnan/came/{where}", 1) - 1, here.size)
+    verdict, came = f"firstnan/verdict/{where}/{round_}", place == here.size - 1
+    for _ in () if came else _waiting(_patience(here.size), here):
         if store.check([verdict]):
             break
     # The first to decide decides for all: one that has waited too long must not leave the others alone.
     return bool(store.compare_set(verdict, "", "yes" if came else "no") == b"yes")
 
 
-def _waiting(seconds: float, size: int) -> Iterator[None]:
-    """Again and again until the time is over, less often the more ranks there are."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+def _patience(size: int) -> float:
+    """Seconds that this many ranks are waited for."""
+    return _PATIENCE + size / _RANKS_PER_SECOND
+
+
+def _default_store() -> LimitedStore:
+    """The store by which the processes have found each other."""
+    return LimitedStore(sys.modules["torch.distributed"].distributed_c10d._get_default_store())
+
+
+def _waiting(seconds: float, here: World, ended: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Again and again until the time is over or the process is to end.
+
+    Less often the more ranks there are and the longer the store takes, and not all ranks at the same moments.
+    """
+    began = now = time.monotonic()
+    usual, took = max(_POLL, here.size / _ASKED_PER_SECOND), 0.0
+    while now < began + seconds and not ended():
+        pause = min(max(usual, _ASKED_AFTER * took), _AT_MOST * usual)
+        time.sleep(min(pause * (0.75 + here.rank * 0.618 % 0.5), began + seconds - now))
+        asked = time.monotonic()
         yield
-        time.sleep(max(_POLL, size / _ASKED_PER_SECOND))
+        now = time.monotonic()
+        took = now - asked
 
 
 class Ranks:
@@ -91,6 +115,7 @@ class Ranks:
 
     def __init__(self, here: World | None = None, store: Any = None) -> None:
         self._world, self._store = here or World(), store
+        self.termination = Termination()
         self._listed: tuple[RankFinding, ...] = ()
         """What the ranks have found, as far as they have said so; only the first to fail knows it."""
         self.is_first = self._has_settled = False
@@ -100,9 +125,8 @@ class Ranks:
         """Remembers the others, as long as the program knows them."""
         now = world()
         self._world = now if now.size >= self._world.size else self._world
-        distributed = sys.modules.get("torch.distributed")
-        if self._store is None and not now.is_alone and distributed is not None:
-            self._store = distributed.distributed_c10d._get_default_store()
+        if self._store is None and not now.is_alone and "torch.distributed" in sys.modules:
+            self._store = _default_store()
 
     @property
     def rank(self) -> int:
@@ -111,6 +135,16 @@ class Ranks:
     @property
     def are_many(self) -> bool:
         return self._world.size > 1
+
+    @property
+    def patience(self) -> float:
+        """Seconds that others are waited for."""
+        return _patience(self._world.size)
+
+    @property
+    def hangs_in_store(self) -> bool:
+        """Whether a thread still waits for the store, which does not answer."""
+        return isinstance(self._store, LimitedStore) and self._store.is_gone
 
     @property
     def writes_for_all(self) -> bool:
@@ -147,12 +181,13 @@ class Ranks:
     def _first_of_all(self, report: Report) -> int:
         found = {"order": _order(report), **asdict(_finding(self.rank, report))}
         self._store.set(_FOUND.format(self.rank), json.dumps(found))
-        if self._store.add(_COUNT, 1) < self._world.size and (first := self._awaited(_FIRST, _PATIENCE)) is not None:
+        is_last = self._store.add(_COUNT, 1) >= self._world.size
+        if not is_last and (first := self._awaited(_FIRST, self.patience)) is not None:
             return int(first)
         # The last to come, or the first that has waited too long, decides; it may be gone before it has.
         if self._store.compare_set(_DECIDES, "", str(self.rank)) == str(self.rank).encode():
             self._decide()
-        first = self._awaited(_FIRST, _PATIENCE)
+        first = self._awaited(_FIRST, self.patience)
         return self.rank if first is None else int(first)
 
     def _decide(self) -> None:
@@ -184,7 +219,7 @@ class Ranks:
         with contextlib.suppress(Exception):
             self._store.set(_ANSWER, json.dumps(report.to_dict()))
             if self.rank and any(one.rank == 0 and one.what != "unknown" for one in self._listed):
-                self._awaited(_WRITTEN, _PATIENCE)
+                self._awaited(_WRITTEN, self.patience, alone=True, read=False)
             self._store.set(_OVER, b"1")
 
     def written(self) -> None:
@@ -194,23 +229,26 @@ class Ranks:
 
     def wait_for_end(self) -> None:
         """Lets the first of them end before this one: a launcher ends all when one of them ends."""
-        if self._awaited(_OVER, _LONGEST) is not None:
+        if self._awaited(_OVER, _LONGEST, read=False) is not None and not self.termination.asked:
             time.sleep(_LATER)
 
     def answer(self) -> Report | None:
         """The answer for all, once it is complete; None if there is none, or it does not come."""
         with contextlib.suppress(Exception):
             if self._store is not None and self._store.add(_COUNT, 0):
-                told = self._awaited(_ANSWER, _LONGEST)
+                told = self._awaited(_ANSWER, _LONGEST, alone=True)
                 return Report.from_dict(json.loads(told)) if told is not None else None
         return None
 
-    def _awaited(self, key: str, seconds: float) -> bytes | None:
-        """The value of a key, once it is there; None if it does not come."""
+    def _awaited(self, key: str, seconds: float, *, alone: bool = False, read: bool = True) -> bytes | None:
+        """The value of a key, once it is there (empty unless `read`); None if it does not come.
+
+        `alone`: no other rank waits for it.
+        """
         with contextlib.suppress(Exception):
-            for _ in _waiting(seconds, self._world.size):
+            for _ in _waiting(seconds, World() if alone else self._world, lambda: self.termination.asked):
                 if self._store.check([key]):
-                    return bytes(self._store.get(key))
+                    return bytes(self._store.get(key)) if read else b""
         return None
 
 

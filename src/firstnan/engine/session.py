@@ -217,6 +217,7 @@ class Session(Observer):
         """Leaves torch, the models and the optimizers as they were."""
         with contextlib.suppress(NonFiniteError):
             self.hooks.guarded(self._count_compiled_updates)
+        self.policy.released()
         self.forget_replay()
         self.failure = None  # it holds the program's variables, which close their files when they are freed
         if self.phase is SETTLED and self.report is not None:
@@ -683,7 +684,11 @@ class Session(Observer):
             return fetch(iterator)
         # A loop that knows nothing of us, such as a framework's: the batch is only remembered.
         self.hooks.guarded(self.body_ended)
-        batch = fetch(iterator)
+        try:
+            batch = fetch(iterator)
+        except StopIteration:
+            self.hooks.guarded(self.handouts.exhausted, iterator, self.gate.steps.total)
+            raise
         if torch.is_grad_enabled():
             self.hooks.guarded(self._remember, iterator, batch)
         else:
@@ -707,7 +712,11 @@ class Session(Observer):
         self.hooks.guarded(self._turn_ended)
         if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
             fetch = self._restart.around(fetch, self.unseen)
-        batch = self.live.fetched(fetch, iterator)
+        try:
+            batch = self.live.fetched(fetch, iterator)
+        except StopIteration:
+            self.hooks.guarded(self.handouts.exhausted, iterator, self.gate.steps.total)
+            raise
         self.hooks.guarded(self.handed_out, iterator, batch)
         return batch
 
@@ -1044,14 +1053,16 @@ class Session(Observer):
             log.warning("%s", nonfinite_error(report))
             self.enter(WATCHING)
             return
-        if self._holds:
+        if self._holds and self.policy.holds(self, report):
             self._held = (report, before_update)
             return
+        self._holds = False
         self.policy.settle(self, report, before_update)
 
     def _settle_held(self) -> None:
         """The backward call that other ranks have waited for is over: the policy decides what was put off."""
         self._holds, held, self._held = False, self._held, None
+        self.policy.released()
         failure, self._deferred = self._deferred, None
         if failure is not None and held is not None:
             answer = self.asked(failure)

@@ -46,6 +46,8 @@ def readable(t: Any) -> Tensor | None:
         local = getattr(t, "_local_tensor", None)
         if isinstance(local, Tensor):
             return readable(local)
+        if is_from_collective(t):
+            return readable(t.trigger_wait())  # type: ignore[attr-defined]
         if torch._is_functional_tensor(t) or kind.__name__ == "FakeTensor":
             return None
         if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and not isinstance(
@@ -53,6 +55,11 @@ def readable(t: Any) -> Tensor | None:
         ):
             return None
         return _plain(t.as_subclass(Tensor) if t.layout is torch.strided else t)
+
+
+def is_from_collective(t: Tensor) -> bool:
+    """Whether this is what a functional collective returns, as DTensors use it: it has to be waited for."""
+    return type(t).__name__ == "AsyncCollectiveTensor"
 
 
 def nested_values(t: Tensor) -> Tensor:

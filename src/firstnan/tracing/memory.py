@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from firstnan.records import Role
-from firstnan.tensors.finite import is_finite, nested_values, surely_finite
+from firstnan.tensors.finite import is_finite, is_from_collective, nested_values, surely_finite
 
 _MAX_EXACT = 1 << 22  # Elements; in a larger storage, views that interleave count as overlapping.
 
@@ -202,13 +202,18 @@ class Memory:
 
 
 def _local(t: Tensor) -> Tensor:
-    """The part of a sharded tensor that this process holds; the numbers of a nested one."""
+    """The part of a sharded tensor that this process holds; the numbers of a nested one.
+
+    Of what a collective returns, the tensor that it writes to.
+    """
     if t.is_nested:
         return nested_values(t)
     if type(t) is not Tensor:
         local = getattr(t, "_local_tensor", None)
+        if local is None and is_from_collective(t):
+            local = t.elem  # type: ignore[attr-defined]
         if isinstance(local, Tensor):
-            return local
+            return _local(local)
     return t
 
 

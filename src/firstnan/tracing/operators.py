@@ -129,7 +129,7 @@ def _describe(func: Any) -> OpInfo:
         pointwise=torch.Tag.pointwise in tags,
         empty=name in UNWRITTEN,
         keeps_finite=name in _KEEP_FINITE,
-        ignored=name in ("detach", "alias", "is_pinned")
+        ignored=name in ("detach", "alias", "is_pinned", "wait_tensor")
         or name.startswith("sym_")
         or schema.name.startswith("profiler::"),
     )
