@@ -11,6 +11,7 @@ from firstnan.diagnose.rules.base import Failure
 from firstnan.records import Cause, History, Origin, Remedy, Trace
 from firstnan.repair import (
     attention,
+    bias_correction,
     compiler,
     data,
     guards,
@@ -20,6 +21,7 @@ from firstnan.repair import (
     precision,
     settings,
     softmax_by_hand,
+    zero_weights,
 )
 from firstnan.repair.context import PROPOSERS, FailureContext, SourceFiles
 from firstnan.repair.source import as_patch
@@ -28,8 +30,10 @@ __all__ = ["propose"]
 
 FAMILIES: tuple[ModuleType, ...] = (
     attention,
+    bias_correction,
     log_domain,
     softmax_by_hand,
+    zero_weights,
     operators,
     settings,
     parameters,

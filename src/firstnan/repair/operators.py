@@ -274,11 +274,15 @@ class Normalised:
     factor: str
     """What else the vector is multiplied by before the division; "" for nothing."""
     dim: str
+    """ "" for all of them."""
     norm: ast.expr
 
     def text(self, source: SourceFile, eps: str) -> str:
-        function = source.spell("torch.nn.functional.normalize", self.whole)
-        return f"{self.factor}{function}({source.code(self.vector)}, dim={self.dim}{eps})"
+        function, vector = source.spell("torch.nn.functional.normalize", self.whole), source.code(self.vector)
+        if not self.dim:  # by the norm of all elements
+            flat = f"{parenthesized(source, self.vector)}.flatten()"
+            return f"{self.factor}{function}({flat}, dim=0{eps}).view_as({vector})"
+        return f"{self.factor}{function}({vector}, dim={self.dim}{eps})"
 
 
 def _normalised(context: FailureContext, source: SourceFile, node: ast.AST) -> Normalised | None:
@@ -297,7 +301,8 @@ def _normalised(context: FailureContext, source: SourceFile, node: ast.AST) -> N
     if ast.dump(top) != ast.dump(vector) or not source.unchanged(vector, node):
         return None
     text = source.code(dim) if dim is not None else "0" if _dimensions(context, source, norm) == 1 else ""
-    return Normalised(node, vector, factor, text, norm) if text else None
+    cheap = isinstance(vector, ast.Name | ast.Attribute)  # it is read twice
+    return Normalised(node, vector, factor, text, norm) if text or cheap else None
 
 
 def _two_norm(source: SourceFile, node: ast.expr) -> tuple[ast.expr, ast.expr | None] | None:
