@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from firstnan.diagnose.rules.overflow import weights_feeding
 from firstnan.records import Edit, OpEvent, Remedy, TensorStat
-from firstnan.records.operator_families import NORMS, WEIGHT_NORM
+from firstnan.records.operator_families import NORMS, WEIGHT_NORMS
 from firstnan.repair.context import FailureContext, remedies_for
+from firstnan.repair.literals import imported_files
 from firstnan.repair.parameters import USUAL_STD
 from firstnan.repair.settings import OptimizerSetup
 from firstnan.repair.source import SourceFile, literal_value, parenthesized, replace_node
@@ -43,7 +44,7 @@ def _zero_weights(context: FailureContext) -> Iterator[tuple[str, str]]:
     if event is None or context.failure.phase != "forward":
         return
     near = [event, *context.failure.trace.feeding(event, NEAR)]
-    normed = any(e.op in NORMS or e.op in ("dot", "mv", "sqrt", WEIGHT_NORM) for e in near)
+    normed = any(e.op in NORMS | WEIGHT_NORMS | {"dot", "mv", "sqrt"} for e in near)
     if not normed or not _is_norm(context, event):
         return
     for label in dict.fromkeys([*_labels_of_zeros(context, event), *_labels_by_norm(near)]):
@@ -58,7 +59,7 @@ def _labels_of_zeros(context: FailureContext, event: OpEvent) -> Iterator[str]:
     """The parameters whose statistics show zeros; in one that torch divides by the norm of its rows, a row of zeros."""
     direct = {i.label for i in event.inputs if i.role == "parameter"}
     for label, stat in weights_feeding(context.failure.trace, event):
-        if stat.min == stat.max == 0 or (label in direct and event.op == WEIGHT_NORM and stat.zeros):
+        if stat.min == stat.max == 0 or (label in direct and event.op in WEIGHT_NORMS and stat.zeros):
             yield label
 
 
@@ -73,7 +74,7 @@ def _labels_by_norm(events: list[OpEvent]) -> Iterator[str]:
 def _is_norm(context: FailureContext, event: OpEvent) -> bool:
     """Whether a weight of zeros, or what is computed from it, is divided here."""
     tops: list[TensorStat] = [i.stat for i in event.inputs if i.name in ("self", "v") and i.stat is not None]
-    return event.op in ("div", WEIGHT_NORM) and any(stat.zeros for stat in tops)
+    return event.op in WEIGHT_NORMS | {"div"} and any(stat.zeros for stat in tops)
 
 
 def _last_name(path: str) -> str:
@@ -86,6 +87,7 @@ def _written_zeros(context: FailureContext, layer: str, attribute: str) -> Itera
     """Edits of the places that write the zeros; those that name the layer first."""
     sites = [e.site.file for e in context.failure.trace.events if e.site is not None]
     sources = [*OptimizerSetup(context).sources, *filter(None, map(context.files.get, dict.fromkeys(sites)))]
+    sources += [other for source in list(sources) for other in imported_files(context.files, source)]
     exact: list[Edit] = []
     others: list[Edit] = []
     for source in dict.fromkeys(sources):

@@ -49,7 +49,7 @@ from firstnan.records.operator_families import (
     SPECTRAL,
     SPREADS,
     SUMS,
-    WEIGHT_NORM,
+    WEIGHT_NORMS,
     XLOGS,
     words,
 )
@@ -323,14 +323,14 @@ NORMALISATIONS = ("nn/utils/spectral_norm.py", "nn/utils/weight_norm.py", "nn/ut
 def norm_of_zero_weight(failure: Failure) -> Finding | None:
     site = failure.event.library_site if failure.event is not None else None
     within = site is not None and site.file.replace("\\", "/").endswith(NORMALISATIONS)
-    if not (failure.op == WEIGHT_NORM or (within and failure.op == "div")) or not failure.nan:
+    if not (failure.op in WEIGHT_NORMS or (within and failure.op == "div")) or not failure.nan:
         return None
-    name = "v" if failure.op == WEIGHT_NORM else "self"
+    name = "v" if failure.op in WEIGHT_NORMS else "self"
     stat = failure.stat(name)
     if failure.fed_by_nonfinite or stat is None or not stat.zeros:
         return None
     label = next((i.label for i in failure.operands(name) if i.label), "")
-    kind = "norm" if failure.op == WEIGHT_NORM else "spectral norm"
+    kind = "norm" if failure.op in WEIGHT_NORMS else "spectral norm"
     rows = "all zeros" if stat.zeros == stat.numel else "zeros in at least one row"
     module = (failure.event.module if failure.event is not None else "").partition(".parametrizations.")[0]
     layer = f" of layer {module}" if module else ""
