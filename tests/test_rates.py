@@ -490,3 +490,48 @@ def test_the_rate_of_a_program_that_updates_by_hand(firstnan: Zygote, tmp_path: 
     assert "alpha=-lr" in history["rate_set_at"]["code"]
     assert found["remedies"][0]["failing_step_finite"]
     assert "min(lr" in found["remedies"][0]["diff"]
+
+
+ADAM_BY_HAND = """
+import math
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
+params = list(model.parameters())
+first = [torch.zeros_like(p) for p in params]
+second = [torch.zeros_like(p) for p in params]
+
+
+def update(t, lr):
+    for p, m, v in zip(params, first, second):
+        m.mul_(0.9).add_(p.grad, alpha=0.1)
+        v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+        size = lr * math.sqrt(1 - 0.999 ** t) / (1 - 0.9 ** t)
+        p.data.addcdiv_(m, v.sqrt().add_(1e-8), value=-size)
+
+
+lr = 1e-3
+for t in range(1, 120):
+    x = torch.randn(32, 6)
+    loss = (model(x) - x.sum(1, keepdim=True)).pow(2).mean() + model(x).exp().mean()
+    model.zero_grad()
+    loss.backward()
+    lr = lr * 1.15
+    update(t, lr)
+"""
+
+
+def test_the_rate_of_adam_by_hand(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ADAM_BY_HAND)
+    found = firstnan(["run", "--verify", "5", "train.py"], cwd=tmp_path).found
+    history = found["history"]
+    known = [(record["step"], record["lr"]) for record in history["steps"] if record["lr"] is not None]
+    assert len(known) > 20
+    assert [rate for _, rate in known] == pytest.approx([1e-3 * 1.15 ** (step + 1) for step, _ in known], rel=0.05)
+    assert found["cause"]["slug"] == "divergence_lr"
+    assert "learning rate rose from" in found["cause"]["why"]
+    assert "addcdiv_" in history["rate_set_at"]["code"]
+    assert "min(size" in found["remedies"][0]["diff"]
+    assert found["remedies"][0]["failing_step_finite"]

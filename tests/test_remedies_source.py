@@ -12,7 +12,7 @@ from firstnan.repair.patch import edited, render
 from firstnan.repair.source import (
     SourceFile,
     as_patch,
-    changed_call,
+    changed_text,
     delete_statement,
     insert_after,
     insert_before,
@@ -214,7 +214,7 @@ def test_arguments_and_statements_are_added_and_taken_away() -> None:
     assert added(diff(source, set_argument(source, bare, "m", "2"))) == ["    h(m=2)"]
     assert added(diff(source, insert_before(source, bare, "one()", "two()"))) == ["    one()", "    two()"]
     assert added(diff(source, insert_after(source, call, "one()"))) == ["    one()"]
-    assert changed_call(source, call, set_argument(source, call, "m", "2")) == "g(a, (b), k=1, m=2,)"
+    assert changed_text(source, call, set_argument(source, call, "m", "2")) == "g(a, (b), k=1, m=2,)"
     deleted = delete_statement(source, source.statement(bare))
     assert deleted is not None
     assert "-    h()\n" in diff(source, deleted)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from firstnan.diagnose.blame import blame
@@ -126,6 +126,29 @@ CASES: list[tuple[str, str, Make]] = [
 def test_first_cause_of_a_snippet(slug: str, make: Make) -> None:
     causes = causes_of(make)
     assert causes[0].slug == slug, [(c.slug, c.confidence) for c in causes]
+
+
+WEIGHT_OF_ZEROS = "Weight or spectral norm of a weight of zeros"
+
+
+@pytest.mark.parametrize(
+    ("make", "title"),
+    [
+        (lambda t: torch._weight_norm(t(0.0, 0.0)[None], torch.ones(1, 1), 0), WEIGHT_OF_ZEROS),
+        (lambda t: nn.utils.spectral_norm(zeros())(t(1.0, 2.0)), WEIGHT_OF_ZEROS),
+        (lambda t: nn.utils.parametrizations.spectral_norm(zeros())(t(1.0, 2.0)), WEIGHT_OF_ZEROS),
+        (lambda t: functional.layer_norm(t(1.0, 1.0), (2,), eps=0.0), "Normalising equal values"),
+        (lambda t: (lambda x: x / x.norm())(t(0.0, 0.0)), "Zero divided by zero"),
+    ],
+)
+def test_a_weight_of_zeros_is_named(make: Make, title: str) -> None:
+    assert causes_of(make)[0].title == title
+
+
+def zeros() -> nn.Module:
+    layer = nn.Linear(2, 3)
+    nn.init.zeros_(layer.weight)
+    return layer
 
 
 class Inverse(torch.autograd.Function):

@@ -14,7 +14,8 @@ from firstnan.repair import propose
 def diverged(alarm: Alarm, history: History, last: StepRecord) -> Report:
     """The report of a training that diverged and stayed finite: the steps around the explosion, and the `last` one."""
     assert alarm.since is not None
-    origin = Origin("optimizer", "", "", site=history.made_at or history.stepped_at, step=alarm.since)
+    site = history.made_at or history.stepped_at or history.rate_set_at
+    origin = Origin("optimizer", "", "", site=site, step=alarm.since)
     cause = divergence(history, alarm.since, alarm.before, str(alarm.weights or ""), last)
     return Report(
         "diverged",

@@ -40,6 +40,7 @@ from firstnan.engine.policies import (
     Policy,
 )  # fmt: skip
 from firstnan.engine.ranks import world
+from firstnan.engine.rates import with_rate_sites
 from firstnan.engine.scope import Scope
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
@@ -1235,13 +1236,22 @@ class Session(Observer):
         last = self.gate.remaining_nonfinite()
         return self._known_at_end(last, None) if last is not None else self.divergence()
 
+    def _with_rate_sites(self, history: History) -> History:
+        optimizers = self.gate.with_history(updated=True)
+        if len(optimizers) != 1 + len(history.others):
+            return history
+        try:
+            return with_rate_sites(history, optimizers, self.microscope.ownership)
+        except Exception:  # an object of the program that does not like to be looked at, or another source than was run
+            return history
+
     def divergence(self) -> Report | None:
         """The report of a training that is lost although every number is finite; asked when it is over."""
         lost = self.gate.divergence if self.phase is WATCHING and self.report is None else None
         history = self._explosions.pop(lost[0], None) if lost is not None else None
         if lost is None or history is None:
             return None
-        report = diverged(lost[0], history, lost[1])
+        report = diverged(lost[0], self._with_rate_sites(history), lost[1])
         report = replace(self._told_of(report), events=report.events)
         if self._journal is not None:
             self._closely = True

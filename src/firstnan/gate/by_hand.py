@@ -18,6 +18,16 @@ _FITS = 0.02
 """An update that differs by more than this share from a multiple of the gradient has no single rate."""
 _CERTAIN = 2
 """So many times the weights have to change between two backward calls without the step of an optimizer."""
+_FEWEST = 4
+"""Elements of a tensor below which the rule of an update cannot be told."""
+_DIFFERENT = 3
+"""In the updates before this one, several rules explain an update with different rates."""
+_EXACT = 1e-3
+"""Rules that leave less than this share of an update unexplained explain it equally well."""
+_LEAST_PART = 0.2
+"""The share of an update that has to come from the new gradient, else its factor cannot be told."""
+_MOST_TRIED = 16
+"""Updates after which no further rule is tried, if none has fitted."""
 _MOST_WAITED = 32
 """Backward calls before the first step of an optimizer after which nothing is expected any more."""
 
@@ -32,6 +42,7 @@ class HandWritten:
         """There are optimizers, but the program updates its weights without them."""
         self._leaves: list[weakref.ref[Tensor]] = []
         self._sample: _Sample | None = None
+        self._rules = UpdateRules()
         self._changes = self._backwards = 0
         self._covers: dict[object, bool] = {}
         """By the place of a `torch.autograd.grad`: whether it is with respect to all that its result depends on."""
@@ -96,22 +107,21 @@ class HandWritten:
             sample.gradient = _first(tensor.grad).clone()
 
     def rate(self, tensors: Sequence[Tensor] = ()) -> float | None:
-        """The learning rate of the last update, if that was a multiple of the gradient.
+        """The learning rate of the last update, if that was by a known rule: see `UpdateRules`.
 
         `tensors` are those that have taken the place of the former ones, in an update that makes new ones.
         """
         part, sample, self._sample = self._part(tensors), self._sample, None
         if part is None or sample is None:
+            self._rules = UpdateRules()
             return None
         moved, gradient = (part - sample.values).double(), sample.gradient.double()
-        size, square = float(moved.norm()), float(gradient.norm()) ** 2
-        if not 0.0 < square < math.inf or not 0.0 < size < math.inf:
-            return None
-        rate = -float(moved @ gradient) / square
         # The weights are rounded, so a small update is known less exactly.
         rounding = torch.finfo(part.dtype).eps * float(part.double().norm())
-        fits = float((moved + rate * gradient).norm()) <= _FITS * size + rounding
-        return rate if fits and size > 8 * rounding else None
+        if self._rules.count and (self._rules.index != sample.index or self._rules.size != part.numel()):
+            self._rules = UpdateRules()
+        self._rules.index = sample.index
+        return self._rules.rate(moved, gradient, rounding)
 
     def _part(self, tensors: Sequence[Tensor] = ()) -> Tensor | None:
         """The values now of what was kept."""
@@ -136,6 +146,121 @@ class HandWritten:
             given = {id(t) for t in targets}
             known = self._covers[place] = all(id(leaf) in given for leaf in leaves_below(outputs))
         return known or not (self._leaves or any(self._covers.values()))
+
+
+class UpdateRules:
+    """Reads the rate of updates by hand: a multiple of the gradient, momentum, or a ratio of averages as in Adam.
+
+    Each rule is followed with the gradients of every update; one that explains an update gives its rate.
+    """
+
+    def __init__(self) -> None:
+        self.index = 0
+        """Which of the trained tensors is compared."""
+        self.size = 0
+        self.count = 0
+        """Updates so far."""
+        self._moved: Tensor | None = None
+        self._rules = [
+            *(_Averages(b1, b2) for b1 in (0.9, 0.5) for b2 in (0.999, 0.99, 0.95)),
+            *(_Averages(0.0, b2) for b2 in (0.99, 0.9)),
+            _Averages(0.0, None),
+        ]
+        self._fitted = False
+
+    def rate(self, moved: Tensor, gradient: Tensor, rounding: float) -> float | None:
+        """The rate of one update that changed the weights by `moved`; `rounding` is what their precision hides."""
+        before, self._moved = self._moved, moved
+        self.count, self.size = self.count + 1, moved.numel()
+        size, square = float(moved.norm()), float(gradient.norm()) ** 2
+        if not 0.0 < square < math.inf or not 0.0 < size < math.inf:
+            self._rules = []
+            return None
+        exact = size > 8 * rounding
+        found = _multiple(moved, gradient, rounding) if exact else None
+        if found is not None or moved.numel() < _FEWEST:
+            self._follow(moved, gradient, rounding)
+            return found
+        found = self._follow(moved, gradient, rounding) if exact else None
+        if found is None and exact and not self._fitted and before is not None and before.shape == moved.shape:
+            found = _with_momentum(moved, before, gradient, rounding)
+        return found
+
+    def _follow(self, moved: Tensor, gradient: Tensor, rounding: float) -> float | None:
+        """The rate by the rule of averages that explains the update best; all of them are carried on.
+
+        None if several explain it with different rates, as in the first update.
+        """
+        if not self._rules or (not self._fitted and self.count > _MOST_TRIED):
+            self._rules = []
+            return None
+        tried = [(rule, _fit(moved, rule.direction(gradient, self.count))) for rule in self._rules]
+        allowed = _FITS * float(moved.norm()) + rounding
+        fits = [(rule, rate, left) for rule, (rate, left) in tried if left <= allowed]
+        if not fits:
+            return None
+        least = min(left for _, _, left in fits)
+        fits = [fit for fit in fits if fit[2] <= 4 * least + rounding + _EXACT * float(moved.norm())]
+        rates = [rate for _, rate, _ in fits]
+        if self.count < _DIFFERENT or max(rates) - min(rates) > _FITS * max(rates):
+            return None
+        self._fitted = True
+        if self.count > 2 * _DIFFERENT:
+            self._rules = [rule for rule, _, _ in fits]
+        return rates[0]
+
+
+class _Averages:
+    """The direction of Adam, RMSprop or Adagrad: an average of the gradients by the root of that of their squares."""
+
+    def __init__(self, first: float, second: float | None) -> None:
+        self._first, self._second = first, second
+        self._mean: Tensor | float = 0.0
+        self._square: Tensor | float = 0.0
+
+    def direction(self, gradient: Tensor, count: int) -> Tensor:
+        """The direction of an update with this gradient, the `count`-th."""
+        b1, b2 = self._first, self._second
+        mean = self._mean * b1 + gradient * (1 - b1)
+        square = (
+            self._square * b2 + gradient.square() * (1 - b2) if b2 is not None else self._square + gradient.square()
+        )
+        self._mean, self._square = mean, square
+        if b1 and b2 is not None:  # Adam corrects the averages for their start at 0, RMSprop does not
+            return mean / (1 - b1**count) / ((square / (1 - b2**count)).sqrt() + 1e-8)
+        return mean / (square.sqrt() + 1e-8)
+
+
+def _fit(moved: Tensor, direction: Tensor) -> tuple[float, float]:
+    """The rate that fits an update by a direction best, and what it leaves unexplained."""
+    square = float(direction.norm()) ** 2
+    if not 0.0 < square < math.inf:
+        return 0.0, math.inf
+    rate = -float(moved @ direction) / square
+    return rate, float((moved + rate * direction).norm())
+
+
+def _multiple(moved: Tensor, direction: Tensor, rounding: float) -> float | None:
+    """The rate, if an update was a multiple of a direction."""
+    rate, left = _fit(moved, direction)
+    return rate if left <= _FITS * float(moved.norm()) + rounding else None
+
+
+def _with_momentum(moved: Tensor, before: Tensor, gradient: Tensor, rounding: float) -> float | None:
+    """The rate, if an update was a share of the update before and a multiple of the gradient."""
+    both = torch.stack([before, -gradient], dim=1)
+    scale = both.norm(dim=0)
+    if not bool(torch.isfinite(scale).all()) or not bool(scale.all()):
+        return None
+    # Nearly parallel directions leave the rate open.
+    cosine = float(before @ gradient) / float(scale.prod())
+    if abs(cosine) > 0.9999:
+        return None
+    share, rate = (torch.linalg.lstsq(both / scale, moved[:, None]).solution[:, 0] / scale).tolist()
+    left = float((moved - share * before + rate * gradient).norm())
+    size = float(moved.norm())
+    fits = left <= _FITS * size + rounding and rate * float(gradient.norm()) >= _LEAST_PART * size
+    return float(rate) if fits and share > 0 else None
 
 
 @dataclass

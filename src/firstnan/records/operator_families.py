@@ -82,6 +82,8 @@ MATRIX_PRODUCTS = ADDED_PRODUCTS | words("bmm convolution dot einsum linear matm
 PRODUCTS = MATRIX_PRODUCTS | words("addcmul cumprod mul prod")
 SUMS = words("mean nanmean nansum sum")
 SPREADS = words("std std_mean var var_mean")
+WEIGHT_NORMS = words("weight_norm_interface")
+"""A weight divided by its norm and multiplied by another number: g * v / |v|."""
 NORMS = words("cdist euclidean_dist norm pdist vector_norm")
 NORMALISERS = words("batch_norm group_norm instance_norm layer_norm rms_norm")
 SOFTMAXES = words("log_softmax masked_softmax safe_softmax softmax")

@@ -9,13 +9,39 @@ from types import ModuleType
 
 from firstnan.diagnose.rules.base import Failure
 from firstnan.records import Cause, History, Origin, Remedy, Trace
-from firstnan.repair import compiler, data, guards, log_domain, operators, parameters, precision, settings
+from firstnan.repair import (
+    attention,
+    bias_correction,
+    compiler,
+    data,
+    guards,
+    log_domain,
+    operators,
+    parameters,
+    precision,
+    settings,
+    softmax_by_hand,
+    zero_weights,
+)
 from firstnan.repair.context import PROPOSERS, FailureContext, SourceFiles
 from firstnan.repair.source import as_patch
 
 __all__ = ["propose"]
 
-FAMILIES: tuple[ModuleType, ...] = (log_domain, operators, settings, parameters, precision, guards, data, compiler)
+FAMILIES: tuple[ModuleType, ...] = (
+    attention,
+    bias_correction,
+    log_domain,
+    softmax_by_hand,
+    zero_weights,
+    operators,
+    settings,
+    parameters,
+    precision,
+    guards,
+    data,
+    compiler,
+)
 """Imported for the candidates they register; for one cause, those of the family named first come first."""
 ORDER = [family.__name__ for family in FAMILIES]
 

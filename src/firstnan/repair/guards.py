@@ -232,8 +232,29 @@ def _log(at: FailingOperation) -> Iterator[Guard]:
     second = at.expr.op == "xlogy"
     if is_trained(at):
         return  # below a clamp it has no gradient from here any more
+    node = _shared_factor(at.location.source, at.expr.args[second])
     for eps in (at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")):
-        yield at.floor(at.expr.args[second], eps, "other" if second else "self")
+        yield at.floor(node, eps, "other" if second else "self")
+
+
+def _shared_factor(source: SourceFile, node: ast.expr) -> ast.expr:
+    """`var` of `2 * math.pi * var` if it is read elsewhere too, where it may fail in the same way; else the node."""
+    at = node
+    while isinstance(at, ast.BinOp) and isinstance(at.op, ast.Mult):
+        sides = [side for side in (at.left, at.right) if not _is_positive_constant(source, side)]
+        if len(sides) != 1:
+            return node
+        at = sides[0]
+    return at if isinstance(at, ast.Name) and source.reads(at.id, at) > 1 else node
+
+
+def _is_positive_constant(source: SourceFile, node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return all(_is_positive_constant(source, side) for side in (node.left, node.right))
+    number = literal_value(node)
+    if number is not None:
+        return number > 0
+    return isinstance(node, ast.Attribute) and node.attr in ("pi", "e", "tau") and isinstance(node.value, ast.Name)
 
 
 @guards_for("log1p", "xlog1py")
@@ -363,7 +384,7 @@ def _below(at: FailingOperation, high: str) -> Guard:
 def _division(at: FailingOperation) -> Iterator[Guard]:
     if at.expr.op != "reciprocal" and len(at.expr.args) < 2:
         return
-    below = at.expr.args[0 if at.expr.op == "reciprocal" else 1]
+    below = _shared_factor(at.location.source, at.expr.args[0 if at.expr.op == "reciprocal" else 1])
     name = "self" if at.event is not None and at.event.op in ("reciprocal", "rsqrt") else "other"
     if at.event is not None and name in dict(at.event.scalars):
         at = replace(at, writer=replace(at.writer, scalar=True))
@@ -477,6 +498,32 @@ GUARDED_SLUGS = words(
 @remedies_for(*GUARDED_SLUGS)
 def guard_the_argument(context: FailureContext) -> Iterator[Remedy]:
     yield from guarded(context)
+
+
+@remedies_for("log_of_zero", "div_by_zero", "zero_over_zero")
+def softplus_instead_of_relu(context: FailureContext) -> Iterator[Remedy]:
+    """A variance or rate that is a relu: 0 for half of all inputs, and without a gradient that could raise it."""
+    event, events = context.event, context.failure.trace.events
+    name = "other" if event is not None and event.op in ("div", "xlogy") else "self"
+    for _ in range(MOST_ALIKE):
+        read = [i.producer for i in event.inputs if i.name == name] if event is not None else []
+        event = events[read[0]] if read and read[0] is not None else None
+        if event is None or event.op not in CARRIERS | {"mul", "relu"} or event.phase != "forward":
+            return
+        name = "self"
+        location = context.location_of(event.site) if event.op == "relu" else None
+        if location is None:
+            continue
+        expr = location.expr
+        if expr.op == "relu" and expr.args and isinstance(location.node, ast.expr):
+            source = location.source
+            text = f"{source.spell('torch.nn.functional.softplus', location.node)}({source.code(expr.args[0])})"
+            yield context.remedy(
+                "Use softplus instead of relu, which is always above 0",
+                "A relu is exactly 0 for every negative input, and no gradient moves it away from there.",
+                replace_node(source, location.node, text),
+            )
+        return
 
 
 @remedies_for("nan_input", "nan_label")

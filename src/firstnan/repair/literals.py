@@ -45,11 +45,11 @@ def _assigned(files: SourceFiles, at: Location[ast.expr]) -> Iterator[Location[a
         yield from _members(source, node)
         if isinstance(node.value, ast.Name) and (path := source.imported(node.value.id, node)):
             yield from _in_module(files, source, path, node.attr)
-        for other in _imported_files(files, source):
+        for other in imported_files(files, source):
             yield from _members(other, node)
     elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         yield from dictionary_values(source, node.slice.value)
-        for other in _imported_files(files, source):
+        for other in imported_files(files, source):
             yield from dictionary_values(other, node.slice.value)
     elif isinstance(node, ast.Call):
         called = source.called(node)
@@ -213,7 +213,7 @@ def _module_file(files: SourceFiles, source: SourceFile, module: str) -> SourceF
     return next((s for p in (f"{path}.py", os.path.join(path, "__init__.py")) if (s := files.get(p))), None)
 
 
-def _imported_files(files: SourceFiles, source: SourceFile) -> list[SourceFile]:
+def imported_files(files: SourceFiles, source: SourceFile) -> list[SourceFile]:
     """The other files of the same folder that this one imports."""
     names: list[str] = []
     for node in source.nodes:

@@ -6,7 +6,7 @@ import ast
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from firstnan.records import Edit, OpEvent, Remedy
@@ -26,7 +26,7 @@ from firstnan.repair.log_domain import with_logarithms
 from firstnan.repair.source import (
     Expr,
     SourceFile,
-    changed_call,
+    changed_text,
     delete_statement,
     insert_before,
     literal_value,
@@ -203,7 +203,6 @@ def exponential_inside_a_known_formula(context: FailureContext) -> Iterator[Reme
         if form is not None and node in form[0].seen:
             yield _remedy(context, [form])
         if isinstance(other, ast.BinOp) and expr.op == "div":
-            yield from _softmax_by_hand(context, location, expr)
             yield from _sigmoid_by_hand(context, location, expr)
 
 
@@ -212,29 +211,10 @@ def logarithm_at_the_end(context: FailureContext) -> Iterator[Remedy]:
     yield from with_logarithms(context, recursion=False)
 
 
-def _softmax_by_hand(context: FailureContext, location: Location[ast.AST], expr: Expr) -> Iterator[Remedy]:
-    source = location.source
-    top, below = source.meaning(expr.args[0]), source.expr(_denominator(source, expr.args[1]))
-    if top.op != "exp" or below.op != "sum" or not below.args or not isinstance(expr.node, ast.expr):
-        return
-    inner, dim = source.meaning(below.args[0]), below.arg(1, "dim") or below.keywords.get("axis")
-    same = inner.op == "exp" and ast.dump(inner.args[0]) == ast.dump(top.args[0])
-    if not same or dim is None or location.node not in (expr.node, top.node, inner.node, below.node):
-        return
-    if not source.unchanged(top.args[0], expr.node):
-        return
-    argument = f"{source.code(top.args[0])}, dim={source.code(dim)}"
-    yield context.remedy(
-        "Use softmax instead of exp(x) / exp(x).sum()",
-        "softmax subtracts the largest entry first, so no exponential overflows.",
-        *replaced(source, (expr.node, f"{source.spell('torch', expr.node)}.softmax({argument})")),
-    )
-
-
 AROUND_A_SUM = words("unsqueeze add expand_as clamp_min clamp view reshape maximum")
 
 
-def _denominator(source: SourceFile, node: ast.expr) -> ast.expr:
+def denominator(source: SourceFile, node: ast.expr) -> ast.expr:
     """What is divided by, through names, new axes and small numbers that keep it away from 0."""
     at = source.value(node)
     while isinstance(at, ast.Subscript) or (source.expr(at).op in AROUND_A_SUM and source.expr(at).args):
@@ -294,11 +274,15 @@ class Normalised:
     factor: str
     """What else the vector is multiplied by before the division; "" for nothing."""
     dim: str
+    """ "" for all of them."""
     norm: ast.expr
 
     def text(self, source: SourceFile, eps: str) -> str:
-        function = source.spell("torch.nn.functional.normalize", self.whole)
-        return f"{self.factor}{function}({source.code(self.vector)}, dim={self.dim}{eps})"
+        function, vector = source.spell("torch.nn.functional.normalize", self.whole), source.code(self.vector)
+        if not self.dim:  # by the norm of all elements
+            flat = f"{parenthesized(source, self.vector)}.flatten()"
+            return f"{self.factor}{function}({flat}, dim=0{eps}).view_as({vector})"
+        return f"{self.factor}{function}({vector}, dim={self.dim}{eps})"
 
 
 def _normalised(context: FailureContext, source: SourceFile, node: ast.AST) -> Normalised | None:
@@ -306,7 +290,7 @@ def _normalised(context: FailureContext, source: SourceFile, node: ast.AST) -> N
     expr = source.expr(node)
     if expr.op != "div" or len(expr.args) < 2 or not isinstance(node, ast.expr):
         return None
-    top, norm = expr.args[0], _denominator(source, expr.args[1])
+    top, norm = expr.args[0], denominator(source, expr.args[1])
     found = _two_norm(source, norm)
     if found is None:
         return None
@@ -317,7 +301,8 @@ def _normalised(context: FailureContext, source: SourceFile, node: ast.AST) -> N
     if ast.dump(top) != ast.dump(vector) or not source.unchanged(vector, node):
         return None
     text = source.code(dim) if dim is not None else "0" if _dimensions(context, source, norm) == 1 else ""
-    return Normalised(node, vector, factor, text, norm) if text else None
+    cheap = isinstance(vector, ast.Name | ast.Attribute)  # it is read twice
+    return Normalised(node, vector, factor, text, norm) if text or cheap else None
 
 
 def _two_norm(source: SourceFile, node: ast.expr) -> tuple[ast.expr, ast.expr | None] | None:
@@ -329,7 +314,7 @@ def _two_norm(source: SourceFile, node: ast.expr) -> tuple[ast.expr, ast.expr | 
         return (norm.args[0], dim) if order is None or literal_value(order) == 2 else None
     half = norm.op == "pow" and len(norm.args) > 1 and literal_value(norm.args[1]) == 0.5
     total = source.meaning(norm.args[0]) if norm.args and (norm.op == "sqrt" or half) else Expr("")
-    total = source.expr(_denominator(source, total.node)) if isinstance(total.node, ast.expr) else total
+    total = source.expr(denominator(source, total.node)) if isinstance(total.node, ast.expr) else total
     square = source.meaning(total.args[0]) if total.op == "sum" else Expr("")
     twice = square.op == "mul" and ast.dump(square.args[0]) == ast.dump(square.args[1])
     power = square.op == "pow" and len(square.args) > 1 and literal_value(square.args[1]) == 2
@@ -383,7 +368,7 @@ def cosine_by_hand(context: FailureContext) -> Iterator[Remedy]:
         expr = source.expr(node)
         if expr.op != "div" or len(expr.args) < 2 or not isinstance(node, ast.expr):
             continue
-        total, below = source.meaning(expr.args[0]), source.expr(_denominator(source, expr.args[1]))
+        total, below = source.meaning(expr.args[0]), source.expr(denominator(source, expr.args[1]))
         product = source.meaning(total.args[0]) if total.op == "sum" else Expr("")
         norms = [_two_norm(source, source.value(a)) for a in below.args[:2]] if below.op == "mul" else []
         dim = total.arg(1, "dim")
@@ -522,44 +507,62 @@ def attend_to_nothing(context: FailureContext) -> Iterator[Remedy]:
     call = found.expr.node if found is not None else location.node if location is not None else None
     if location is None or not isinstance(call, ast.Call) or (found is None and layer != "Softmax"):
         return
-    source, low = location.source, context.epsilon("-1e9", "-1e4")
+    source = location.source
     given = source.expr(call).args if found is not None else tuple(call.args)
     if not given:
         return
-    scores = given[0]
+    yield from zero_weights(context, source, call, given[0])
+
+
+def zero_weights(
+    context: FailureContext,
+    source: SourceFile,
+    whole: ast.expr,
+    scores: ast.expr,
+    softmax: str = "",
+    others: Sequence[Edit] = (),
+) -> Iterator[Remedy]:
+    """A softmax of finite scores, and a weight of 0 for what is masked.
+
+    `whole` is the call of softmax; or what `softmax`, with SCORES for the scores, and the `others` replace.
+    """
+    low = context.epsilon("-1e9", "-1e4")
     why = "A fully masked row then attends to nothing, instead of to padding or the future; other rows are unchanged."
-    masks = [m for event in mask_events(context) if (m := _mask_of(context, event, call)) is not None]
+    by_hand = " Use softmax instead of exp(x) / exp(x).sum()." if softmax else ""
+    masks = [m for event in mask_events(context) if (m := mask_of(context, event, whole)) is not None]
     shapes = {out.shape for event in mask_events(context) for out in event.outputs[:1]}
     same = context.event is None or shapes <= {out.shape for out in context.event.outputs[:1]}
-    whole = len(masks) == len(mask_events(context)) and same  # a mask that is added may have another shape
-    if masks and whole and sum(len(source.code(mask)) for _, mask, _ in masks) <= LONGEST_MASK:
+    complete = len(masks) == len(mask_events(context)) and same  # a mask that is added may have another shape
+    if masks and complete and sum(len(source.code(mask)) for _, mask, _ in masks) <= LONGEST_MASK:
         edits = [replace_node(source, value, low) for _, _, value in masks]
-        inside = [edit for edit in edits if _is_inside(source, edit, call)]
-        text = source.code(call)
-        for edit in inside[:1]:
-            text = changed_call(source, call, edit)
+        inside = [edit for edit in edits if is_inside(source, edit, whole)]
+        text = softmax.replace("SCORES", source.code(scores)) or source.code(whole)
+        for edit in inside[:1] if not softmax else ():
+            text = changed_text(source, whole, edit)
         codes = [parenthesized(source, mask) for _, mask, _ in masks]
         mask = " | ".join(codes) if len(codes) > 1 else source.code(masks[0][1])
-        if len(inside) < 2:
-            weights = replace_node(source, call, f"{text}.masked_fill({mask}, 0.0)")
+        if len(inside) < (1 if softmax else 2):
+            weights = replace_node(source, whole, f"{text}.masked_fill({mask}, 0.0)")
             title = f"Mask with {low} instead of -inf, and give what is masked a weight of 0"
-            yield context.remedy(title, why, *(edit for edit in edits if edit not in inside), weights)
+            yield context.remedy(title, why + by_hand, *(e for e in edits if e not in inside), weights, *others)
             return
     plain = isinstance(scores, ast.Name | ast.Attribute)
     _, name, named = ("", source.code(scores), []) if plain else _named(source, scores, "masked_scores")
-    text = changed_call(source, call, replace_node(source, scores, f"{name}.clamp_min({low})"))
+    bounded = f"{name}.clamp_min({low})"
+    text = softmax.replace("SCORES", bounded) or changed_text(source, whole, replace_node(source, scores, bounded))
     yield context.remedy(
         f"Keep the scores at {low} or above, and give what is masked a weight of 0",
-        why,
+        why + by_hand,
         *named,
-        replace_node(source, call, f"{text}.masked_fill({name}.isneginf(), 0.0)"),
+        replace_node(source, whole, f"{text}.masked_fill({name}.isneginf(), 0.0)"),
+        *others,
     )
 
 
 LONGEST_MASK = 48
 
 
-def _mask_of(context: FailureContext, event: OpEvent, use: ast.AST) -> tuple[ast.Call, ast.expr, ast.expr] | None:
+def mask_of(context: FailureContext, event: OpEvent, use: ast.AST) -> tuple[ast.Call, ast.expr, ast.expr] | None:
     """The call of `masked_fill` that writes a mask, with its mask and its value, if both mean the same at `use`."""
     location = context.location_of(event.site)
     if location is None or location.expr.op != "masked_fill" or not isinstance(location.node, ast.Call):
@@ -567,11 +570,13 @@ def _mask_of(context: FailureContext, event: OpEvent, use: ast.AST) -> tuple[ast
     mask, value = location.expr.arg(1, "mask"), location.expr.arg(2, "value")
     if mask is None or value is None or not location.source.unchanged(mask, use):
         return None
+    if location.source.parent(location.source.statement(location.node)) not in location.source.parents(use):
+        return None  # written only under a condition, `if mask is not None`
     constants = [node for node, number in nonfinite_constants(location.source, location.node) if number == -math.inf]
     return (location.node, mask, value) if value in constants else None
 
 
-def _is_inside(source: SourceFile, edit: Edit, node: ast.AST) -> bool:
+def is_inside(source: SourceFile, edit: Edit, node: ast.AST) -> bool:
     (start, end), (a, b) = source.span(node), source.edit_span(edit)
     return start <= a and b <= end
 
@@ -608,7 +613,7 @@ def lower_bound_of_the_scores(context: FailureContext) -> Iterator[Remedy]:
 def lower_bound_before_the_statement(context: FailureContext) -> Iterator[Remedy]:
     """exp(x - x.max()) reads x twice, so x is made finite before the statement."""
     location = context.location
-    if location is None or location.expr.op not in ("sub", "div") or not isinstance(location.expr.args[0], ast.Name):
+    if location is None or location.expr.op != "sub" or not isinstance(location.expr.args[0], ast.Name):
         return
     name, low = location.expr.args[0].id, context.epsilon("-1e9", "-1e4")
     yield context.remedy(
@@ -753,7 +758,7 @@ def loss_of_nothing(context: FailureContext) -> Iterator[Remedy]:
     counts = f"({parenthesized(source, target)} != {index})"
     inside = f"{source.code(call)} if {counts}.any() else {parenthesized(source, logits)}.sum() * 0.0"
     if location.expr.op in NLL and "weight" not in location.expr.keywords and "reduction" not in location.expr.keywords:
-        text = changed_call(source, call, set_argument(source, call, "reduction", '"sum"'))
+        text = changed_text(source, call, set_argument(source, call, "reduction", '"sum"'))
         yield context.remedy(
             "Divide the summed loss by the number of targets, at least 1",
             "The loss is 0 if all targets are ignored; otherwise it is unchanged.",
@@ -844,7 +849,7 @@ def _with_lower_bound(
     if location.expr.op.endswith("_mean"):
         return
     eps = context.epsilon("1e-8")
-    text = f"{changed_call(location.source, call, edit)}.clamp_min({eps})"
+    text = f"{changed_text(location.source, call, edit)}.clamp_min({eps})"
     yield context.remedy(
         f"Use no correction for a single element, and keep the result at {eps} or above",
         f"The result for a single element is {eps} instead of 0/0, so dividing by it is safe.",

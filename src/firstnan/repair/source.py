@@ -208,7 +208,7 @@ class SourceFile:
         for node in self.within(before or name):
             if not isinstance(node, ast.stmt) or node.lineno >= here.lineno or node in around:
                 continue
-            if any(ast.unparse(t) == text for t in _targets(node)) and (
+            if any(ast.unparse(t) == text for t in stored_targets(node)) and (
                 nearest is None or node.lineno > nearest.lineno
             ):
                 nearest = node
@@ -224,7 +224,7 @@ class SourceFile:
         inner = [n for n in self.parents(here) if isinstance(n, ast.For | ast.While) and n not in self.parents(nearest)]
         scope = self.scope(here)
         inside = [n for loop in inner if self.scope(loop) is scope for n in ast.walk(loop) if isinstance(n, ast.stmt)]
-        return any(ast.unparse(t) == text for n in inside for t in _targets(n))
+        return any(ast.unparse(t) == text for n in inside for t in stored_targets(n))
 
     def value(self, node: ast.expr) -> ast.expr:
         """The expression that was assigned to a name, followed through other names; otherwise the node itself."""
@@ -242,7 +242,7 @@ class SourceFile:
             return False
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         between = [n for n in self.within(use) if isinstance(n, ast.stmt) and first <= n.lineno < last]
-        return not any(isinstance(t, ast.Name) and t.id in names for n in between for t in _targets(n))
+        return not any(isinstance(t, ast.Name) and t.id in names for n in between for t in stored_targets(n))
 
     @cached_property
     def _imports(self) -> dict[str, list[tuple[str, ast.AST]]]:
@@ -345,7 +345,7 @@ class SourceFile:
         return self.expr(self.value(node)) if node is not None else Expr("")
 
 
-def _targets(node: ast.stmt) -> list[ast.expr]:
+def stored_targets(node: ast.stmt) -> list[ast.expr]:
     """All targets of a statement, tuples unpacked."""
     if isinstance(node, ast.Assign):
         found = list(node.targets)
@@ -452,9 +452,9 @@ def set_argument(source: SourceFile, call: ast.Call, name: str, text: str) -> Ed
     return source.edit(closed, closed, f", {name}={text}")
 
 
-def changed_call(source: SourceFile, call: ast.Call, edit: Edit) -> str:
-    """The code of a call with one edit inside it made."""
-    (start, end), (a, b) = source.span(call), source.edit_span(edit)
+def changed_text(source: SourceFile, node: ast.expr, edit: Edit) -> str:
+    """The code of an expression with one edit inside it made."""
+    (start, end), (a, b) = source.span(node), source.edit_span(edit)
     return source.text[start:a] + edit.new + source.text[b:end]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from firstnan.diagnose.causes import catalogue
 from firstnan.diagnose.rules import data, operators, overflow
-from firstnan.diagnose.rules.base import RULES, Failure, growth, nonfinite
+from firstnan.diagnose.rules.base import RULES, Failure, growth, nonfinite, rate_rise
 from firstnan.diagnose.rules.user_rules import rule
 from firstnan.records import Cause, History, Origin, StepRecord, TensorStat, Trace
 from firstnan.records.words import number
@@ -64,9 +64,12 @@ def divergence(history: History, left: int, before: float | None, weights: str, 
     end = f", and in step {last.step}, the last one, it is {number(last.loss)}"
     why = f"The loss left its healthy range in step {left}: it was at most {number(before)} in the first steps, "
     why += f"rose to {number(highest)} by step {losses[-1][0]}{end}." if losses else f"and has stayed above since{end}."
-    lr = dict(history.settings).get("lr")
-    if isinstance(lr, int | float):
+    lr, risen = dict(history.settings).get("lr"), rate_rise(history)
+    if risen is not None:
+        why += f" {risen.sentence()}"
+    elif isinstance(lr, int | float):
         why += f" The learning rate is {number(lr)}."
+    why += f" {overflow.rate_set_by(history)}".rstrip()
     why += " No number overflowed, but training is lost."
     rise = growth(history)
     evidence = list(rise.lines()) if rise is not None else []

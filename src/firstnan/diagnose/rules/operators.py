@@ -49,6 +49,7 @@ from firstnan.records.operator_families import (
     SPECTRAL,
     SPREADS,
     SUMS,
+    WEIGHT_NORMS,
     XLOGS,
     words,
 )
@@ -287,7 +288,6 @@ def infinite_derivative(failure: Failure) -> Finding | None:
 
 
 ELEMENTWISE = ADDITIONS | {"div"}
-WEIGHT_NORM = "weight_norm_interface"
 
 
 @rule("zero_over_zero", elsewhere=ELSEWHERE)
@@ -304,11 +304,9 @@ def zero_over_zero(failure: Failure) -> Finding | None:
 
 @rule("zero_over_zero", title="Normalising equal values")
 def normalise_constant(failure: Failure) -> Finding | None:
-    if failure.op not in NORMALISERS | {WEIGHT_NORM} or not failure.nan or failure.fed_by_nonfinite:
+    if failure.op not in NORMALISERS or not failure.nan or failure.fed_by_nonfinite:
         return None
     eps = failure.scalar("eps")
-    if eps is None and failure.op == WEIGHT_NORM:
-        eps = 0.0
     if eps is None or eps > 1e-30:
         return None
     why = (
@@ -316,6 +314,31 @@ def normalise_constant(failure: Failure) -> Finding | None:
         f"0/0: {counted(failure.nan)} became NaN."
     )
     return Finding(why, 0.9, failure.input_lines())
+
+
+NORMALISATIONS = ("nn/utils/spectral_norm.py", "nn/utils/weight_norm.py", "nn/utils/parametrizations.py")
+
+
+@rule("zero_over_zero", title="Weight or spectral norm of a weight of zeros")
+def norm_of_zero_weight(failure: Failure) -> Finding | None:
+    site = failure.event.library_site if failure.event is not None else None
+    within = site is not None and site.file.replace("\\", "/").endswith(NORMALISATIONS)
+    if not (failure.op in WEIGHT_NORMS or (within and failure.op == "div")) or not failure.nan:
+        return None
+    name = "v" if failure.op in WEIGHT_NORMS else "self"
+    stat = failure.stat(name)
+    if failure.fed_by_nonfinite or stat is None or not stat.zeros:
+        return None
+    label = next((i.label for i in failure.operands(name) if i.label), "")
+    kind = "norm" if failure.op in WEIGHT_NORMS else "spectral norm"
+    rows = "all zeros" if stat.zeros == stat.numel else "zeros in at least one row"
+    module = (failure.event.module if failure.event is not None else "").partition(".parametrizations.")[0]
+    layer = f" of layer {module}" if module else ""
+    why = (
+        f"The weight{layer}{f' ({label})' if label else ''} is {rows}, and `{failure.code}` divides it by its {kind}: "
+        f"0/0 in {counted(failure.nan)}. Such a weight was initialised, or set, to zero."
+    )
+    return Finding(why, 0.97, failure.input_lines())
 
 
 @rule("div_by_zero", elsewhere=ELSEWHERE)

@@ -178,10 +178,10 @@ def rate_in_use(failure: Failure) -> str:
     if lr is None:
         return ""
     told = f" {rise.sentence()}" if rise is not None else f" The learning rate is {number(lr)}."
-    return f"{told} {_set_by(history)}".rstrip()
+    return f"{told} {rate_set_by(history)}".rstrip()
 
 
-def _set_by(history: OptimizerHistory) -> str:
+def rate_set_by(history: OptimizerHistory) -> str:
     """The line that sets the learning rate, as a sentence; empty if it is still the one of the constructor."""
     rates = {record.lr for record in history.steps if record.lr is not None}
     if history.optimizer and "lr_at_start" not in dict(history.settings) and len(rates) == 1:
@@ -362,7 +362,7 @@ def nan_lr(failure: Failure) -> Finding | None:
         return None
     before = next((s.lr for s in reversed(failure.history.steps) if s.lr is not None and math.isfinite(s.lr)), None)
     was = f" The last finite learning rate was {number(before)}." if before is not None else ""
-    set_by = _set_by(failure.history)
+    set_by = rate_set_by(failure.history)
     why = (
         f"The learning rate is non-finite: the update in step {failure.origin.step} was scaled by {bad[1]} ({bad[0]})."
         f"{was} {set_by or 'Look at the schedule, or at the code that sets the learning rate.'}"
