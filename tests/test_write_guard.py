@@ -21,6 +21,7 @@ from torch import nn
 
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.engine import isolation
+from firstnan.observe import write_guard
 from firstnan.observe.write_guard import WriteGuard, unguarded
 
 BAD = 3
@@ -28,8 +29,10 @@ BAD = 3
 
 @pytest.fixture(autouse=True)
 def _cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that uses CUDA."""
+    """As in a process that uses CUDA, and without the files that pytest keeps open for the output of the tests."""
     monkeypatch.setattr(isolation, "unavailable", lambda: "a process that uses CUDA cannot be forked")
+    written, of_pytest = write_guard._written_files, set(write_guard._written_files())
+    monkeypatch.setattr(write_guard, "_written_files", lambda: [n for n in written() if n not in of_pytest])
 
 
 def batches() -> list[torch.Tensor]:
