@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from firstnan.engine.step_trial import Seen
+from firstnan.engine.step_trial import Seen, _is_amid_update
 from firstnan.records import Remedy, Report
 from firstnan.repair.verdict import TrialOutcome, judged
 from zygote import Result, Zygote
@@ -354,6 +355,23 @@ def test_a_trial_does_not_begin_in_the_middle_of_an_update(firstnan: Zygote, tmp
     notes = [remedy["note"] for remedy in result.found["remedies"]]
     assert notes
     assert not any("Error" in note for note in notes), notes
+
+
+def test_only_the_first_call_of_a_closure_is_before_the_update() -> None:
+    weight, seen = torch.nn.Parameter(torch.tensor(3.0)), list[bool]()
+    optimizer = torch.optim.LBFGS([weight], max_iter=3)
+
+    def closure() -> torch.Tensor:
+        seen.append(_is_amid_update(optimizer))
+        optimizer.zero_grad()
+        loss = weight**4
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert seen[0] is False
+    assert len(seen) > 1
+    assert all(seen[1:])
 
 
 LOGGED = """

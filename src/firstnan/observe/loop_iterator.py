@@ -38,7 +38,7 @@ def running_iterator(tree: ast.Module, loop: ast.For, code: CodeType) -> Any:
 
 def _place(tree: ast.Module, loop: ast.For) -> int | None:
     """How many values are on the stack below the iterator of a loop; None if that is not certain."""
-    place, node = 0, ast.AST()
+    place = 0
     for node, part in _way_to(tree, loop):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             place = 0
