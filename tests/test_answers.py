@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from firstnan.engine.step_trial import Seen
+from firstnan.engine.step_trial import Seen, _is_amid_update
 from firstnan.records import Remedy, Report
 from firstnan.repair.verdict import TrialOutcome, judged
 from zygote import Result, Zygote
@@ -319,3 +320,88 @@ def test_a_second_run_that_fails_in_another_step_is_not_the_same(firstnan: Zygot
     (note,) = [note for note in result.found["notes"] if "not the same failure" in note]
     assert re.search(r"the first run failed in step \d, the second", note)
     assert result.found["reproduced"] == "transient"
+
+
+SEARCHED = """
+    class Peak(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean = nn.Parameter(torch.tensor(1.7, dtype=torch.float64))
+            self.width = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+        def misfit(self, x):
+            z = (x - self.mean) / self.width
+            return (0.5 * z * z + torch.log(self.width)).mean()
+
+    torch.manual_seed(0)
+    data = torch.randn(400, dtype=torch.float64) * 0.05 + 2.0
+    model = Peak()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model.misfit(data)
+        loss.backward()
+        return loss
+
+    for step in range(12):
+        loss = optimizer.step(closure)
+"""
+
+
+def test_a_trial_does_not_begin_in_the_middle_of_an_update(firstnan: Zygote, tmp_path: Path) -> None:
+    """LBFGS calls its closure several times in a step; what it keeps in between is no state to begin a step with."""
+    result = run(firstnan, tmp_path, SEARCHED)
+    notes = [remedy["note"] for remedy in result.found["remedies"]]
+    assert notes
+    assert not any("Error" in note for note in notes), notes
+
+
+def test_only_the_first_call_of_a_closure_is_before_the_update() -> None:
+    weight, seen = torch.nn.Parameter(torch.tensor(3.0)), list[bool]()
+    optimizer = torch.optim.LBFGS([weight], max_iter=3)
+
+    def closure() -> torch.Tensor:
+        seen.append(_is_amid_update(optimizer))
+        optimizer.zero_grad()
+        loss = weight**4
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert seen[0] is False
+    assert len(seen) > 1
+    assert all(seen[1:])
+
+
+LOGGED = """
+    import os
+    import socket
+    import threading
+
+    os.mkdir("started")  # which does not work twice
+    ours, theirs = socket.socketpair()
+
+    def answer():
+        while theirs.recv(1 << 16):
+            theirs.send(b"ok")
+
+    threading.Thread(target=answer, daemon=True).start()
+    for part in data.split(8):
+        update(loss_of(part))
+        ours.sendall(bytes(50_000))
+        {waits}
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_server_that_does_not_answer_a_trial_is_no_error_of_the_program(
+    firstnan: Zygote, tmp_path: Path, waits: bool
+) -> None:
+    """What a trial sends arrives nowhere, and goes through; if the program wants an answer, the trial ends there."""
+    wait = "if not ours.recv(2): raise ConnectionResetError(104, 'gone')" if waits else "pass"
+    result = run(firstnan, tmp_path, LOGGED.format(waits=wait), "--verify", "5")
+    best = result.found["remedies"][0]
+    assert (best["failing_step_finite"], best["steps_finite_after"]) == (True, 0 if waits else 5), best["note"]
+    told = "not tried beyond step 25: there the program waits for a server or another process"
+    assert best["note"] == (told if waits else "")

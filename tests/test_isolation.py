@@ -25,10 +25,12 @@ import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from firstnan.engine import isolation
 from firstnan.engine.isolation import Channel, IsolationError, Started
 from firstnan.observe import manifest
+from firstnan.observe.forked import NotContinued, keep_indices
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no isolation elsewhere")
 
@@ -155,6 +157,24 @@ def test_pipes_and_sockets_lead_nowhere(place: Path) -> None:
     assert (ours.recv(5), os.read(reading, 5)) == (b"hello", b"hello")
 
 
+def test_what_goes_nowhere_is_taken_as_if_it_arrived(place: Path) -> None:
+    """However much it is: the program would otherwise meet an error, or wait, that it does not have outside."""
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+
+    def talk() -> int:
+        for _ in range(50):
+            ours.sendall(bytes(100_000))
+        return sum(os.write(writing, bytes(100_000)) for _ in range(50))
+
+    assert in_child(talk) == 5_000_000
+    theirs.setblocking(False)
+    os.set_blocking(reading, False)
+    for read in (lambda: theirs.recv(5), lambda: os.read(reading, 5)):
+        with pytest.raises(BlockingIOError):
+            read()
+
+
 def test_nothing_outside_is_reached_and_ports_are_free(place: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -242,19 +262,42 @@ def test_nobody_waits_for_threads_that_are_gone(place: Path) -> None:
         assert time.monotonic() - began < 10
 
 
-def test_worker_processes_stay_with_the_parent(place: Path) -> None:
+def test_worker_processes_stay_with_the_parent(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child computes the batches that they have fetched ahead, and those after them."""
+    choose = _BaseDataLoaderIter._next_index
+
+    def chosen(self: Any) -> Any:
+        indices = choose(self)
+        keep_indices(self, indices)
+        return indices
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "_next_index", chosen)
     data = TensorDataset(torch.arange(40.0))
     batches = iter(DataLoader(data, batch_size=4, num_workers=2))
     first = next(batches)[0].tolist()
 
-    def rest() -> tuple[int, int]:
-        count = sum(1 for _ in batches)
-        return count, sum(1 for _ in DataLoader(data, batch_size=4, num_workers=2))
+    def rest() -> tuple[list[float], int]:
+        following = [x for (batch,) in batches for x in batch.tolist()]
+        return following, sum(1 for _ in DataLoader(data, batch_size=4, num_workers=2))
 
-    count, all_of_them = in_child(rest)
-    assert count < 9  # without those that the workers have fetched ahead
+    following, all_of_them = in_child(rest)
+    assert first + following == list(range(40))
     assert all_of_them == 10
     assert first + [x for (batch,) in batches for x in batch.tolist()] == list(range(40))
+
+
+def test_batches_that_only_the_workers_know_are_not_made_up(place: Path) -> None:
+    batches = iter(DataLoader(TensorDataset(torch.arange(40.0)), batch_size=4, num_workers=2))
+    next(batches)
+
+    def rest() -> str:
+        try:
+            next(batches)
+        except NotContinued as reason:
+            return str(reason)
+        return ""
+
+    assert in_child(rest) == "which batches its worker processes have prepared is not known"
 
 
 def test_processes_of_the_child_end_with_it(place: Path) -> None:

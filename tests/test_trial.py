@@ -767,3 +767,100 @@ def test_one_that_holds_for_long_comes_before_what_was_not_tried() -> None:
     long = replace(Remedy("long", "x"), tried=True, failing_step_finite=True, fails_in=70)
     short = replace(long, title="short", fails_in=20)
     assert [r.title for r in ranked([short, Remedy("untried", "x"), long], report)] == ["long", "untried", "short"]
+
+
+# --- what comes after the failing step --------------------------------------------------------------------------------
+
+TRAINED = """
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+BAD = {bad}
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def row(number):
+    return torch.full((4,), BAD[number]) if number in BAD else torch.rand(4) + 0.5
+
+def batches(numbers):
+    for number in numbers:
+        yield torch.stack([row(number)] * 4)
+
+class Rows(Dataset):
+    def __len__(self):
+        return 120
+
+    def __getitem__(self, index):
+        return row(index // 4)
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        for number in range(info.id if info else 0, 30, info.num_workers if info else 1):
+            yield from [row(number)] * 4
+
+def train(x):
+    loss = (model(x) - torch.log(x.sum(1, keepdim=True))).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+"""
+BATCHES = {
+    "generator": """
+        for step, x in enumerate(batches(range(30))):
+            train(x)
+    """,
+    "generators in a function": """
+        def main(used):
+            keep = lambda: used
+            with torch.enable_grad():
+                for part in (range(4), range(4, 20), range(20, 30)):
+                    for x in batches(part):
+                        train(x)
+        main(1)
+    """,
+    "iterable": """
+        for x in DataLoader(Stream(), 4):
+            train(x)
+    """,
+    "workers": """
+        for step, x in enumerate(DataLoader(Rows(), 4, num_workers=2)):
+            train(x)
+    """,
+    "workers of an iterable": """
+        for x in DataLoader(Stream(), 4, num_workers=2):
+            train(x)
+    """,
+    "kept workers": """
+        loader = DataLoader(torch.utils.data.Subset(Rows(), range(60)), 4, num_workers=1, persistent_workers=True)
+        for epoch in range(2):
+            for x in loader:
+                train(x)
+    """,
+}
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+def test_a_trial_at_the_failing_step_goes_on_with_the_batches_after_it(place: Path, command: Any, batches: str) -> None:
+    """All have 30 steps, of which step 7 fails: not one is left out, and none comes twice."""
+    (place / "train.py").write_text(TRAINED.format(bad="{7: 0.0}") + textwrap.dedent(BATCHES[batches]))
+    good = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-3)")
+    done = command("--json", "report.json", remedies=(good,))
+    (result,) = load(place / "report.json").remedies
+    if batches == "workers of an iterable" and not result.up_to:  # where the machine is too busy for another run
+        assert (result.proven, result.steps_finite_after) == (True, 0)
+        assert "not tried beyond step 7: the next batches of an IterableDataset are in its worker" in result.note
+    else:
+        assert (result.proven, result.steps_finite_after, bool(result.up_to)) == (True, 22, True), done.stderr
+
+
+@pytest.mark.parametrize("batches", [name for name in BATCHES if name != "workers of an iterable"])
+def test_a_change_that_fails_with_the_very_next_batch_is_not_proven(place: Path, command: Any, batches: str) -> None:
+    bad = "{7: 0.0, 8: float('nan')}"
+    (place / "train.py").write_text(TRAINED.format(bad=bad) + textwrap.dedent(BATCHES[batches]))
+    partly = change(place / "train.py", "keepdim=True)", "keepdim=True).clamp_min(1e-3)")
+    done = command("--json", "report.json", remedies=(partly,))
+    (result,) = load(place / "report.json").remedies
+    assert (result.proven, result.failing_step_finite, result.fails_in) == (False, True, 8), done.stderr

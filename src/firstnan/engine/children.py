@@ -26,7 +26,7 @@ from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, Findin
 from firstnan.engine.samples.variables import DRAWN, Variables
 from firstnan.engine.turn import LeftLoop, Turn, data_in, line_in, same_values, with_batch, with_batch_first
 from firstnan.gate.gate import Trip
-from firstnan.observe.forked import is_received
+from firstnan.observe.forked import NotContinued, is_received
 from firstnan.observe.observer import Decision
 from firstnan.records import Batch, NaNEvent, Noticed, Report
 from firstnan.tensors.finite import is_finite, stat, tensors_in
@@ -272,6 +272,8 @@ class TurnReplay:
         assert isinstance(policy, Answering)
         try:
             self._run()
+        except NotContinued:
+            pass  # it needs a batch that cannot be had here
         except Exception as error:
             if os.environ.get("FIRSTNAN_DEBUG"):
                 raise

@@ -7,6 +7,7 @@ namespaces, a forked child gives up the right to change anything (`system_calls`
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import errno
@@ -78,6 +79,25 @@ def started_as_child() -> None:
     """This process runs the program again, and ends after that."""
     global _runs_again
     _runs_again = True
+
+
+_NOBODY_THERE = {
+    errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENOTCONN, errno.ENETDOWN,
+    errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT,
+}  # fmt: skip
+
+
+def is_of_isolation(error: BaseException | None) -> bool:
+    """Whether an error in a child, or one that led to it, tells that a server or another process does not answer."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, EOFError | TimeoutError | socket.gaierror):
+            return True
+        if isinstance(error, OSError) and error.errno in _NOBODY_THERE:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class IsolationError(OSError):
@@ -243,40 +263,61 @@ def _mounted() -> dict[str, str]:
 
 def _separate_descriptors(keep: int) -> None:
     """Replaces open files by copies at the same position, and pipes and sockets by ones that lead nowhere."""
-    null = os.open(os.devnull, os.O_RDWR)
+    null, sinks = os.open(os.devnull, os.O_RDWR), list[int]()
     for number in _MUTED:
         os.dup2(null, number)
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
-        if number <= 2 or number in (keep, null):
+        if number <= 2 or number in (keep, null, *sinks):
             continue
         try:
-            _separate(number)
+            sinks += _separate(number)
         except OSError as error:
             if error.errno != errno.EBADF:  # better that nothing can be written than that it arrives
                 os.dup2(null, number)
     os.close(null)
+    if sinks:
+        _thread.start_new_thread(_discard, (sinks,))
 
 
-def _separate(number: int) -> None:
+def _discard(numbers: list[int]) -> None:
+    """Reads whatever is written to the pipes and sockets that lead nowhere, so that nobody waits for space."""
+    waiting = select.poll()
+    for number in numbers:
+        waiting.register(number, select.POLLIN)
+    while numbers:
+        for number, _ in waiting.poll():
+            with contextlib.suppress(OSError):
+                if os.read(number, 1 << 16):
+                    continue
+            waiting.unregister(number)
+            numbers.remove(number)
+            os.close(number)
+
+
+def _separate(number: int) -> list[int]:
+    """Gives an open file's number to one of the child's own; returns what has to be read and discarded for that."""
     import fcntl
 
     info, flags = os.fstat(number), fcntl.fcntl(number, fcntl.F_GETFL)
-    closes = not os.get_inheritable(number)
+    closes, sinks = not os.get_inheritable(number), list[int]()
     if stat.S_ISREG(info.st_mode):
         new = _private_copy(number, info.st_size, flags)
         with contextlib.suppress(OSError):
             os.lseek(new, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
     elif stat.S_ISFIFO(info.st_mode) or stat.S_ISSOCK(info.st_mode):
+        # A connection that takes everything, and from which nothing comes any more.
         ours, other = socket.socketpair()
-        other.close()
-        new = ours.detach()
+        other.shutdown(socket.SHUT_WR)
+        new, sinks = ours.detach(), [other.detach()]
+        fcntl.fcntl(new, fcntl.F_SETFL, flags & os.O_NONBLOCK)
     elif os.isatty(number):
         new = os.open(os.devnull, os.O_RDWR)
     else:
-        return
+        return sinks
     os.dup2(new, number, inheritable=not closes)
     os.close(new)
+    return sinks
 
 
 def _private_copy(number: int, size: int, flags: int) -> int:

@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
+from torch.optim import LBFGS
+from torch.utils.data import DataLoader
 
 from firstnan.engine import isolation
 from firstnan.engine.children import Answering, TurnReplay, messages
@@ -27,12 +29,13 @@ from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
 from firstnan.engine.turn import LeftLoop, Turn, parsed, same_values
 from firstnan.gate.gate import Trip
-from firstnan.observe.forked import when_called
+from firstnan.observe.forked import NotContinued, when_called
+from firstnan.observe.loop_iterator import running_iterator
 from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
 from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described
-from firstnan.tensors.models import drop_gradients, parameters_of
+from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
@@ -66,7 +69,7 @@ class StepTrials:
             self._turn = self._failing_turn()
             if self._turn is not None:
                 self._healthy = self._ask(_Compared(self.session, *self._turn, None)) or self._healthy
-        if self._turn is None:
+        if self._turn is None or _is_amid_update(self.session.gate.in_step):
             return None
         change = _Change.of(contents, remedy, *self._turn)
         if change is None:
@@ -84,6 +87,7 @@ class StepTrials:
             noticed=noticed,
             bad_step=passed if noticed else None,
             error=seen.error,
+            not_continued=seen.not_continued,
             trained=True,
             ended=seen.ended,
             exploded=seen.exploded,
@@ -118,6 +122,21 @@ class StepTrials:
                 raise
             self.interrupted = True
         return last
+
+
+def _is_amid_update(optimizer: Any) -> bool:
+    """Whether this optimizer has changed weights or its own state in the step that it is in.
+
+    One that calls a closure several times (LBFGS) may be anywhere in its search.
+    """
+    if optimizer is None or calls_closure_first(optimizer):
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer and isinstance(optimizer, LBFGS):
+            return "orig_loss" in frame.f_locals  # the result of its first call
+        frame = frame.f_back
+    return True
 
 
 def _changes_updates(remedy: Remedy) -> bool:
@@ -261,12 +280,10 @@ class _Compared(_Work):
         code = self._change.code_of(self.turn) if self._change is not None else self.turn.compiled()
         if code is None:
             return HealthyTurns()
-        for names in islice(following(self.turn, self.session), _COMPARED):
-            self.turn.names.update(names)
-            try:
+        with contextlib.suppress(LeftLoop, TurnFailed, NotContinued):
+            for names in islice(following(self.turn, self.session), _COMPARED):
+                self.turn.names.update(names)
                 self.turn.run(code)
-            except (LeftLoop, TurnFailed):
-                break
         return HealthyTurns(watching.losses, watching.norms)
 
 
@@ -281,6 +298,8 @@ class Seen:
     ended: Literal["", "loop"] = ""
     noticed: str = ""
     error: str = ""
+    not_continued: str = ""
+    """Why the trial could not go on, although the program would have."""
     called: bool = False
     """Whether a changed function was called in the failing turn."""
     exploded: str = ""
@@ -299,7 +318,7 @@ class Seen:
 
     def frozen(self) -> str:
         """Why training does not learn any more, if it does not."""
-        if self.updates and not self.learns:
+        if self.updates and not self.learns and not (self.not_continued and self.updates == 1):
             return "all gradients are 0 with it"
         if len(self.losses) > 5 and len(set(self.losses)) == 1:
             return f"the loss is {self.losses[0]:.6g} in every step with it"
@@ -329,6 +348,8 @@ class _Tried(_Work):
             seen.noticed = watching.noticed
         except FarEnough:
             pass
+        except NotContinued as reason:
+            seen.not_continued = str(reason)
         trip = self.session.gate.remaining_nonfinite()
         if trip is not None and not seen.noticed:
             seen.noticed = described(trip.noticed)
@@ -372,6 +393,8 @@ class _Tried(_Work):
         except (Exception, SystemExit) as error:
             if self._steps.are_as_asked:
                 return  # perhaps the program would not have come so far
+            if isolation.is_of_isolation(error):
+                raise NotContinued("there the program waits for a server or another process") from error
             seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             return
         # What an error means here is not known: perhaps the program would not have come so far.
@@ -400,33 +423,49 @@ class _Tried(_Work):
 
 
 def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
-    """The loop's variables in the turns after the failing one: the next batches where they can be had."""
+    """The loop's variables in the turns after the failing one; raises NotContinued where they cannot be had."""
     latest = session.handouts.latest
     iterator = session.handouts.iterator_of(latest) if latest is not None else None
     loop = turn.loop
     # A loop inside that over the batches goes through something else: names, numbers.
     others = isinstance(loop, ast.For) and all(isinstance(turn.names.get(n), str | float) for n in _names(loop.target))
-    if isinstance(loop, ast.For) and latest is not None and iterator is not None and not (turn.counts or others):
-        counters = {name: turn.names[name] for name in _names(loop.target) if type(turn.names.get(name)) is int}
-        before = latest.batch
-        while True:
-            batch = next(iterator, None)
-            found = _unpacked(loop.target, batch, before, turn.names) if batch is not None else None
-            if found is None:
-                break
-            before = batch
-            counters = {name: number + 1 for name, number in counters.items()}
-            yield {**found, **counters}
+    if not isinstance(loop, ast.For) or turn.counts or _iterator_of(turn, loop) is not None:
+        yield from values_after(turn)
+    elif latest is not None and iterator is not None and not others:
+        yield from _next_batches(turn, loop, iterator, latest.batch)
     else:
         yield from values_after(turn)
+
+
+def _next_batches(turn: Turn, loop: ast.For, iterator: Any, before: Any) -> Iterator[dict[str, Any]]:
+    """The batches that the loader hands out next, in the loop's variables as far as those show where a batch goes."""
+    counters = {name: turn.names[name] for name in _names(loop.target) if type(turn.names.get(name)) is int}
+    for batch in iterator:
+        found = _unpacked(loop.target, batch, before, turn.names)
+        if found is None:
+            raise NotContinued("how the loop uses its next batch is not known")
+        before = batch
+        counters = {name: number + 1 for name, number in counters.items()}
+        yield {**found, **counters}
 
 
 def values_after(turn: Turn) -> Iterator[dict[str, Any]]:
     """The loop's variables in the turns after this one, where the loop itself knows them."""
     if isinstance(turn.loop, ast.For) and not turn.counts:
-        yield from _rest_of(turn, turn.loop)
+        iterator = _iterator_of(turn, turn.loop)
+        if iterator is not None:
+            for _ in _taken(turn, turn.loop, iterator):
+                yield {}
+        else:
+            yield from _rest_of(turn, turn.loop)
     else:
         yield from turn.following()
+
+
+def _iterator_of(turn: Turn, loop: ast.For) -> Any:
+    """What the loop itself goes through, as far as it has come; None if it is not running any more."""
+    tree = parsed(_text(turn.file))
+    return running_iterator(tree, loop, turn.code) if tree is not None else None
 
 
 def _rest_of(turn: Turn, loop: ast.For) -> Iterator[dict[str, Any]]:
@@ -434,11 +473,22 @@ def _rest_of(turn: Turn, loop: ast.For) -> Iterator[dict[str, Any]]:
     names = _names(loop.target)
     now = {name: turn.names.get(name) for name in names}
     values = eval(compile(ast.Expression(loop.iter), turn.file, "eval"), turn.names)
-    passed = iter(values) is values  # it goes on by itself
+    begins = any(isinstance(node, ast.Call) for node in ast.walk(loop.iter))
+    passed = iter(values) is values and not begins  # it goes on by itself
+    # Another pass through what is shuffled, or has no order that shows, says nothing about this one.
+    if isinstance(values, DataLoader) or not (passed or any(_shows_place(one) for one in now.values())):
+        raise NotContinued("what the loop would go through next is not known")
     for _ in _taken(turn, loop, values):
         if passed:
             yield {}
         passed = passed or all(same_values(now[name], turn.names.get(name)) for name in names)
+    if not passed:
+        raise NotContinued("what the loop would go through next is not known")
+
+
+def _shows_place(value: Any) -> bool:
+    """Whether a value tells one turn of a loop from the others."""
+    return isinstance(value, Tensor | int | float | str | bytes | tuple | list | dict)
 
 
 def _taken(turn: Turn, loop: ast.For, values: Any) -> Iterator[Any]:

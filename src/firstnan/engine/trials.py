@@ -152,11 +152,18 @@ class Trials:
             here = self._at_step.outcome(contents, remedy, step=bad, reach=reach)
         if here is not None:
             result = judged(remedy, here, report)
-            is_last_word = here.same_before or self.limits.one > _QUICKLY or bool(self._from_start)
-            if result.proven or is_last_word or result.fails_in:
+            is_short = bool(here.not_continued) and result.failing_step_finite is True and not here.noticed
+            is_last_word = self.limits.one > _QUICKLY or bool(self._from_start) or (here.same_before and not is_short)
+            if is_last_word or result.fails_in or (result.proven and not is_short):
                 return result
+            if is_short:
+                longer = self._tried_from_start(remedy, report, contents)
+                return result if longer.failing_step_finite is None else longer
         if self._from_start:
             return replace(remedy, note=self._from_start)
+        return self._tried_from_start(remedy, report, contents)
+
+    def _tried_from_start(self, remedy: Remedy, report: Report, contents: dict[str, bytes]) -> Remedy:
         try:
             outcome, stopped = self._outcome(contents, report, self.steps, remedy)
             result = judged(remedy, outcome, report, stopped)

@@ -10,12 +10,14 @@ import gc
 import io
 import os
 import queue
+import random
 import re
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -63,7 +65,7 @@ def _forget_workers() -> None:
     if loading is None:
         return
     kind = loading._MultiProcessingDataLoaderIter
-    begin, fetch, shut_down = kind.__init__, kind._next_data, kind._shutdown_workers
+    begin, fetch, reset, shut_down = kind.__init__, kind._next_data, kind._reset, kind._shutdown_workers
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         self._firstnan_is_new = True
@@ -72,23 +74,87 @@ def _forget_workers() -> None:
     def _next_data(self: Any) -> Any:
         return fetch(self) if "_firstnan_is_new" in vars(self) else _next_in_process(self)
 
+    def _reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if "_firstnan_is_new" in vars(self):
+            reset(self, loader, first_iter)
+        else:  # workers that are kept over all epochs: the next one has others
+            vars(self).clear()
+            loading._utils.signal_handling._remove_worker_pids(id(self))
+            made(self, loader)
+
     def _shutdown_workers(self: Any) -> None:
         if "_firstnan_is_new" in vars(self):
             shut_down(self)
 
-    kind.__init__, kind._next_data, kind._shutdown_workers = made, _next_data, _shutdown_workers
+    kind.__init__, kind._next_data, kind._shutdown_workers, kind._reset = made, _next_data, _shutdown_workers, _reset
+
+
+class NotContinued(BaseException):  # the program must not catch it
+    """What the program would do next is not known here; says why."""
+
+
+_INDICES = "_firstnan_indices"
+
+
+def keep_indices(iterator: Any, indices: Any) -> None:
+    """Keeps what a loader's sampler has chosen as long as its workers may be at it: a child computes it again."""
+    most = vars(iterator).get("_num_workers", 0) * (vars(iterator).get("_prefetch_factor") or 0)
+    if most:
+        vars(iterator).setdefault(_INDICES, deque(maxlen=most)).append(indices)
 
 
 def _next_in_process(iterator: Any) -> Any:
-    """The next batch without the worker processes; the batches that they have already prepared are left out."""
-    from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+    """The next batch without the worker processes: computed here, also if they were at it or had it ready."""
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-    fetcher = vars(iterator).get("_firstnan_fetcher")
-    if fetcher is None:
-        kind = _IterableDatasetFetcher if iterator._dataset_kind else _MapDatasetFetcher
+    if iterator._dataset_kind:  # only the workers know how far their parts of the data set are
+        raise NotContinued("the next batches of an IterableDataset are in its worker processes")
+    state = vars(iterator)
+    if "_firstnan_fetcher" not in state:
         parts = iterator._dataset, iterator._auto_collation, iterator._collate_fn, iterator._drop_last
-        fetcher = iterator._firstnan_fetcher = kind(*parts)
-    return fetcher.fetch(next(iterator._sampler_iter))
+        iterator._firstnan_fetcher = _MapDatasetFetcher(*parts)
+        iterator._firstnan_sent = deque(_sent(iterator))
+        iterator._firstnan_random = _random_state()
+    sent = iterator._firstnan_sent
+    indices, ready = sent.popleft() if sent else (next(iterator._sampler_iter), ())
+    if ready:
+        (batch,) = ready
+        if hasattr(batch, "reraise"):  # a worker's error
+            batch.reraise()
+        return batch
+    mine = _random_state()  # workers have random numbers of their own
+    _set_random_state(iterator._firstnan_random)
+    try:
+        return iterator._firstnan_fetcher.fetch(indices)
+    except Exception as error:
+        what = f"{type(error).__name__} outside of a worker process"
+        raise NotContinued(f"the next batch cannot be loaded ({what})") from error
+    finally:
+        iterator._firstnan_random = _random_state()
+        _set_random_state(mine)
+
+
+def _sent(iterator: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The batches that were given to the workers and have not been handed out: their indices, and the data if here."""
+    numbers = range(iterator._rcvd_idx, iterator._send_idx)
+    known = list(vars(iterator).get(_INDICES, ()))
+    if len(known) < len(numbers) or not getattr(iterator, "_in_order", True):
+        raise NotContinued("which batches its worker processes have prepared is not known")
+    for number, indices in zip(numbers, known[len(known) - len(numbers) :], strict=True):
+        yield indices, iterator._task_info.get(number, ())[1:]
+
+
+def _random_state() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return sys.modules["torch"].get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def _set_random_state(state: tuple[Any, ...]) -> None:
+    of_torch, of_python, of_numpy = state
+    sys.modules["torch"].set_rng_state(of_torch)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 def _forget_threads() -> None:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from firstnan.observe import manifest
 from firstnan.observe.compiler import stay_uncompiled
+from firstnan.observe.forked import keep_indices
 from firstnan.observe.layers.global_hooks import GlobalHooks, unhookable
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.patches import Hook, Patches
@@ -293,6 +294,7 @@ class Hooks:
         def _next_index(iterator: Any) -> Any:
             __tracebackhide__ = True
             indices = original(iterator)
+            keep_indices(iterator, indices)
             self.guarded(self.observer.indices_sampled, iterator, indices)
             return indices
 

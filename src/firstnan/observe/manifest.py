@@ -76,6 +76,7 @@ FORKED: tuple[tuple[str, str], ...] = (
     ("http.client", "HTTPSConnection.connect"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter.__init__"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._next_data"),
+    ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._reset"),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter._shutdown_workers"),
 )
 """Replaced for good in a forked child, where threads, workers and servers are gone (`forked.py`)."""

@@ -15,6 +15,7 @@ _ROUNDING_OF_HALF = {"float16": 5e-2, "bfloat16": 5e-2}
 
 
 DIVERGES_LATER = "later training diverges"
+BEYOND = "not tried beyond step"
 OUT_OF_PROPORTION = 1e6
 """A loss that is so many times larger than any other was computed from a guard's epsilon, not from the data."""
 
@@ -50,6 +51,8 @@ class TrialOutcome:
     bad_step: int | None = None
     error: str = ""
     """The error that ended the program, if that was another one."""
+    not_continued: str = ""
+    """Why the trial could not go on, although the program would have."""
     exit: str = ""
     """The exit code, if the program ended itself with one other than 0."""
     trained: bool = False
@@ -105,7 +108,8 @@ def judged(remedy: Remedy, outcome: TrialOutcome | None, report: Report, stopped
     if remedy.kind != "code":
         change = None
     finite, after, note = _verdict(remedy, outcome, report)
-    note = "; ".join(part for part in (note, "" if outcome.noticed else stopped) if part)
+    beyond = f"{BEYOND} {outcome.passed - 1}: {outcome.not_continued}" if outcome.not_continued and finite else ""
+    note = "; ".join(part for part in (note, "" if outcome.noticed else stopped or beyond) if part)
     return replace(
         remedy,
         tried=True,
@@ -135,6 +139,8 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         if when > bad and reached:
             return True, None, f"{outcome.noticed} is non-finite {where}"
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
+    if outcome.not_continued and not reached:
+        return None, None, f"step {bad} cannot be run to its end: {outcome.not_continued}"
     if outcome.error:
         return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"
     if report.verdict == "diverged" and not outcome.exploded and reached and outcome.latest:

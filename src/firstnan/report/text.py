@@ -51,7 +51,7 @@ from firstnan.records.words import (
     place,
     short_path,
 )
-from firstnan.repair.verdict import DIVERGES_LATER, last_bad_step
+from firstnan.repair.verdict import BEYOND, DIVERGES_LATER, last_bad_step
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
@@ -921,7 +921,8 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
     after = remedy.steps_finite_after
     steps = {0: "", 1: ", and so is the step after it"}.get(after, f", and so are the {after} steps after it")
     end = f", to the end of the {remedy.up_to}" if remedy.up_to and after else ""
-    beyond = "" if remedy.up_to or not after else f"not tried beyond step {last_bad_step(report) + after}"
+    beyond = f"{BEYOND} {last_bad_step(report) + after}" if after and not remedy.up_to else ""
+    beyond = "" if BEYOND in remedy.note else beyond
     parts = (f"tried: {step} is finite{steps}{end}", remedy.note, beyond, _loss_change(remedy))
     return "; ".join(part for part in parts if part)
 
