@@ -216,7 +216,47 @@ NEAR_MISSES = {
         """,
         "clamp_min(1)",
     ),
+    "an eps that float16 rounds to 0": (
+        """
+        w = torch.tensor([0.0, 1.0], requires_grad=True, dtype=torch.float16)
+        # step
+        loss = torch.log(w * 1.0 + 1e-8).sum()
+        loss.backward()
+        """,
+        "clamp_min(0)",
+    ),
+    "a shift is no eps": (
+        """
+        w = torch.tensor([-2.0, -0.5], requires_grad=True)
+        # step
+        loss = torch.log(w * 1.0 + 1.0).sum()
+        loss.backward()
+        """,
+        "clamp_min(0)",
+    ),
+    "the numbers of an empty mean": (
+        """
+        w = torch.tensor([0.5, 1.0], requires_grad=True)
+        # step
+        pos = w[w > 5]
+        loss = w.sum() + 0.1 * pos.pow(2).mean()
+        loss.backward()
+        """,
+        "clamp_min(1e-8)",
+    ),
 }
+
+
+def test_an_eps_of_the_program_is_not_undone_by_a_smaller_bound(tmp_path: Path) -> None:
+    source = f"""
+import torch
+w = torch.tensor([-3e-4, 1.0], requires_grad=True)
+{STEP}
+loss = torch.rsqrt(w * 1.0 + 1e-5).sum()
+loss.backward()
+"""
+    _, _, remedies = proposed(source, tmp_path)
+    assert not [r.title for r in remedies if "1e-12" in r.title or "1e-6" in r.title]
 
 
 @pytest.mark.filterwarnings("ignore")

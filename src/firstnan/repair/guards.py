@@ -19,6 +19,7 @@ from firstnan.repair.context import (
     producer_of,
     remedies_for,
 )
+from firstnan.repair.literals import find_literal
 from firstnan.repair.source import Expr, SourceFile, literal_value, parenthesized, replace_node
 
 CLAMPS = {"clamp": "min", "clamp_min": "min", "clip": "min", "maximum": "other"}
@@ -224,6 +225,55 @@ def _divides_by_a_tensor(found: FailingOperation, expr: Expr) -> bool:
     return False
 
 
+# --- a small number that the program adds itself -----------------------------------------------------------------
+
+
+def _floors(
+    at: FailingOperation, node: ast.expr, bounds: tuple[str, ...], operand: str | None = "self", what: str = "Inputs"
+) -> Iterator[Guard]:
+    """Lower bounds, the first one first; for `x + eps` one of x at 0, and none below eps after it.
+
+    The whole sum at 1e-12 or above would undo the eps: its inverse root would be a million."""
+    own = _own_epsilon(at, node)
+    if own is not None:
+        direct = operand if at.location.source.statement(own[0]) is at.location.source.statement(node) else None
+        why = f"Inputs above 0 and their gradients are unchanged; the {own[1]:g} that is added stays the smallest sum."
+        yield replace(at.floor(own[0], "0", direct), why=why)
+    for low in bounds:
+        if own is None or float(low) > own[1]:
+            yield at.floor(node, low, operand, what)
+
+
+def _own_epsilon(at: FailingOperation, node: ast.expr) -> tuple[ast.expr, float] | None:
+    """The x and the eps of `x + eps`, if eps is a positive number and x has gone below 0."""
+    source = at.location.source
+    total = source.value(node)
+    if not isinstance(total, ast.BinOp) or not isinstance(total.op, ast.Add):
+        return None
+    for one, other in ((total.left, total.right), (total.right, total.left)):
+        found = find_literal(at.context.files, Location(source, other))
+        number = literal_value(found.node) if found is not None else None
+        if number is not None and SMALLEST.get(at.context.dtype, 0.0) < number <= LARGEST_EPSILON:
+            return (one, number) if _may_be_negative(at, total) else None
+    return None
+
+
+LARGEST_EPSILON = 1e-2
+SMALLEST = {"float16": 6e-8, "bfloat16": 1e-38, "float32": 1e-38}
+"""Below it a number may be rounded to 0 when it is added."""
+
+
+def _may_be_negative(at: FailingOperation, total: ast.expr) -> bool:
+    """Whether what the sum reads has gone below 0, or is not known."""
+    for event in reversed(at.context.failure.trace.events):
+        if event.op == "add" and event.phase == "forward":
+            location = at.context.location_of(event.site)
+            if location is not None and location.node is total:
+                seen = [i.stat.min for i in event.inputs if i.stat is not None and i.stat.min is not None]
+                return not seen or min(seen) < 0
+    return True
+
+
 # --- one function per kind of operator ---------------------------------------------------------------------------
 
 
@@ -232,9 +282,9 @@ def _log(at: FailingOperation) -> Iterator[Guard]:
     second = at.expr.op == "xlogy"
     if is_trained(at):
         return  # below a clamp it has no gradient from here any more
-    node = _shared_factor(at.location.source, at.expr.args[second])
-    for eps in (at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")):
-        yield at.floor(node, eps, "other" if second else "self")
+    node, operand = _shared_factor(at.location.source, at.expr.args[second]), "other" if second else "self"
+    bounds = at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")
+    yield from _floors(at, node, bounds, operand)
 
 
 def _shared_factor(source: SourceFile, node: ast.expr) -> ast.expr:
@@ -282,8 +332,9 @@ def _entropy(at: FailingOperation) -> Iterator[Guard]:
 @guards_for("sqrt", "rsqrt")
 def _root(at: FailingOperation) -> Iterator[Guard]:
     node, tiny = at.expr.args[0], at.context.epsilon("1e-12", "1e-6")
-    for eps in (tiny, at.context.epsilon("1e-6", "1e-3")):
-        yield at.floor(node, eps)
+    yield from _floors(at, node, (tiny, at.context.epsilon("1e-6", "1e-3")))
+    if _own_epsilon(at, node) is not None:
+        return
     yield at.guard(
         f"Add {tiny} to IT",
         "The root and its gradient 1/(2*sqrt(x)) are finite at an input of 0.",
@@ -304,8 +355,7 @@ def _power(at: FailingOperation) -> Iterator[Guard]:
     sizes = ("1e-4", "1e-3") if at.context.dtype == "float16" or steep else ("1e-8", "1e-4")
     if power in (0.5, -0.5):
         sizes = (at.context.epsilon("1e-12", "1e-6"), at.context.epsilon("1e-6", "1e-3"))
-    for eps in sizes:
-        yield at.floor(base, eps)
+    yield from _floors(at, base, sizes)
 
 
 @guards_for("acos", "asin", "atanh", "erfinv")
@@ -396,7 +446,7 @@ def _division(at: FailingOperation) -> Iterator[Guard]:
         why = f"Denominators closer to 0 than {eps} become {eps}; all others are unchanged."
         yield at.guard("Keep IT away from 0", why, below, lambda writer, x: writer.nonzero(x, eps), name)
     else:
-        yield at.floor(below, eps, name, "Denominators")
+        yield from _floors(at, below, (eps,), name, "Denominators")
     if not at.writer.scalar:
         yield from _zero_where_undefined(at, below)
     if stat is None or not stat.negative:
@@ -408,7 +458,7 @@ def _root_in_denominator(at: FailingOperation, below: ast.expr) -> Iterator[Guar
     root = at.location.source.meaning(below)
     half = root.op == "pow" and len(root.args) > 1 and literal_value(root.args[1]) == 0.5
     if root.args and (root.op == "sqrt" or half) and root.called != "math.sqrt":
-        yield at.floor(root.args[0], at.context.epsilon("1e-12", "1e-6"), None)
+        yield from _floors(at, root.args[0], (at.context.epsilon("1e-12", "1e-6"),), None)
 
 
 def _zero_where_undefined(at: FailingOperation, below: ast.expr) -> Iterator[Guard]:
@@ -490,7 +540,7 @@ STEEP = words("log log2 log10 sqrt rsqrt pow div reciprocal exp expm1 acos asin 
 
 GUARDED_SLUGS = words(
     "log_of_zero log_of_negative sqrt_of_negative pow_of_zero pow_of_negative arc_out_of_domain pole div_by_zero "
-    "zero_over_zero empty_reduction exp_overflow sqrt_grad_at_zero pow_grad_at_zero acos_grad_at_one "
+    "zero_over_zero exp_overflow sqrt_grad_at_zero pow_grad_at_zero acos_grad_at_one "
     "xlogy_grad_at_zero where_grad_trap custom_backward infinite_derivative unexplained"
 )
 
