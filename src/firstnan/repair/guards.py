@@ -20,7 +20,16 @@ from firstnan.repair.context import (
     remedies_for,
 )
 from firstnan.repair.literals import find_literal
-from firstnan.repair.source import Expr, SourceFile, literal_value, parenthesized, replace_node
+from firstnan.repair.source import (
+    Expr,
+    Function,
+    SourceFile,
+    insert_before,
+    literal_value,
+    parameter_names,
+    parenthesized,
+    replace_node,
+)
 
 CLAMPS = {"clamp": "min", "clamp_min": "min", "clip": "min", "maximum": "other"}
 LONGEST_IN_TITLE = 48
@@ -162,11 +171,13 @@ def guarded(context: FailureContext, *ops: str) -> Iterator[Remedy]:
     guards = list(GUARDS[found.expr.op](found)) if found is not None else []
     if found is None or not guards:
         return
+    yield from _of_both_logarithms(found)
     bound = binding(context, found.location.source, guards[0].node, guards[0].operand) if guards[0].operand else None
     earlier = [r for guard in guards if (r := _where_computed(found, guard, bound)) is not None]
     local = [context.remedy(guard.title, guard.why, guard.edit) for guard in guards]
     if bound is not None:  # a guard at the operation would not cover the other reads
         yield from earlier
+    yield from _in_the_statement(found)
     yield local[0]
     yield from _everywhere(found)
     if bound is None:
@@ -192,6 +203,64 @@ def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None
         line = producer.source.statement(producer.node).lineno
     title = f"{guard.title}, where it is computed (line {line})"
     return context.remedy(title, guard.why, edit) if edit is not None else None
+
+
+def _of_both_logarithms(found: FailingOperation) -> Iterator[Remedy]:
+    """`x` itself where log(x) and log(1 - x) or log1p(-x) read it: a guard of one of them leaves the other."""
+    source, own = found.location.source, _logarithm_of(found.location.source, found.expr)
+    if own is None or found.writer.numpy or is_trained(found):
+        return
+    scope, name = source.scope(found.location.node), own[0]
+    calls = [n for n in source.within(found.location.node) if isinstance(n, ast.Call) and source.scope(n) is scope]
+    uses = [(n, *form) for n in calls if (form := _logarithm_of(source, source.expr(n))) and form[0].id == name.id]
+    statements = {source.statement(call): None for call, _, _ in uses}
+    if {left for _, _, left in uses} != {True, False} or isinstance(scope, ast.Lambda):
+        return
+    if len(statements) == 1 and len({source.expr(call).op for call, _, _ in uses}) == 1:
+        return  # guards of both stand in one line
+    first = min(statements, key=lambda s: s.lineno)
+    local = (
+        scope is source.tree
+        or (isinstance(scope, Function) and name.id in parameter_names(scope))
+        or source.assigned(name, first) is not None
+    )
+    nested = all(source.parent(first) in source.parents(s) for s in statements)
+    if not local or not nested or not all(source.unchanged(use, call) for call, use, _ in uses):
+        return
+    eps = {"float16": "1e-3", "bfloat16": "1e-2"}.get(found.context.dtype, "1e-6")
+    yield found.context.remedy(
+        f"Keep `{name.id}` between {eps} and 1 - {eps}",
+        "Its logarithm and that of 1 minus it are both finite in this range; numbers in it are unchanged.",
+        insert_before(source, first, f"{name.id} = {name.id}.clamp({eps}, 1 - {eps})"),
+    )
+
+
+def _logarithm_of(source: SourceFile, expr: Expr) -> tuple[ast.Name, bool] | None:
+    """The `x` of log(x) and True; of log(1 - x) or log1p(-x) and False."""
+    given = expr.args[0] if expr.op in ("log", "log1p") and expr.args else None
+    if expr.op == "log" and isinstance(given, ast.Name):
+        return given, True
+    inner = source.expr(given)
+    if expr.op == "log" and (inner.op != "sub" or literal_value(inner.args[0]) != 1):
+        return None
+    if expr.op == "log1p" and inner.op != "neg":
+        return None
+    name = inner.args[-1] if inner.args else None
+    return (name, False) if isinstance(name, ast.Name) else None
+
+
+def _in_the_statement(found: FailingOperation) -> Iterator[Remedy]:
+    """The same guard at every operation of this kind in the failing statement, if it is there more than once."""
+    source = found.location.source
+    statement = source.statement(found.location.node)
+    here = [g for g in alike(found, found.expr.op) if source.statement(g.node) is statement]
+    if 1 < len(here) <= MOST_ALIKE and not hasattr(statement, "body"):
+        own = next(
+            (g for g in here if found.location.code(g.node) in map(found.location.code, found.expr.args)), here[0]
+        )
+        others = f"the other {len(here) - 1} uses of" if len(here) > 2 else "the other"
+        title = f"{own.title}, and the same for {others} `{found.expr.op}` in this line"
+        yield found.context.remedy(title, own.why, *(guard.edit for guard in here))
 
 
 def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
