@@ -422,6 +422,29 @@ for x in DataLoader(Prices(), batch_size=4):
     opt.step()
 """
 
+A_NUMBER = """\
+import torch
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(0)
+def number(text):
+    return float(text) if text else float("nan")
+class Houses(Dataset):
+    def __init__(self):
+        self.rows = [["1", "2"] for _ in range(24)]
+        self.rows[17][1] = ""
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        return torch.tensor([number(text) / 2 for text in self.rows[i]])
+net = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+for x in DataLoader(Houses(), batch_size=4):
+    loss = net(x).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
 
 def run_and_repair(firstnan: Zygote, folder: Path) -> tuple[str, int]:
     """The first change that the report of the program shows, and the exit code of the program with it in place."""
@@ -443,4 +466,12 @@ def test_a_change_of_numpy_code_in_a_dataset(firstnan: Zygote, tmp_path: Path) -
     (tmp_path / "train.py").write_text(IN_NUMPY)
     change, code = run_and_repair(firstnan, tmp_path)
     assert change.endswith("+        row = np.log(np.maximum(self.rows[i], 1e-12))\n")
+    assert code == 0
+
+
+def test_a_number_is_filled_in_as_a_number(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(A_NUMBER)
+    change, code = run_and_repair(firstnan, tmp_path)
+    assert change.endswith('+    return value if abs(value) < float("inf") else 0.0\n')
+    assert "nan_to_num" not in change
     assert code == 0
