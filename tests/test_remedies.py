@@ -216,7 +216,47 @@ NEAR_MISSES = {
         """,
         "clamp_min(1)",
     ),
+    "an eps that float16 rounds to 0": (
+        """
+        w = torch.tensor([0.0, 1.0], requires_grad=True, dtype=torch.float16)
+        # step
+        loss = torch.log(w * 1.0 + 1e-8).sum()
+        loss.backward()
+        """,
+        "clamp_min(0)",
+    ),
+    "a shift is no eps": (
+        """
+        w = torch.tensor([-2.0, -0.5], requires_grad=True)
+        # step
+        loss = torch.log(w * 1.0 + 1.0).sum()
+        loss.backward()
+        """,
+        "clamp_min(0)",
+    ),
+    "the numbers of an empty mean": (
+        """
+        w = torch.tensor([0.5, 1.0], requires_grad=True)
+        # step
+        pos = w[w > 5]
+        loss = w.sum() + 0.1 * pos.pow(2).mean()
+        loss.backward()
+        """,
+        "clamp_min(1e-8)",
+    ),
 }
+
+
+def test_an_eps_of_the_program_is_not_undone_by_a_smaller_bound(tmp_path: Path) -> None:
+    source = f"""
+import torch
+w = torch.tensor([-3e-4, 1.0], requires_grad=True)
+{STEP}
+loss = torch.rsqrt(w * 1.0 + 1e-5).sum()
+loss.backward()
+"""
+    _, _, remedies = proposed(source, tmp_path)
+    assert not [r.title for r in remedies if "1e-12" in r.title or "1e-6" in r.title]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -382,6 +422,29 @@ for x in DataLoader(Prices(), batch_size=4):
     opt.step()
 """
 
+A_NUMBER = """\
+import torch
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(0)
+def number(text):
+    return float(text) if text else float("nan")
+class Houses(Dataset):
+    def __init__(self):
+        self.rows = [["1", "2"] for _ in range(24)]
+        self.rows[17][1] = ""
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        return torch.tensor([number(text) / 2 for text in self.rows[i]])
+net = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+for x in DataLoader(Houses(), batch_size=4):
+    loss = net(x).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
 
 def run_and_repair(firstnan: Zygote, folder: Path) -> tuple[str, int]:
     """The first change that the report of the program shows, and the exit code of the program with it in place."""
@@ -403,4 +466,12 @@ def test_a_change_of_numpy_code_in_a_dataset(firstnan: Zygote, tmp_path: Path) -
     (tmp_path / "train.py").write_text(IN_NUMPY)
     change, code = run_and_repair(firstnan, tmp_path)
     assert change.endswith("+        row = np.log(np.maximum(self.rows[i], 1e-12))\n")
+    assert code == 0
+
+
+def test_a_number_is_filled_in_as_a_number(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(A_NUMBER)
+    change, code = run_and_repair(firstnan, tmp_path)
+    assert change.endswith('+    return value if abs(value) < float("inf") else 0.0\n')
+    assert "nan_to_num" not in change
     assert code == 0

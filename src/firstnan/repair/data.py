@@ -61,7 +61,7 @@ def _filled_at_origin(context: FailureContext) -> Iterator[Remedy]:
         fill = _nan_to_num("torch", source, value, "v")
         text = f"{{k: {fill} for k, v in {source.code(value)}.items()}}"
         yield context.remedy(title, FILLED, replace_node(source, value, text), kind="data")
-    for library in _libraries(source, value):
+    for library in _libraries(source, value, guess=stat is None or stat.shape != ()):
         text = _nan_to_num(library, source, value, source.code(value))
         yield context.remedy(title, FILLED, replace_node(source, value, text), kind="data")
 
@@ -73,6 +73,15 @@ def _filled_number(context: FailureContext, source: SourceFile, value: ast.expr)
         name = targets[0].id
         line = f'{name} = {name} if abs({name}) < float("inf") else 0.0'
         yield context.remedy("Fill in the missing number", FILLED, insert_after(source, statement, line), kind="data")
+    elif isinstance(statement, ast.Return) and statement.value is value:
+        start, end = source.span(statement)[0], source.span(value)[0]
+        if source.text[source.line_start(statement.lineno) : start].strip():
+            return  # `if not text: return ...`
+        used = {n.id for n in source.within(statement) if isinstance(n, ast.Name)}
+        name = "value" if "value" not in used else "filled_in"
+        line = f'return {name} if abs({name}) < float("inf") else 0.0'
+        edits = source.edit(start, end, f"{name} = "), insert_after(source, statement, line)
+        yield context.remedy("Fill in the missing number", FILLED, *edits, kind="data")
 
 
 def _value(node: ast.AST, label: str) -> ast.expr | None:
@@ -91,15 +100,15 @@ def _value(node: ast.AST, label: str) -> ast.expr | None:
     return node if isinstance(node, ast.expr) else None
 
 
-def _libraries(source: SourceFile, value: ast.expr) -> list[str]:
-    """The libraries that the array may belong to, the likelier first."""
+def _libraries(source: SourceFile, value: ast.expr, guess: bool) -> list[str]:
+    """The libraries that the array may belong to, the likelier first; without a guess none for a plain number."""
     used = [source.expr(n).library for n in ast.walk(value) if isinstance(n, ast.Call)]
     outer = source.expr(value).library
     if outer in ("torch", "numpy"):
         return [outer]
     known = [lib for lib in dict.fromkeys(used) if lib in ("numpy", "torch")]
     numpy = ["numpy"] if source.reach("numpy", value) else []
-    return known or [*numpy, "torch"]
+    return known or [*numpy, *(["torch"] if guess else [])]
 
 
 def _nan_to_num(library: str, source: SourceFile, at: ast.AST, text: str) -> str:

@@ -19,7 +19,17 @@ from firstnan.repair.context import (
     producer_of,
     remedies_for,
 )
-from firstnan.repair.source import Expr, SourceFile, literal_value, parenthesized, replace_node
+from firstnan.repair.literals import find_literal
+from firstnan.repair.source import (
+    Expr,
+    Function,
+    SourceFile,
+    insert_before,
+    literal_value,
+    parameter_names,
+    parenthesized,
+    replace_node,
+)
 
 CLAMPS = {"clamp": "min", "clamp_min": "min", "clip": "min", "maximum": "other"}
 LONGEST_IN_TITLE = 48
@@ -161,11 +171,13 @@ def guarded(context: FailureContext, *ops: str) -> Iterator[Remedy]:
     guards = list(GUARDS[found.expr.op](found)) if found is not None else []
     if found is None or not guards:
         return
+    yield from _of_both_logarithms(found)
     bound = binding(context, found.location.source, guards[0].node, guards[0].operand) if guards[0].operand else None
     earlier = [r for guard in guards if (r := _where_computed(found, guard, bound)) is not None]
     local = [context.remedy(guard.title, guard.why, guard.edit) for guard in guards]
     if bound is not None:  # a guard at the operation would not cover the other reads
         yield from earlier
+    yield from _in_the_statement(found)
     yield local[0]
     yield from _everywhere(found)
     if bound is None:
@@ -191,6 +203,64 @@ def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None
         line = producer.source.statement(producer.node).lineno
     title = f"{guard.title}, where it is computed (line {line})"
     return context.remedy(title, guard.why, edit) if edit is not None else None
+
+
+def _of_both_logarithms(found: FailingOperation) -> Iterator[Remedy]:
+    """`x` itself where log(x) and log(1 - x) or log1p(-x) read it: a guard of one of them leaves the other."""
+    source, own = found.location.source, _logarithm_of(found.location.source, found.expr)
+    if own is None or found.writer.numpy or is_trained(found):
+        return
+    scope, name = source.scope(found.location.node), own[0]
+    calls = [n for n in source.within(found.location.node) if isinstance(n, ast.Call) and source.scope(n) is scope]
+    uses = [(n, *form) for n in calls if (form := _logarithm_of(source, source.expr(n))) and form[0].id == name.id]
+    statements = {source.statement(call): None for call, _, _ in uses}
+    if {left for _, _, left in uses} != {True, False} or isinstance(scope, ast.Lambda):
+        return
+    if len(statements) == 1 and len({source.expr(call).op for call, _, _ in uses}) == 1:
+        return  # guards of both stand in one line
+    first = min(statements, key=lambda s: s.lineno)
+    local = (
+        scope is source.tree
+        or (isinstance(scope, Function) and name.id in parameter_names(scope))
+        or source.assigned(name, first) is not None
+    )
+    nested = all(source.parent(first) in source.parents(s) for s in statements)
+    if not local or not nested or not all(source.unchanged(use, call) for call, use, _ in uses):
+        return
+    eps = {"float16": "1e-3", "bfloat16": "1e-2"}.get(found.context.dtype, "1e-6")
+    yield found.context.remedy(
+        f"Keep `{name.id}` between {eps} and 1 - {eps}",
+        "Its logarithm and that of 1 minus it are both finite in this range; numbers in it are unchanged.",
+        insert_before(source, first, f"{name.id} = {name.id}.clamp({eps}, 1 - {eps})"),
+    )
+
+
+def _logarithm_of(source: SourceFile, expr: Expr) -> tuple[ast.Name, bool] | None:
+    """The `x` of log(x) and True; of log(1 - x) or log1p(-x) and False."""
+    given = expr.args[0] if expr.op in ("log", "log1p") and expr.args else None
+    if expr.op == "log" and isinstance(given, ast.Name):
+        return given, True
+    inner = source.expr(given)
+    if expr.op == "log" and (inner.op != "sub" or literal_value(inner.args[0]) != 1):
+        return None
+    if expr.op == "log1p" and inner.op != "neg":
+        return None
+    name = inner.args[-1] if inner.args else None
+    return (name, False) if isinstance(name, ast.Name) else None
+
+
+def _in_the_statement(found: FailingOperation) -> Iterator[Remedy]:
+    """The same guard at every operation of this kind in the failing statement, if it is there more than once."""
+    source = found.location.source
+    statement = source.statement(found.location.node)
+    here = [g for g in alike(found, found.expr.op) if source.statement(g.node) is statement]
+    if 1 < len(here) <= MOST_ALIKE and not hasattr(statement, "body"):
+        own = next(
+            (g for g in here if found.location.code(g.node) in map(found.location.code, found.expr.args)), here[0]
+        )
+        others = f"the other {len(here) - 1} uses of" if len(here) > 2 else "the other"
+        title = f"{own.title}, and the same for {others} `{found.expr.op}` in this line"
+        yield found.context.remedy(title, own.why, *(guard.edit for guard in here))
 
 
 def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
@@ -224,6 +294,55 @@ def _divides_by_a_tensor(found: FailingOperation, expr: Expr) -> bool:
     return False
 
 
+# --- a small number that the program adds itself -----------------------------------------------------------------
+
+
+def _floors(
+    at: FailingOperation, node: ast.expr, bounds: tuple[str, ...], operand: str | None = "self", what: str = "Inputs"
+) -> Iterator[Guard]:
+    """Lower bounds, the first one first; for `x + eps` one of x at 0, and none below eps after it.
+
+    The whole sum at 1e-12 or above would undo the eps: its inverse root would be a million."""
+    own = _own_epsilon(at, node)
+    if own is not None:
+        direct = operand if at.location.source.statement(own[0]) is at.location.source.statement(node) else None
+        why = f"Inputs above 0 and their gradients are unchanged; the {own[1]:g} that is added stays the smallest sum."
+        yield replace(at.floor(own[0], "0", direct), why=why)
+    for low in bounds:
+        if own is None or float(low) > own[1]:
+            yield at.floor(node, low, operand, what)
+
+
+def _own_epsilon(at: FailingOperation, node: ast.expr) -> tuple[ast.expr, float] | None:
+    """The x and the eps of `x + eps`, if eps is a positive number and x has gone below 0."""
+    source = at.location.source
+    total = source.value(node)
+    if not isinstance(total, ast.BinOp) or not isinstance(total.op, ast.Add):
+        return None
+    for one, other in ((total.left, total.right), (total.right, total.left)):
+        found = find_literal(at.context.files, Location(source, other))
+        number = literal_value(found.node) if found is not None else None
+        if number is not None and SMALLEST.get(at.context.dtype, 0.0) < number <= LARGEST_EPSILON:
+            return (one, number) if _may_be_negative(at, total) else None
+    return None
+
+
+LARGEST_EPSILON = 1e-2
+SMALLEST = {"float16": 6e-8, "bfloat16": 1e-38, "float32": 1e-38}
+"""Below it a number may be rounded to 0 when it is added."""
+
+
+def _may_be_negative(at: FailingOperation, total: ast.expr) -> bool:
+    """Whether what the sum reads has gone below 0, or is not known."""
+    for event in reversed(at.context.failure.trace.events):
+        if event.op == "add" and event.phase == "forward":
+            location = at.context.location_of(event.site)
+            if location is not None and location.node is total:
+                seen = [i.stat.min for i in event.inputs if i.stat is not None and i.stat.min is not None]
+                return not seen or min(seen) < 0
+    return True
+
+
 # --- one function per kind of operator ---------------------------------------------------------------------------
 
 
@@ -232,9 +351,9 @@ def _log(at: FailingOperation) -> Iterator[Guard]:
     second = at.expr.op == "xlogy"
     if is_trained(at):
         return  # below a clamp it has no gradient from here any more
-    node = _shared_factor(at.location.source, at.expr.args[second])
-    for eps in (at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")):
-        yield at.floor(node, eps, "other" if second else "self")
+    node, operand = _shared_factor(at.location.source, at.expr.args[second]), "other" if second else "self"
+    bounds = at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")
+    yield from _floors(at, node, bounds, operand)
 
 
 def _shared_factor(source: SourceFile, node: ast.expr) -> ast.expr:
@@ -282,8 +401,9 @@ def _entropy(at: FailingOperation) -> Iterator[Guard]:
 @guards_for("sqrt", "rsqrt")
 def _root(at: FailingOperation) -> Iterator[Guard]:
     node, tiny = at.expr.args[0], at.context.epsilon("1e-12", "1e-6")
-    for eps in (tiny, at.context.epsilon("1e-6", "1e-3")):
-        yield at.floor(node, eps)
+    yield from _floors(at, node, (tiny, at.context.epsilon("1e-6", "1e-3")))
+    if _own_epsilon(at, node) is not None:
+        return
     yield at.guard(
         f"Add {tiny} to IT",
         "The root and its gradient 1/(2*sqrt(x)) are finite at an input of 0.",
@@ -304,8 +424,7 @@ def _power(at: FailingOperation) -> Iterator[Guard]:
     sizes = ("1e-4", "1e-3") if at.context.dtype == "float16" or steep else ("1e-8", "1e-4")
     if power in (0.5, -0.5):
         sizes = (at.context.epsilon("1e-12", "1e-6"), at.context.epsilon("1e-6", "1e-3"))
-    for eps in sizes:
-        yield at.floor(base, eps)
+    yield from _floors(at, base, sizes)
 
 
 @guards_for("acos", "asin", "atanh", "erfinv")
@@ -396,7 +515,7 @@ def _division(at: FailingOperation) -> Iterator[Guard]:
         why = f"Denominators closer to 0 than {eps} become {eps}; all others are unchanged."
         yield at.guard("Keep IT away from 0", why, below, lambda writer, x: writer.nonzero(x, eps), name)
     else:
-        yield at.floor(below, eps, name, "Denominators")
+        yield from _floors(at, below, (eps,), name, "Denominators")
     if not at.writer.scalar:
         yield from _zero_where_undefined(at, below)
     if stat is None or not stat.negative:
@@ -408,7 +527,7 @@ def _root_in_denominator(at: FailingOperation, below: ast.expr) -> Iterator[Guar
     root = at.location.source.meaning(below)
     half = root.op == "pow" and len(root.args) > 1 and literal_value(root.args[1]) == 0.5
     if root.args and (root.op == "sqrt" or half) and root.called != "math.sqrt":
-        yield at.floor(root.args[0], at.context.epsilon("1e-12", "1e-6"), None)
+        yield from _floors(at, root.args[0], (at.context.epsilon("1e-12", "1e-6"),), None)
 
 
 def _zero_where_undefined(at: FailingOperation, below: ast.expr) -> Iterator[Guard]:
@@ -490,7 +609,7 @@ STEEP = words("log log2 log10 sqrt rsqrt pow div reciprocal exp expm1 acos asin 
 
 GUARDED_SLUGS = words(
     "log_of_zero log_of_negative sqrt_of_negative pow_of_zero pow_of_negative arc_out_of_domain pole div_by_zero "
-    "zero_over_zero empty_reduction exp_overflow sqrt_grad_at_zero pow_grad_at_zero acos_grad_at_one "
+    "zero_over_zero exp_overflow sqrt_grad_at_zero pow_grad_at_zero acos_grad_at_one "
     "xlogy_grad_at_zero where_grad_trap custom_backward infinite_derivative unexplained"
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.literals import format_number, scale_number
+from firstnan.repair.literals import find_literal, format_number, scale_number
 from firstnan.repair.settings import OptimizerSetup, clip
 from firstnan.repair.source import SourceFile, insert_after, literal_value, parenthesized, replace_node, set_argument
 
@@ -97,7 +97,7 @@ def in_float32(context: FailureContext) -> Iterator[Remedy]:
     source = location.source
     why = f"float32 holds numbers up to 3e38, {context.dtype} only up to {context.failure.limit:g}."
     device = _autocast_device(context)
-    casts = [replace_node(source, o, f"{parenthesized(source, o)}.float()") for o in _operands(location)]
+    casts = [replace_node(source, o, f"{parenthesized(source, o)}.float()") for o in _operands(context, location)]
     if device is not None and not _is_pointwise(context, location):
         block = _outside_autocast(source, location, device)
         if block is not None:
@@ -111,7 +111,7 @@ def in_float32(context: FailureContext) -> Iterator[Remedy]:
 def _back(context: FailureContext, location: Location[ast.AST]) -> Edit | None:
     """The conversion back before the first matrix product or convolution that reads the result with other tensors."""
     source, product = location.source, _product_after(context)
-    operand = next((o for o in _operands(location) if isinstance(o, ast.Name | ast.Attribute)), None)
+    operand = next((o for o in _operands(context, location) if isinstance(o, ast.Name | ast.Attribute)), None)
     function = source.function(location.node)
     if product is None or operand is None:
         return None
@@ -148,13 +148,41 @@ def _product_after(context: FailureContext) -> tuple[OpEvent, int] | None:
     return None
 
 
-def _operands(location: Location[ast.AST]) -> list[ast.expr]:
+def _operands(context: FailureContext, location: Location[ast.AST]) -> list[ast.expr]:
     """The tensors that the operation reads."""
     expr = location.expr
     given = [a for a in expr.args if literal_value(a) is None and not isinstance(a, ast.Constant)]
     if expr.called.startswith(".") and isinstance(location.node, ast.Call) and expr.op not in METHODS:
         given = given[1:]  # `model.layer(x)`: the receiver is not a tensor
-    return given
+    return [node for node in given if not _is_number(context, location, node)]
+
+
+def _is_number(context: FailureContext, location: Location[ast.AST], node: ast.expr) -> bool:
+    """Whether an argument is a Python number: the operator read fewer tensors than the code has arguments.
+
+    Of `a * b` it is the one that is known to be a number, else the one that did not compute the tensor."""
+    event, args = context.event, location.expr.args
+    if event is None or location.expr.op != event.op or len(args) != 2 or len(event.inputs) != 1:
+        return False
+    if find_literal(context.files, Location(location.source, node)) is not None:
+        return True
+    other = args[1] if node is args[0] else args[0]
+    if find_literal(context.files, Location(location.source, other)) is not None or literal_value(other) is not None:
+        return False
+    method = isinstance(location.node, ast.Call) and node is args[1]
+    made = [_produces(context, event, location.source, one) for one in (node, other)]
+    if method or made[0] != made[1]:
+        return method or made[1]
+    if isinstance(node, ast.Attribute) != isinstance(other, ast.Attribute):  # `self.scale * x`
+        return isinstance(node, ast.Attribute) == (event.inputs[0].role != "parameter")
+    return node is args[1]
+
+
+def _produces(context: FailureContext, event: OpEvent, source: SourceFile, node: ast.expr) -> bool:
+    """Whether the tensor that the operator read was computed at this expression or assigned to this name from it."""
+    producer = event.inputs[0].producer
+    made = context.location_of(context.failure.trace.events[producer].site) if producer is not None else None
+    return made is not None and made.source is source and made.node in (node, source.value(node))
 
 
 def _is_pointwise(context: FailureContext, location: Location[ast.AST]) -> bool:
@@ -260,7 +288,7 @@ def bounded(context: FailureContext) -> Iterator[Remedy]:
     if isinstance(location.node, ast.expr):
         yield context.remedy("Bound the result", why, _clamped(source, location.node, limit))
     root = 10.0 ** math.floor(math.log10(limit) / 2)
-    yield context.remedy("Bound the inputs", why, *(_clamped(source, o, root) for o in _operands(location)))
+    yield context.remedy("Bound the inputs", why, *(_clamped(source, o, root) for o in _operands(context, location)))
 
 
 def _clamped(source: SourceFile, node: ast.expr, bound: float) -> Edit:
