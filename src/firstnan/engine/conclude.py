@@ -34,6 +34,8 @@ from firstnan.tracing.recording import Difference
 from firstnan.tracing.tracer import Tracer
 
 BAD_DATA = ("nan_input", "nan_label")
+DIVERGENCE = ("divergence_lr", "exploding_gradient")
+DIVERGED = "no sample is known to be responsible: training diverged"
 AS_IT_RAN = "every operator was traced as it ran"
 """How a trace was made if nothing was replayed."""
 
@@ -123,6 +125,7 @@ class Evidence:
             # Whether it is an input or a target depends on where the step reads it, not on the Dataset.
             causes = explain(seen, steps, report.history)
         remedies = propose(origin, trace, report.history, causes)
+        report = without_guesses(replace(report, cause=causes[0]))
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
 
     def _skips(self) -> tuple[str, ...]:
@@ -262,6 +265,15 @@ class Evidence:
         return Maker.of(iterator).located(batch, latest.indices)
 
 
+def without_guesses(report: Report) -> Report:
+    """Training that diverges fails with any sample: only confirmed ones are named."""
+    batch, cause = report.batch, report.cause
+    if batch is None or batch.confirmed or not batch.bad_samples or cause is None or cause.slug not in DIVERGENCE:
+        return report
+    kept = Batch(batch.index, batch.size, None, replays=batch.replays, note=DIVERGED, unit=batch.unit)
+    return replace(report, batch=kept)
+
+
 def came_from_another_rank(report: Report) -> Report:
     """The report of a step that was finite when this rank computed it alone."""
     here = world()
@@ -288,6 +300,10 @@ def not_repeated(report: Report, difference: Difference | None) -> Report:
 def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[int, ...] | None:
     """The samples that the origin points to; none if it points to most of them, since then no sample is to blame."""
     rows: tuple[int, ...] = ()
+    if origin.phase in ("parameter", "optimizer"):
+        return None  # rows of a weight are no samples
+    if batch is not None and origin.event is not None and not _reads_batch(origin.event, trace):
+        return None
     if size == 1 and origin.phase in ("forward", "backward"):
         return (0,)
     if origin.phase == "input" and batch is not None:
@@ -299,6 +315,30 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
     if len(rows) == MOST_ROWS < size and origin.phase != "input":
         return None  # the list may go on: the trace keeps only the first of them
     return rows if 0 < len(rows) <= max(1, size // 2) else None
+
+
+def _reads_batch(event: OpEvent, trace: Trace) -> bool:
+    """Whether the event depends on the batch, other than by weights; also if the trace shows nobody who reads it."""
+    if event.region != "step":
+        return True
+    seen, stack = {event.index}, [event]
+    while stack:
+        at = stack.pop()
+        if at.role == "input":
+            return True
+        before = {at.forward}
+        for operand in at.inputs:
+            if operand.role == "input":
+                return True
+            if operand.role not in _LEARNED:
+                before |= {operand.producer, *operand.also}
+        new = {i for i in before if i is not None} - seen
+        seen |= new
+        stack += [trace.events[i] for i in new]
+    return not any(operand.role == "input" for e in trace.events for operand in e.inputs)
+
+
+_LEARNED = ("parameter", "buffer", "state")
 
 
 def _are_averaged(size: int, trace: Trace) -> bool:
@@ -320,6 +360,7 @@ def _averaged(trace: Trace) -> int | None:
         if (
             event.phase == "forward"
             and event.grad
+            and not event.module_type  # a model's own mean is over anything, as the nodes of a graph
             and read is not None
             and len(read.shape)
             and not event.outputs[0].shape

@@ -53,7 +53,7 @@ class ModuleStack:
             path, outermost = "", weakref.ref(module)
             if torch.is_grad_enabled():
                 self._training()
-                self.batch_size = next((a.size(0) for a in args if isinstance(a, Tensor) and a.dim()), self.batch_size)
+                self.batch_size = next((n for a in args if (n := _samples_in(a)) is not None), self.batch_size)
         else:
             path, outermost = self._path(stack[0][0], stack[-1][1], module), stack[0][3]
         stack.append((module, path, type(module).__name__, outermost))
@@ -76,6 +76,19 @@ class ModuleStack:
             return f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
         below = [p for p in paths if not parent or p.startswith(parent + ".")]
         return min(below or paths, key=len)
+
+
+def _samples_in(given: Any) -> int | None:
+    """The rows of a tensor; inside `vmap` those that it maps over, which the tensor there does not show."""
+    if not isinstance(given, Tensor):
+        return None
+    size, at, functorch = given.size(0) if given.dim() else None, given, torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(at):
+        inner = functorch.get_unwrapped(at)
+        if functorch.is_batchedtensor(at):
+            size = inner.size(functorch.maybe_get_bdim(at))
+        at = inner
+    return size
 
 
 def _names(root: Module) -> dict[int, list[str]]:

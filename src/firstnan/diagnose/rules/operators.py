@@ -95,6 +95,8 @@ def _at_edge(failure: Failure) -> bool:
     if failure.op == "log":  # x ** a, and what contains it, has a * log(x) in its derivative
         return failure.zero_at("self")
     forward = failure.origin.forward_event
+    if forward is not None and forward.bad:
+        return False  # it is no edge of the derivative alone
     read = [i.stat for i in forward.inputs] if forward else []
     return failure.op == "mul" and bool(failure.event and failure.event.bad) and any(has_zero(s) for s in read)
 

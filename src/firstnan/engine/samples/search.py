@@ -11,7 +11,7 @@ from textwrap import shorten
 from time import monotonic
 from typing import Any
 
-from firstnan.engine.conclude import is_numeric, not_repeated
+from firstnan.engine.conclude import is_numeric, not_repeated, without_guesses
 from firstnan.engine.handouts import Handouts, ReplayError
 from firstnan.engine.ranks import world
 from firstnan.engine.samples.cut import Cut, Maker, cut
@@ -142,7 +142,8 @@ class SampleSearch:
         found = self.finding or Finding(report.batch.bad_samples, note=ENDED + self._why_ended())
         if found.bad is None and report.origin is not None and report.origin.read_at is not None:
             found = replace(found, note="")  # it was created before the step, so nobody asks for samples
-        return replace(report, batch=self._told(report.batch, replace(found, replays=self._replays)))
+        told = self._told(report.batch, replace(found, replays=self._replays))
+        return without_guesses(replace(report, batch=told))
 
     def _why_ended(self) -> str:
         if monotonic() >= self._deadline:
