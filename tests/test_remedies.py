@@ -475,3 +475,26 @@ def test_a_number_is_filled_in_as_a_number(firstnan: Zygote, tmp_path: Path) -> 
     assert change.endswith('+    return value if abs(value) < float("inf") else 0.0\n')
     assert "nan_to_num" not in change
     assert code == 0
+
+
+EXTREME = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(24, 3)
+x[17, 1] = 2e38
+net = torch.nn.Linear(3, 1)
+opt = torch.optim.SGD(net.parameters(), lr=1e-3)
+for x, y in DataLoader(TensorDataset(x, torch.zeros(24, 1)), batch_size=4):
+    loss = torch.nn.functional.mse_loss(net(x), y)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+def test_a_sample_with_an_extreme_number_is_left_out_and_the_loss_not_bounded(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EXTREME)
+    remedies = firstnan(["run", "train.py"], cwd=tmp_path).found["remedies"]
+    assert "+    keep = (x.abs() < 1e15).flatten(1).all(1)\n+    x, y = x[keep], y[keep]\n" in remedies[0]["diff"]
+    assert not [r for r in remedies if r["title"] == "Bound the result"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from firstnan.diagnose.rules.base import largest
 from firstnan.records import Edit, OpEvent, Remedy, TensorStat
 from firstnan.repair.context import FailureContext, remedies_for
+from firstnan.repair.literals import format_number
 from firstnan.repair.source import SourceFile, insert_after, insert_before, replace_node
 
 FILLED = "Missing values become 0; all other values are unchanged."
@@ -152,6 +154,8 @@ class BatchBinding:
     """The code for the bad part after the statement."""
     rows: bool
     """The bad part has more dimensions than the samples."""
+    limit: str = ""
+    """The largest number of a good sample; "" for any that is finite."""
 
     def followed_by(self, *lines: str) -> Edit | None:
         """New lines right after it; for a loop at the start of its body."""
@@ -163,6 +167,8 @@ class BatchBinding:
     def filtering(self) -> list[str]:
         """Lines that remove the samples with a bad value."""
         finite = f"{self.source.spell('torch.isfinite', self.statement)}({self.bad})"
+        if self.limit:
+            finite = f"({self.bad}.abs() < {self.limit})"
         lines = [f"keep = {finite}.flatten(1).all(1)" if self.rows else f"keep = {finite}"]
         target = self.source.code(self.target)
         if isinstance(self.target, ast.Tuple | ast.List):
@@ -182,6 +188,24 @@ def _dropped_in_loop(context: FailureContext) -> Iterator[Remedy]:
             yield context.remedy("Leave out samples with a bad value", LEFT_OUT, edit, kind="data")
 
 
+def extreme_data(context: FailureContext, limit: float) -> tuple[str, TensorStat | None] | None:
+    """The part of the batch that the first operator with a result above a limit has read, if it has read one."""
+    for event in _step(context):
+        if any((largest(made) or 0.0) > limit for made in event.outputs):
+            return next(((i.label, i.stat or event.outputs[0]) for i in event.inputs if i.role == "input"), None)
+    return None
+
+
+def extreme_samples_left_out(context: FailureContext, limit: float) -> Iterator[Remedy]:
+    """Samples with numbers that no measurement has, left out at the start of the step."""
+    found, text = extreme_data(context, limit), format_number(limit)
+    for bound in _batch_bindings(context, found) if found is not None and found[0].startswith("batch") else ():
+        edit = bound.followed_by(*replace(bound, limit=text).filtering())
+        if edit is not None:
+            title = f"Leave out samples with a number above {text}"
+            yield context.remedy(title, LEFT_OUT, edit, kind="data")
+
+
 def _filled_in_loop(context: FailureContext) -> Iterator[Remedy]:
     for bound in _batch_bindings(context):
         text = _nan_to_num("torch", bound.source, bound.statement, bound.bad)
@@ -190,7 +214,9 @@ def _filled_in_loop(context: FailureContext) -> Iterator[Remedy]:
             yield context.remedy("Fill in the missing values of each batch", FILLED, edit, kind="data")
 
 
-def _batch_bindings(context: FailureContext) -> Iterator[BatchBinding]:
+def _batch_bindings(
+    context: FailureContext, known: tuple[str, TensorStat | None] | None = None
+) -> Iterator[BatchBinding]:
     """The statements that may have assigned the bad data of the step."""
     yield from _by_slices(context)
     history, stat = context.failure.history, _bad(context)
@@ -200,7 +226,7 @@ def _batch_bindings(context: FailureContext) -> Iterator[BatchBinding]:
         loop = _loop_of(location.source, location.node) or _loop_around(location.source, location.node)
         if loop is not None:
             loops[loop] = location.source
-    batch = _as_batch(context)
+    batch = known or _as_batch(context)
     for loop, source in loops.items():
         target = _element(source, loop)
         if target is None or (batch is None and not isinstance(target, ast.Tuple)):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from firstnan.records import Edit, OpEvent, Remedy
 from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
+from firstnan.repair.data import extreme_data, extreme_samples_left_out
 from firstnan.repair.literals import find_literal, format_number, scale_number
 from firstnan.repair.settings import OptimizerSetup, clip
 from firstnan.repair.source import SourceFile, insert_after, literal_value, parenthesized, replace_node, set_argument
@@ -280,12 +281,15 @@ def bounded(context: FailureContext) -> Iterator[Remedy]:
     source, expr = location.source, location.expr
     limit = BOUNDS.get(context.dtype, 1e15)
     why = "Ordinary numbers are unchanged; a clamped value gets a gradient of 0."
+    extreme = extreme_data(context, limit) is not None
+    yield from extreme_samples_left_out(context, limit)
     if expr.op in ("pow", "square") and expr.args:
         power = _exponent(context, expr.arg(1, "exponent")) if expr.op == "pow" else 2.0
         root = 10.0 ** max(math.floor(math.log10(limit) / max(power, 1.0)), 0) if power else None
         if root:
             yield context.remedy("Bound the base of the power", why, _clamped(source, expr.args[0], root))
-    if isinstance(location.node, ast.expr):
+    # A bound of the loss would leave a whole batch without a gradient because of one bad sample.
+    if isinstance(location.node, ast.expr) and not extreme:
         yield context.remedy("Bound the result", why, _clamped(source, location.node, limit))
     root = 10.0 ** math.floor(math.log10(limit) / 2)
     yield context.remedy("Bound the inputs", why, *(_clamped(source, o, root) for o in _operands(context, location)))
