@@ -414,7 +414,7 @@ def test_a_loss_that_explodes_and_stays_finite_is_a_finding(firstnan: Zygote, tm
     assert result.code == 3
     report = result.report or {}
     assert (report["verdict"], report["step"], result.cause) == ("diverged", 3, "divergence_lr")
-    assert [event["kind"] for event in report["events"]] == ["explosion"]
+    assert [event["kind"] for event in report["events"] if event["kind"] != "forecast"] == ["explosion"]
     best = report["remedies"][0]
     assert (best["title"], best["tried"]) == ("Lower the learning rate from 1.0 to 0.1", True)
     assert best["note"].startswith("the loss stays in its range, ")
