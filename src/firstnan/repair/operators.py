@@ -696,6 +696,19 @@ def finite_operand(context: FailureContext) -> Iterator[Remedy]:
         )
 
 
+@remedies_for("zero_times_inf")
+def zero_for_infinite_elements(context: FailureContext) -> Iterator[Remedy]:
+    """A layer that reads infinities, as a maximum over no elements has left them."""
+    location, event = context.location, context.event
+    if location is None or event is None or not event.module_type or len(location.expr.args) != 1:
+        return
+    node = location.expr.args[0]
+    stats = [i.stat for i in event.inputs if i.stat is not None and i.name not in ("mat2", "weight")]
+    if isinstance(node, ast.Name) and any(stat.neginf or stat.posinf for stat in stats):
+        change = replace_node(location.source, node, f"{node.id}.masked_fill({node.id}.isinf(), 0.0)")
+        yield context.remedy(f"Use 0 for infinite elements of `{node.id}`", "All other elements are unchanged.", change)
+
+
 @remedies_for("nan_constant")
 def finite_constant(context: FailureContext) -> Iterator[Remedy]:
     for value in ("0.0", "1.0"):
