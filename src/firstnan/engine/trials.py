@@ -153,7 +153,8 @@ class Trials:
         if here is not None:
             result = judged(remedy, here, report)
             is_short = bool(here.not_continued) and result.failing_step_finite is True and not here.noticed
-            is_last_word = self.limits.one > _QUICKLY or bool(self._from_start) or (here.same_before and not is_short)
+            fails_again = here.same_before and bool(here.noticed)  # so it does from the start
+            is_last_word = self.limits.one > _QUICKLY or bool(self._from_start) or fails_again
             if is_last_word or result.fails_in or (result.proven and not is_short):
                 return result
             if is_short:

@@ -165,6 +165,8 @@ def _is_number(context: FailureContext, location: Location[ast.AST], node: ast.e
     event, args = context.event, location.expr.args
     if event is None or location.expr.op != event.op or len(args) != 2 or len(event.inputs) != 1:
         return False
+    if event.inputs[0].name == "src":  # of `a.copy_(b)`, which does not read a
+        return False
     if find_literal(context.files, Location(location.source, node)) is not None:
         return True
     other = args[1] if node is args[0] else args[0]
