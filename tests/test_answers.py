@@ -174,17 +174,24 @@ def test_the_report_is_there_before_the_trials(firstnan: Zygote, tmp_path: Path)
     assert stderr.index("[log_of_zero]") < stderr.index("trying up to") < stderr.index("fix 1")
 
 
-def test_a_batch_that_was_fetched_ahead_is_not_the_steps(firstnan: Zygote, tmp_path: Path) -> None:
-    text = """
+ONE_AHEAD = """
         def one_ahead(loader):
             batches = iter(loader)
             current = next(batches)
             for following in batches:
                 yield current
                 current = following
+"""
+
+
+def test_a_batch_that_was_fetched_ahead_is_not_the_steps(firstnan: Zygote, tmp_path: Path) -> None:
+    text = (
+        ONE_AHEAD
+        + """
         for (part,) in one_ahead(DataLoader(TensorDataset(data), 8)):
             update(loss_of(part))
     """
+    )
     batch = run(firstnan, tmp_path, text).found["batch"]
     assert (batch["index"], batch["bad_samples"]) == (25, [5])
 
@@ -194,13 +201,9 @@ def test_of_batches_that_are_fetched_together_the_one_in_use_is_named(
     firstnan: Zygote, tmp_path: Path, together: int
 ) -> None:
     """All batches of an update are fetched before the first is used, and one more to know which is the last."""
-    text = f"""
-        def one_ahead(loader):
-            batches = iter(loader)
-            current = next(batches)
-            for following in batches:
-                yield current
-                current = following
+    text = (
+        ONE_AHEAD
+        + f"""
         batches = one_ahead(DataLoader(TensorDataset(data), 8))
         while True:
             fetched = [next(batches) for _ in range({together})]
@@ -209,6 +212,7 @@ def test_of_batches_that_are_fetched_together_the_one_in_use_is_named(
                 (loss_of(part) / {together}).backward()
             optimizer.step()
     """
+    )
     batch = run(firstnan, tmp_path, text).found["batch"]
     assert (batch["index"], batch["bad_samples"]) == (25, [5])
 

@@ -485,7 +485,20 @@ def test_a_program_started_by_the_program_is_said_not_to_be_watched(firstnan: Zy
     result = firstnan(["run", script(tmp_path, start)], cwd=tmp_path)
     assert result.report is not None
     assert (result.code, result.report["verdict"]) == (0, "clean")
-    assert "but worker.py was not watched, which the program has started" in result.stderr
+    assert "but the program started worker.py, which was not watched" in result.stderr
+
+
+def test_a_command_that_can_be_read_only_once_is_started(firstnan: Zygote, tmp_path: Path) -> None:
+    text = "import subprocess, sys\nsubprocess.run(iter([sys.executable, '-c', '']), check=True)\nprint('done')\n"
+    result = firstnan(["run", script(tmp_path, text)], cwd=tmp_path)
+    assert (result.code, result.stdout, result.stderr) == (0, "done\n", "")
+
+
+def test_a_program_that_takes_the_buffer_of_its_output(firstnan: Zygote, tmp_path: Path) -> None:
+    """The old stream is still there at the end, and cannot even be asked whether it is closed."""
+    text = "import io, sys\nold = sys.stdout\nsys.stdout = io.TextIOWrapper(old.detach(), encoding='utf-8')\nprint('done')\n"
+    result = firstnan(["run", script(tmp_path, text)], cwd=tmp_path)
+    assert (result.code, result.stdout, result.stderr) == (0, "done\n", "")
 
 
 def test_what_else_a_training_starts_is_its_own_affair(firstnan: Zygote, tmp_path: Path) -> None:

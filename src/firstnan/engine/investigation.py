@@ -57,7 +57,7 @@ _STILL_WAITS = "rank {} has waited {:.0f} seconds in its backward pass for the o
 _LEFT_RANGE = "the loss left its first range in step {} for good"
 _FINITE = "the second run did not fail in the same way"
 _SAME_LOSS = 1e-3
-_ELSEWHERE = "but {} was not watched, which the program has started; with FIRSTNAN=1 before `python` it is"
+_ELSEWHERE = "but the program started {}, which was not watched; FIRSTNAN=1 python instead of firstnan run watches both"
 _UNFINISHED = "the second run did not finish"
 _IN_WORKER = "it happened in a process that the program has started, which was not ended; the fixes were not tried"
 _OWN_STATE = (
@@ -154,7 +154,7 @@ class Investigation:
 
     def _started_by_program(self, words: list[str]) -> None:
         names = [word for word in words[1:] if word.endswith(".py")]
-        if names and os.path.basename(words[0]).startswith("python") and not self._not_watched:
+        if names and "python" in os.path.basename(words[0]) and not self._not_watched:
             self._not_watched = names[0]
 
     def _left_at_once(self, code: int) -> int:

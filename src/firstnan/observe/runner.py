@@ -287,8 +287,8 @@ def _flush_open_files() -> None:
     """Files that the program has left open are written, as at python's end, even if something still holds them then."""
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for file in [one for one in gc.get_objects() if type(one) in kinds]:
-        if not file.closed and file.writable():
-            _flush(file)
+        with contextlib.suppress(Exception):  # closed, without the buffer below it, or only for reading
+            file.flush()
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -507,7 +507,10 @@ def before_leaving(act: Callable[[int], int]) -> None:
 def retrieve_from_tasks(error: BaseException) -> None:
     """The error has ended a task of asyncio, and the program: the task need not complain that nobody asks for it."""
     tasks: Any = sys.modules.get("asyncio.tasks")
-    for task in list(getattr(tasks, "_all_tasks", ())):
+    known = getattr(tasks, "_all_tasks", None) or getattr(
+        tasks, "_scheduled_tasks", ()
+    )  # before Python 3.12, and since
+    for task in list(known):
         with contextlib.suppress(Exception):
             if task.done() and not task.cancelled() and task._exception is error:
                 task.exception()
@@ -521,8 +524,8 @@ def before_starting(act: Callable[[list[str]], None]) -> None:
         start, process = popen._execute_child, os.getpid()
 
         def _execute_child(self: Any, args: Any, *others: Any) -> Any:
-            if os.getpid() == process and not isinstance(args, str | bytes | os.PathLike):
-                act([os.fsdecode(word) for word in args])
+            if os.getpid() == process and isinstance(args, list | tuple):
+                act([word for word in args if isinstance(word, str)])
             return start(self, args, *others)
 
         popen._execute_child = _execute_child
