@@ -496,7 +496,7 @@ def test_a_command_that_can_be_read_only_once_is_started(firstnan: Zygote, tmp_p
 
 def test_a_program_that_takes_the_buffer_of_its_output(firstnan: Zygote, tmp_path: Path) -> None:
     """The old stream is still there at the end, and cannot even be asked whether it is closed."""
-    text = "import io, sys\nold = sys.stdout\nsys.stdout = io.TextIOWrapper(old.detach(), encoding='utf-8')\nprint('done')\n"
+    text = "import io, sys\nold = sys.stdout\nsys.stdout = io.TextIOWrapper(old.detach())\nprint('done')\n"
     result = firstnan(["run", script(tmp_path, text)], cwd=tmp_path)
     assert (result.code, result.stdout, result.stderr) == (0, "done\n", "")
 
