@@ -507,9 +507,7 @@ def before_leaving(act: Callable[[int], int]) -> None:
 def retrieve_from_tasks(error: BaseException) -> None:
     """The error has ended a task of asyncio, and the program: the task need not complain that nobody asks for it."""
     tasks: Any = sys.modules.get("asyncio.tasks")
-    known = getattr(tasks, "_all_tasks", None) or getattr(
-        tasks, "_scheduled_tasks", ()
-    )  # before Python 3.12, and since
+    known: Any = getattr(tasks, "_all_tasks", ()) or getattr(tasks, "_scheduled_tasks", ())
     for task in list(known):
         with contextlib.suppress(Exception):
             if task.done() and not task.cancelled() and task._exception is error:
