@@ -117,6 +117,21 @@ LOOPS = {
             assert torch.isfinite(loss), "bad loss"
             update(loss)
     """,
+    "loader, its variable assigned again": """
+        for (part,) in DataLoader(TensorDataset(data * 4), 8):
+            part = part / 4
+            loss = loss_of(part)
+            if torch.isinf(loss):
+                break
+            update(loss)
+    """,
+    "list, its variable assigned again": """
+        def train(parts):
+            for i, part in enumerate(parts):
+                part = part / 4
+                update(loss_of(part))
+        train((data * 4).split(8))
+    """,
     "loader": """
         for (part,) in DataLoader(TensorDataset(data), 8):
             update(loss_of(part))

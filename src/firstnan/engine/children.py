@@ -185,10 +185,10 @@ def heard(child: isolation.Fork, session: Session) -> Any:
     return last
 
 
-def messages(child: isolation.Fork, session: Session) -> Iterator[Any]:
+def messages(child: isolation.Fork, session: Session, patience: float = _PATIENCE) -> Iterator[Any]:
     """What a child says until it ends; it is ended when nobody listens any more."""
     steps = max(session.gate.steps.updates, 1)
-    seconds = max(_PATIENCE, 200 * (time.monotonic() - session.began) / steps)
+    seconds = patience * max(1.0, 10 * (time.monotonic() - session.began) / steps)
     try:
         for message in child.receive(seconds):
             if message is not None:
@@ -296,19 +296,14 @@ class TurnReplay:
         session.turn_replayed_by(self)
         for phase in (WATCHING, TRIPPED, REPLAYING):
             session.enter(phase)
+        self._read = self._data_of_step()
         self._restore()
         if self._batch is not None and session.handouts.latest is not None:
             for name in turn.assigned - turn.given:  # what the failing turn has left: it says nothing about this one
                 if any(not is_finite(t) for _, t in tensors_in(turn.names.get(name), depth=2)):
                     del turn.names[name]
             turn.names.update(with_batch(turn, session.handouts.latest.batch, self._batch))
-        self._read = {
-            name: value.clone()
-            for name in turn.assigned
-            if isinstance(value := turn.names.get(name), Tensor)
-            and not value.requires_grad
-            and value.numel() <= _COMPARED
-        }
+            self._read = self._data_of_step()
         self._rehearsing = True
         for _ in range(self._rehearsals):
             with contextlib.suppress(LeftLoop):
@@ -338,6 +333,15 @@ class TurnReplay:
                 self._raised(error)
         if self._explained is not None:
             self._search_samples(self._explained)
+
+    def _data_of_step(self) -> dict[str, Tensor]:
+        """The data in the variables that the body assigns."""
+        found = {name: self._turn.names.get(name) for name in self._turn.assigned}
+        return {
+            name: value.clone()
+            for name, value in found.items()
+            if isinstance(value, Tensor) and not value.requires_grad and value.numel() <= _COMPARED
+        }
 
     def _search_samples(self, known: Answer) -> None:
         """Runs the body with samples replaced, to see which of them are bad; then answers."""
@@ -420,6 +424,8 @@ class TurnReplay:
         values = list(self._turn.names.values())
         self._known = [t for value in values for t in data_in(value, depth=2) if not is_finite(t)]
         session.handouts.restore_turn(self._rehearsals, random=self._random)
+        if not self._start:
+            self._turn.restore_given(session.handouts.latest)
         session.replay_begins()
         if session.gate.scales:
             restart_scalers()

@@ -412,6 +412,11 @@ class Handouts:
         """The iterator that handed out this batch; None if it is gone."""
         return next((it for it, s in list(self.sources.items()) if any(h is handout for h in s.recent)), None)
 
+    def requests(self, iterator: Any) -> object:
+        """A value that changes whenever this iterator is asked for a batch."""
+        source = self.sources.get(iterator) if iterator is not None else None
+        return source is not None and source.count, id(self._at_end)
+
     def stop_again(self) -> None:
         """Ends a replay: its remaining batches are not handed out."""
         for source in self.sources.values():

@@ -22,6 +22,7 @@ from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.divergence import event_of
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.journal import event_of_forecast
+from firstnan.engine.left_out import MOST_BAD, leaves_out_update
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.model_calls import UpdateReplay
 from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, RaiseInProgram, Stop, end_program
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound=EndProgram)
 _MOST_SKIPPED, _MOST_READS = 1000, 32
+_TRUSTED = 3
+"""So many times it is tried whether the program leaves out the update of a bad loss; an update is seen anyway."""
 
 
 class ProgramWatch(Generic[P]):
@@ -263,7 +266,9 @@ class ProgramValues:
         self._reads: list[tuple[weakref.ref[Tensor], int, str, CodeType]] = []
         """The bad losses read since the last backward: each with its step, its place, and the function there."""
         self._skipped: dict[int, str] = {}
-        """The steps and places of the bad losses that the program has skipped itself."""
+        """What is to be said of the bad losses that the program has skipped itself, by step."""
+        self._left_out = self._left_out_in_a_row = 0
+        """How often it has left out the update of a bad loss that it has called backward on; and since its last one."""
         self._left_by_program = False
         """Whether the program has ended itself at the failure."""
         self._output_event: int | None = None
@@ -284,7 +289,7 @@ class ProgramValues:
 
     def forget(self) -> None:
         """The program made a step in spite of it."""
-        self._suspect = None
+        self._suspect, self._left_out_in_a_row = None, 0
 
     def trains_on(self) -> None:
         """The program read a non-finite value and trains on, so it handles such values itself."""
@@ -295,7 +300,22 @@ class ProgramValues:
             _refresh(code)
             # A loss that was skipped has given way to the next one; a metric of the same turn is still there.
             if loss() is None and len(self._skipped) < _MOST_SKIPPED:
-                self._skipped.setdefault(step, site)
+                self._skipped.setdefault(step, f"read a non-finite loss at {site} and skipped it")
+
+    def leaves_out(self, trip: Trip) -> bool:
+        """Whether the program leaves out the update of this bad loss itself: then it is an event, not a failure."""
+        session = self._session
+        if session.live.on or trip.noticed.what != "loss":
+            return False
+        known = self._left_out >= _TRUSTED and (self._left_out_in_a_row + 1) % MOST_BAD
+        if not known and not leaves_out_update(session, trip):
+            return False
+        self._left_out += 1
+        self._left_out_in_a_row += 1
+        if len(self._skipped) < _MOST_SKIPPED:
+            text = "called backward on a non-finite loss and made no update with it"
+            self._skipped.setdefault(session.gate.steps.current, text)
+        return True
 
     def foreseen(self, forecast: Forecast) -> None:
         """A forecast, or one that is withdrawn."""
@@ -402,9 +422,10 @@ class ProgramValues:
 
     def _with_skipped(self, report: Report) -> Report:
         """The clean report, with an event for each bad loss that the program itself has skipped."""
-        text = "step {}: the program read a non-finite loss at {} and skipped it"
-        losses = self._skipped.items()
-        events = [NaNEvent("skipped", text.format(*one), one[0], what="loss", time=time()) for one in losses]
+        events = [
+            NaNEvent("skipped", f"step {step}: the program {text}", step, what="loss", time=time())
+            for step, text in self._skipped.items()
+        ]
         return replace(report, events=tuple(events))
 
     def _with_bad_copies(self, report: Report) -> Report:

@@ -821,6 +821,8 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.tripped(trip, place)
         elif self.phase is WATCHING and self.policy.tripped(self, trip) and not self._told and not self._is_held():
+            if self.values is not None and self.values.leaves_out(trip):
+                return
             others = [other for other in list(_active) if other is not self]
             self.is_detected = any(other._detects(trip, optimizer) for other in others)
             self._tripped(trip, place)
@@ -1150,6 +1152,8 @@ class Session(Observer):
 
     def left_by(self, error: BaseException) -> bool:
         """Whether an error that left the loop was raised by a replay with replaced samples."""
+        if self.in_child and self._replay is None:
+            children.answer_left(self, None)
         search = self._replay.search if self._replay is not None else None
         if search is not None:
             search.left_by(error)

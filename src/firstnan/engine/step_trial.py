@@ -27,7 +27,7 @@ from firstnan.engine import isolation
 from firstnan.engine.children import Answering, TurnReplay, messages
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
-from firstnan.engine.turn import LeftLoop, Turn, parsed, same_values
+from firstnan.engine.turn import LeftLoop, Turn, names_in, parsed, same_values, unpacked
 from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, when_called
 from firstnan.observe.loop_iterator import running_iterator
@@ -175,6 +175,7 @@ class _Work:
         session = self.session
         session.handouts.hand_out_again()
         session.handouts.restore_turn(0, random=not self.start)
+        self.turn.restore_given(session.handouts.latest)
         session.gate.reads.forget()
         session.gate.look_at_everything()
         for optimizer in list(session.gate.steps.done):
@@ -428,7 +429,9 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
     iterator = session.handouts.iterator_of(latest) if latest is not None else None
     loop = turn.loop
     # A loop inside that over the batches goes through something else: names, numbers.
-    others = isinstance(loop, ast.For) and all(isinstance(turn.names.get(n), str | float) for n in _names(loop.target))
+    others = isinstance(loop, ast.For) and all(
+        isinstance(turn.names.get(n), str | float) for n in names_in(loop.target)
+    )
     if not isinstance(loop, ast.For) or turn.counts or _iterator_of(turn, loop) is not None:
         yield from values_after(turn)
     elif latest is not None and iterator is not None and not others:
@@ -439,9 +442,9 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
 
 def _next_batches(turn: Turn, loop: ast.For, iterator: Any, before: Any) -> Iterator[dict[str, Any]]:
     """The batches that the loader hands out next, in the loop's variables as far as those show where a batch goes."""
-    counters = {name: turn.names[name] for name in _names(loop.target) if type(turn.names.get(name)) is int}
+    counters = {name: turn.names[name] for name in names_in(loop.target) if type(turn.names.get(name)) is int}
     for batch in iterator:
-        found = _unpacked(loop.target, batch, before, turn.names)
+        found = unpacked(loop.target, batch, before, turn.names)
         if found is None:
             raise NotContinued("how the loop uses its next batch is not known")
         before = batch
@@ -470,7 +473,7 @@ def _iterator_of(turn: Turn, loop: ast.For) -> Any:
 
 def _rest_of(turn: Turn, loop: ast.For) -> Iterator[dict[str, Any]]:
     """What the loop goes through after the value it has now: its source is asked again, up to there."""
-    names = _names(loop.target)
+    names = names_in(loop.target)
     now = {name: turn.names.get(name) for name in names}
     values = eval(compile(ast.Expression(loop.iter), turn.file, "eval"), turn.names)
     begins = any(isinstance(node, ast.Call) for node in ast.walk(loop.iter))
@@ -500,34 +503,6 @@ def _taken(turn: Turn, loop: ast.For, values: Any) -> Iterator[Any]:
         turn.names["__firstnan_next__"] = one
         exec(take, turn.names)
         yield one
-
-
-def _names(target: ast.expr) -> list[str]:
-    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
-
-
-def _unpacked(target: ast.expr, batch: Any, before: Any, names: dict[str, Any]) -> dict[str, Any] | None:
-    """The variables of the loop for a batch: where the batch before was taken apart, or kept whole."""
-    if isinstance(target, ast.Name):
-        held = names.get(target.id)
-        if type(held) is tuple and held is not before and any(one is before for one in held):  # of enumerate or zip
-            return {target.id: tuple(batch if one is before else one + 1 if type(one) is int else one for one in held)}
-        return {target.id: batch} if type(held) is not int else None
-    if not isinstance(target, ast.Tuple | ast.List):
-        return None
-    parts = target.elts
-    whole = [p for p in parts if isinstance(p, ast.Name) and names.get(p.id) is before]
-    if whole and isinstance(whole[0], ast.Name):
-        return {whole[0].id: batch}
-    for part in parts:
-        if isinstance(part, ast.Tuple | ast.List):
-            inner = _unpacked(part, batch, before, names)
-            if inner is not None:
-                return inner
-    if isinstance(batch, list | tuple) and len(batch) == len(parts) and all(isinstance(p, ast.Name) for p in parts):
-        return {p.id: value for p, value in zip(parts, batch, strict=True) if isinstance(p, ast.Name)}
-    rest = [p for p in parts if isinstance(p, ast.Name) and type(names.get(p.id)) is not int]
-    return {rest[0].id: batch} if len(rest) == 1 and isinstance(rest[0], ast.Name) else None
 
 
 @dataclass(frozen=True)

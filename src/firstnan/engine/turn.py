@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from firstnan.observe.loop_iterator import latest_value, running_iterator
 from firstnan.records import LoopTurn
 from firstnan.tensors.finite import nested_values, tensors_in
 
@@ -140,6 +141,43 @@ class Turn:
         ast.copy_location(once, loop)
         code = compile(ast.fix_missing_locations(tree), self.file, "exec", dont_inherit=True)
         return code.replace(co_name=self.code.co_name, co_qualname=self.code.co_qualname)
+
+    def restore_given(self, handout: Any) -> None:
+        """Gives the loop's own variables what the turn began with, where its body has assigned something else since."""
+        self.names.update(self._given_at_first(handout))
+
+    def batch_given(self, handout: Any) -> list[torch.Tensor]:
+        """The tensors in the variables that the body starts with, as they were then."""
+        first = self._given_at_first(handout)
+        return [t for name in self.given for t in data_in(first.get(name, self.names.get(name)))]
+
+    def _given_at_first(self, handout: Any) -> dict[str, Any]:
+        """What the loop's own variables held at first, where the body has assigned something else since."""
+        loop = self.loop
+        overwritten = {n.id for n in _stored(loop.body)} & self.given if isinstance(loop, ast.For) else set()
+        if not overwritten or not isinstance(loop, ast.For):
+            return {}
+        given = unpacked(loop.target, handout.batch, handout.batch, self.names) if handout is not None else None
+        if given is None:
+            given = self._latest_of_loop(loop)
+        # What the body has not assigned shows whether this is what the loop has given it.
+        if any(self.names.get(name) is not value for name, value in given.items() if name not in overwritten):
+            return {}
+        return {name: value for name, value in given.items() if name in overwritten}
+
+    def _latest_of_loop(self, loop: ast.For) -> dict[str, Any]:
+        """The loop's own variables as its iterator has given them, if that can tell."""
+        tree = parsed("".join(linecache.getlines(self.file)))
+        iterator = running_iterator(tree, loop, self.code) if tree is not None else None
+        found, names = latest_value(iterator), dict[str, Any]()
+        if found is None or not all(
+            isinstance(n, ast.Name | ast.Tuple | ast.List | ast.expr_context) for n in ast.walk(loop.target)
+        ):
+            return names
+        assign = ast.copy_location(ast.Assign([loop.target], ast.Name("__firstnan_given__", ast.Load())), loop.target)
+        code = compile(ast.fix_missing_locations(ast.Module([assign], [])), self.file, "exec")
+        exec(code, {"__firstnan_given__": found[0]}, names)
+        return names
 
     def run(self, code: CodeType) -> None:
         """Runs one turn; raises what the body raises, and `LeftLoop` if it leaves its loop."""
@@ -551,17 +589,45 @@ def data_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         yield from (t for _, t in tensors_in(value, depth=depth))
 
 
+def names_in(target: ast.expr) -> list[str]:
+    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def unpacked(target: ast.expr, batch: Any, before: Any, names: dict[str, Any]) -> dict[str, Any] | None:
+    """The variables of the loop for a batch: where the batch before was taken apart, or kept whole."""
+    if isinstance(target, ast.Name):
+        held = names.get(target.id)
+        if type(held) is tuple and held is not before and any(one is before for one in held):  # of enumerate or zip
+            return {target.id: tuple(batch if one is before else one + 1 if type(one) is int else one for one in held)}
+        return {target.id: batch} if type(held) is not int else None
+    if not isinstance(target, ast.Tuple | ast.List):
+        return None
+    parts = target.elts
+    whole = [p for p in parts if isinstance(p, ast.Name) and names.get(p.id) is before]
+    if whole and isinstance(whole[0], ast.Name):
+        return {whole[0].id: batch}
+    for part in parts:
+        if isinstance(part, ast.Tuple | ast.List):
+            inner = unpacked(part, batch, before, names)
+            if inner is not None:
+                return inner
+    if isinstance(batch, list | tuple) and len(batch) == len(parts) and all(isinstance(p, ast.Name) for p in parts):
+        return {p.id: value for p, value in zip(parts, batch, strict=True) if isinstance(p, ast.Name)}
+    rest = [p for p in parts if isinstance(p, ast.Name) and type(names.get(p.id)) is not int]
+    return {rest[0].id: batch} if len(rest) == 1 and isinstance(rest[0], ast.Name) else None
+
+
 def with_batch_first(calls: Sequence[Turn], handout: Any) -> list[Turn]:
     """The same functions, first those that were called with the batch: they can be called with other samples too."""
     batch = {id(t) for _, t in tensors_in(handout.batch)} if handout is not None else set()
     return sorted(calls, key=lambda c: all(id(t) not in batch for n in c.given for t in data_in(c.names.get(n))))
 
 
-def holds_batch(turn: Turn, batch: Any) -> bool | None:
+def holds_batch(turn: Turn, handout: Any) -> bool | None:
     """Whether the body has the batch in the variables it begins with; None if they hold something made of it."""
-    known = {id(t): t for _, t in tensors_in(batch)}
+    known = {id(t): t for _, t in tensors_in(handout.batch)}
     lengths = {t.shape[0] for t in known.values() if t.dim()}
-    held = [t for name in turn.given for t in data_in(turn.names.get(name))]
+    held = turn.batch_given(handout)
     if any(id(t) not in known and not t.requires_grad and t.dim() and t.shape[0] in lengths for t in held):
         return None
     return any(id(t) in known for t in held)

@@ -46,10 +46,10 @@ def _candidates(session: Session, failure: Failure) -> Iterator[Turn]:
     latest = session.handouts.latest
     assert latest is not None
     for call in with_batch_first(failure.calls, latest):
-        if holds_batch(call, latest.batch):
+        if holds_batch(call, latest):
             yield call
     for turn in failure.turns[:1]:
-        held = holds_batch(turn, latest.batch)
+        held = holds_batch(turn, latest)
         # A body that begins without the batch may ask its loader for it.
         if held or (held is not None and not session.handouts.is_ahead):
             yield turn

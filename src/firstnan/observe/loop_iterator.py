@@ -91,3 +91,19 @@ def _is_readable() -> bool:
         return False
 
     return sys.implementation.name == "cpython" and probe(iter([1]), iter([2]))
+
+
+def latest_value(iterator: Any) -> tuple[Any] | None:
+    """The value that an iterator has given last, in a tuple; None if it cannot tell."""
+    kind = type(iterator)
+    if kind in (type(iter([])), type(iter(()))):
+        _, (values, *_), *index = iterator.__reduce__()
+        return (values[index[0] - 1],) if index and index[0] else None
+    if kind is enumerate:
+        inner, count = iterator.__reduce__()[1]
+        latest = latest_value(inner)
+        return ((count - 1, *latest),) if latest is not None else None
+    if kind is zip:
+        parts = [latest_value(inner) for inner in iterator.__reduce__()[1]]
+        return (tuple(value for part in parts if part is not None for value in part),) if None not in parts else None
+    return None
