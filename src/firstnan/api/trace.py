@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from firstnan.engine.conclude import AS_IT_RAN
+from firstnan.engine.handouts import Handouts
 from firstnan.engine.policies import RaiseAsItRuns
 from firstnan.engine.session import Session
 from firstnan.gate.gate import Gate
@@ -63,7 +64,8 @@ class Block(RaiseAsItRuns):
     def __init__(self, ownership: Ownership) -> None:
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         gate = Gate(thorough=True, guard=None)
-        self.session = Session(self, ownership=ownership, gate=gate, trace_block=True)
+        handouts = Handouts(replays=False)
+        self.session = Session(self, ownership=ownership, gate=gate, handouts=handouts, trace_block=True)
 
     @property
     def report(self) -> Report | None:

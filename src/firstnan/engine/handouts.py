@@ -66,9 +66,13 @@ class ReplayError(Exception):
 
 
 class Handouts:
-    """Remembers the batches of the current step and can hand them out again."""
+    """Remembers the batches of the current step and can hand them out again.
 
-    def __init__(self) -> None:
+    `replays`: a step may be replayed, so the program's own random generators are looked for.
+    """
+
+    def __init__(self, *, replays: bool = True) -> None:
+        self._replays = replays
         self.sources: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
         self.latest: Handout | None = None
         self.latest_iterator: weakref.ref[Any] | None = None
@@ -179,7 +183,7 @@ class Handouts:
     def _random(self) -> RandomState:
         """The state of the generators; an older copy if steps draw no random numbers."""
         self._handouts += 1
-        if self._handouts in _LOOKED or self._handouts % _LOOKED_EVERY == 0:
+        if self._replays and (self._handouts in _LOOKED or self._handouts % _LOOKED_EVERY == 0):
             self._generators = own_generators(sys._getframe(2))
         last = self._last_random
         if last is not None and not self._draws and self._handouts > _TESTED and self._handouts % _EVERY:

@@ -320,7 +320,7 @@ class Gate:
         if not self._is_safe and (not self.frugal or closely or self.steps.total % ROTATION == 1):
             parts, whole = rounds.due([p for p in parameters_of(optimizer) if p.grad is not None], self._closely)
             size = self._size(parts, _PARAMETER)
-        self._closely = self._is_safe = False
+        safe, self._closely, self._is_safe = self._is_safe, False, False
         rate = learning_rate_of(optimizer)
         known = size if whole else None
         track = self._histories.track(optimizer)
@@ -341,7 +341,7 @@ class Gate:
         bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
         if bad:
             trips.append(Trip(_PARAMETER, bad, before_update=False))
-        elif self._is_state_due(optimizer, step):
+        elif not safe and self._is_state_due(optimizer, step):
             trips += self._bad_state(optimizer)
         if self.thorough or self.steps.total % ROTATION == 1:
             trips += [Trip(*found, before_update=False) for found in self._bad_buffers()]

@@ -19,6 +19,8 @@ from firstnan.observe.runner import when_imported
 
 _ALONE: set[str] = set()
 """Modules of ours whose functions are already left alone."""
+_looked_at: list[int] = [0]
+"""How many modules there were when they were last looked through."""
 _ENTRIES = ("guarded", "_quickly", "_run", "__call__")
 """Functions through which our own work is done: what they call is not compiled either. Others may call the program."""
 
@@ -37,8 +39,9 @@ def compiles() -> bool:
 
 def _leave_alone() -> None:
     skip = _skip_code()
-    if skip is None:
+    if skip is None or _looked_at == [len(sys.modules)]:
         return
+    _looked_at[0] = len(sys.modules)
     ours = __name__.partition(".")[0]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == ours and name not in _ALONE and module is not None:
