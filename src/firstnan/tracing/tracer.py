@@ -38,6 +38,8 @@ _MAX_DETAILED = 1 << 15  # Findings of one step that hold all statistics; about 
 _MAX_NODES = 1 << 12  # Autograd nodes of one step; see `_node`.
 _graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
+_SHARED_FROM = 1 << 12
+"""From so many records on equal calls are one object, which saves memory in a long step and costs time in a short one."""
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like have no usable sequence number.
 
 
@@ -419,15 +421,15 @@ class Tracer:
         elif self.in_optimizer and not (self.in_closure and torch.is_grad_enabled()):
             phase = "optimizer"
         module = module or self.modules.current()
+        step = self.step
+        call = Call(op, spot, inner, phase, name, module, python_backward, step, grad, names, forms)
+        if len(self.raws) < _SHARED_FROM:
+            raw.call = call
+            return
         at = (id(spot[0]), spot[1]) if spot is not None else None
         inside = (id(inner[0]), inner[1]) if inner is not None else None
-        step = self.step
         key = (id(op), at, inside, phase, name, *module[:2], id(module[2]), python_backward, step, grad, names, forms)
-        call = self._calls.get(key)
-        if call is None:
-            call = Call(op, spot, inner, phase, name, module, python_backward, step, grad, names, forms)
-            self._calls[key] = call
-        raw.call = call
+        raw.call = self._calls.setdefault(key, call)
 
     def _node(self, ask: bool) -> tuple[tuple[str, int] | None, bool]:
         """Name and number of the autograd node that runs, and whether one does.
