@@ -38,8 +38,8 @@ _MAX_DETAILED = 1 << 15  # Findings of one step that hold all statistics; about 
 _MAX_NODES = 1 << 12  # Autograd nodes of one step; see `_node`.
 _graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
-_SHARED_FROM = 1 << 12
-"""From so many records on equal calls are one object, which saves memory in a long step and costs time in a short one."""
+_SHARED_FROM = 256
+"""From so many records on equal calls are one object: that saves memory in a long step, and costs time in a short one."""
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like have no usable sequence number.
 
 
