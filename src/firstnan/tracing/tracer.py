@@ -39,7 +39,7 @@ _MAX_NODES = 1 << 12  # Autograd nodes of one step; see `_node`.
 _graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
 _SHARED_FROM = 256
-"""From so many records on equal calls share one object: that saves memory in long steps and costs time in short ones."""
+"""From so many records on, equal calls share an object: it saves memory in long steps, but costs time in short ones."""
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like have no usable sequence number.
 
 
