@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -25,7 +26,6 @@ from firstnan.engine.samples.search import (
     WHOEVER,
     Finding,
     Replaced,
-    most_for_one,
     search,
 )
 from firstnan.records import Batch, Report
@@ -50,6 +50,11 @@ def found(size: int, fails: Callable[[list[int]], bool], suspects: Sequence[int]
         except StopIteration as stop:
             answer: Finding = stop.value
             return answer
+
+
+def most_for_one(size: int) -> int:
+    """The most replays for one bad sample, about twice what is needed; more if no sample can replace all others."""
+    return 2 * math.ceil(math.log2(size)) + 4
 
 
 def holding(*bad: int) -> Callable[[list[int]], bool]:

@@ -462,7 +462,7 @@ class TurnReplay:
             session.settle(came_from_another_rank(failure.report), before_update=True)
         elif failure.trip.noticed.what == "loss" and self.whole:
             own = failure.is_own(session.microscope)
-            found = not_repeated(failure.report, None) if own else came_from_another_rank(failure.report)
+            found = not_repeated(failure.report) if own else came_from_another_rank(failure.report)
             session.settle(found, before_update=True)
 
     def update_ended(self) -> None: ...

@@ -281,7 +281,7 @@ def came_from_another_rank(report: Report) -> Report:
     return replace(report, cause=received(here.rank, here.size), replay=how)
 
 
-def not_repeated(report: Report, difference: Difference | None) -> Report:
+def not_repeated(report: Report, difference: Difference | None = None) -> Report:
     """The report of a step that failed once and was finite another time, from the same state."""
     how = "The step was finite when replayed with the same batch, random numbers, buffers and weights"
     how += ", but without the compiler" if was_used() else ""

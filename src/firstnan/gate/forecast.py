@@ -294,8 +294,8 @@ class SinkingScale:
 
 _GROWN = 10.0
 """Healthy training makes the weights at most a few times larger than they were."""
-_AT_ONCE, _LARGE_GRADIENT = 4.0, 10.0
-"""An update that makes the weights this many times larger, by a gradient this many times the usual one."""
+_AT_ONCE = 4.0
+"""An update that makes the weights this many times larger."""
 _LASTS = 512
 """Steps after which a warning is withdrawn if there was no further reason for it."""
 

@@ -221,7 +221,7 @@ class Gate:
     def gradients_returned(self, outputs: list[Tensor], targets: list[Tensor], gradients: list[Tensor]) -> Trips:
         """The gradients of a program that updates its weights with what `torch.autograd.grad` returns."""
         self.trained = True
-        self._histories.amend(None, lr=self._by_hand.rate(targets))
+        self._histories.amend(lr=self._by_hand.rate(targets))
         self.norm = self._loss = None
         trips: list[Trip] = []
         loss = readable(outputs[0]) if len(outputs) == 1 and outputs[0].numel() == 1 else None
@@ -588,7 +588,7 @@ class Gate:
         leaves = self._by_hand.leaves
         size = self._size(leaves, _PARAMETER)
         finite = size if size is not None and math.isfinite(size) else None
-        self._histories.amend(None, lr=self._by_hand.rate(), param_norm=finite)
+        self._histories.amend(lr=self._by_hand.rate(), param_norm=finite)
         bad = [] if size is None or math.isfinite(size) else [leaf for leaf in leaves if not is_finite(leaf)]
         return [Trip(_PARAMETER, bad, before_update=False)] if bad else _NONE
 

@@ -12,7 +12,6 @@ from firstnan.repair.source import Function, SourceFile, parameter_names
 
 RATES = ("lr", "learning_rate", "rate", "step_size", "eta", "stepsize", "learningrate")
 UPDATES = ("add_", "sub_", "addcdiv_", "addcmul_")
-MOST_CALLERS = 3
 
 
 @dataclass(frozen=True)

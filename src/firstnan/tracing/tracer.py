@@ -192,12 +192,12 @@ class Tracer:
             self._resume()
         self.in_optimizer = self._skips_update = False
 
-    def relabel(self, old: str, new: str) -> None:
-        """Changes the region of the latest events."""
+    def label_setup(self) -> None:
+        """Everything since the last update was the setup of another stage of training."""
         for raw in reversed(self.raws):
-            if raw.region != old:
+            if raw.region != "between":
                 break
-            raw.region = new
+            raw.region = "setup"
 
     def give_role(self, tensor: Tensor, role: Role, label: str) -> None:
         """Notes what a tensor is to the program, to name it in the trace."""

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from math import ceil, log2
 from textwrap import shorten
 from time import monotonic
 from typing import Any
@@ -17,7 +16,6 @@ from firstnan.engine.ranks import world
 from firstnan.engine.samples.cut import Cut, Maker, cut
 from firstnan.records import Batch, Report
 from firstnan.tensors.state import Handout, copy_batch
-from firstnan.tracing.recording import Difference
 
 _SECONDS = 30.0
 
@@ -133,10 +131,10 @@ class SampleSearch:
         """Whether the same batch failed again, if known."""
         return self.finding is None or self.finding.repeated is not False
 
-    def told_in(self, report: Report, difference: Difference | None = None) -> Report:
-        """The report with the result; `difference` is that between two traces of the step, if it did not fail again."""
+    def told_in(self, report: Report) -> Report:
+        """The report with the result."""
         if not self.repeated:
-            return not_repeated(report, difference)
+            return not_repeated(report)
         if report.batch is None:
             return report
         found = self.finding or Finding(report.batch.bad_samples, note=ENDED + self._why_ended())
@@ -213,11 +211,6 @@ class Finding:
 
 Search = Generator[Replaced, bool, Finding]
 """Yields the samples to replace, is sent whether the step was finite with that, and returns the result."""
-
-
-def most_for_one(size: int) -> int:
-    """The most replays for one bad sample, about twice what is needed; more if no sample can replace all others."""
-    return 2 * ceil(log2(max(size, 1))) + 4
 
 
 def search(size: int, suspects: Sequence[int] = (), others: int = 0) -> Search:
