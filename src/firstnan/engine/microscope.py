@@ -11,7 +11,8 @@ from torch import Tensor
 
 from firstnan.engine.conclude import Evidence
 from firstnan.engine.handouts import Handouts
-from firstnan.gate.gate import Gate, StepCounter
+from firstnan.gate.gate import Gate
+from firstnan.gate.step_counter import StepCounter
 from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.patches import eager
 from firstnan.observe.runner import when_imported
