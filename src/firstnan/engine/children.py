@@ -22,7 +22,7 @@ from firstnan.engine.loop_replay import Failure, LoopReplay
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
 from firstnan.engine.ranks import RECEIVED, world
 from firstnan.engine.samples.cut import Maker
-from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, Finding
+from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, SearchResult
 from firstnan.engine.samples.variables import DRAWN, Variables
 from firstnan.engine.turn import LeftLoop, Turn, data_in, line_in, same_values, with_batch, with_batch_first
 from firstnan.gate.gate import Trip
@@ -373,7 +373,7 @@ class TurnReplay:
             answer = not self._fails(code)
         policy.answer(known)
 
-    def _told(self, batch: Batch, variables: Variables, found: Finding) -> Batch:
+    def _told(self, batch: Batch, variables: Variables, found: SearchResult) -> Batch:
         """The batch with the bad samples that were found among the rows of the variables."""
         handouts, pieces = self._session.handouts, variables.cut
         if found.repeated is False or pieces is None or not found.bad:

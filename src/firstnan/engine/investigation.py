@@ -18,7 +18,7 @@ from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
 from firstnan.engine.isolation import IsolationError
 from firstnan.engine.ranks import Ranks
-from firstnan.engine.second_run import Order, SecondRun, Start
+from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
 from firstnan.engine.waiting import HeldRank
 from firstnan.engine.workers import WorkerReports
@@ -101,7 +101,7 @@ class Investigation:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.start = Start()
-        self.order = Order.given()
+        self.order = Instructions.given()
         if self.order is not None and self.order.contents:
             overlay_sources({path: text.encode("latin-1") for path, text in self.order.contents.items()})
         self.began, self._began_at = time.monotonic(), time.time()

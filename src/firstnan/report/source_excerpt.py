@@ -67,10 +67,10 @@ def location(site: Site, library: Site | None = None) -> str:
 
 
 def _line(name: str, code: str, style: str, chars: Charset) -> Text:
-    return unwrapped(Text(f"{name} {chars.bar} ", style="dim"), Text(code, style=style))
+    return without_wrapping(Text(f"{name} {chars.bar} ", style="dim"), Text(code, style=style))
 
 
-def unwrapped(*parts: Text) -> Text:
+def without_wrapping(*parts: Text) -> Text:
     """The parts on one line, however long it is."""
     line = Text.assemble(*parts)
     line.no_wrap, line.overflow = True, "ignore"

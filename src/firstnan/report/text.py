@@ -25,7 +25,7 @@ from firstnan.records.words import count, headline, kind, number, short_path
 from firstnan.repair.verdict import DIVERGES_LATER
 from firstnan.report.characters import Charset
 from firstnan.report.sentences import batch_line, feature_line, path_line, ranks_line, remedy_result, replay_line
-from firstnan.report.source_excerpt import LONGEST_LINE, TAB, read_lines, shown, source_lines, unwrapped
+from firstnan.report.source_excerpt import LONGEST_LINE, TAB, read_lines, shown, source_lines, without_wrapping
 
 WIDTH, NARROWEST = 100, 40
 LABEL_WIDTH = 8
@@ -125,7 +125,9 @@ class _Page:
         last = ""
         for wraps, part in itertools.groupby(rows, lambda row: not (isinstance(row[1], Text) and row[1].no_wrap)):
             if not wraps:
-                shown += [unwrapped(Text(" " * (LABEL_WIDTH + 2)), body) for _, body in part if isinstance(body, Text)]
+                shown += [
+                    without_wrapping(Text(" " * (LABEL_WIDTH + 2)), body) for _, body in part if isinstance(body, Text)
+                ]
                 continue
             grid = Table.grid(padding=(0, 2, 0, 0))
             grid.add_column(width=LABEL_WIDTH, no_wrap=True, style="bold cyan")
@@ -269,7 +271,7 @@ class _Page:
         for mark, line in lines[: MOST["diff"]]:
             text = self.chars.cut(self.chars.show(line.expandtabs(TAB)), LONGEST_LINE)
             style = {"+": "green", "-": "red", " ": ""}.get(mark, "dim")
-            yield unwrapped(Text(f"{mark} {text}", style=style)) if mark else Text(text, style=style)
+            yield without_wrapping(Text(f"{mark} {text}", style=style)) if mark else Text(text, style=style)
         if len(lines) > MOST["diff"]:
             yield Text(f"and {count(len(lines) - MOST['diff'], 'more line')}", style="dim")
 

@@ -26,7 +26,7 @@ from firstnan.tensors.models import Parts, is_safe
 from firstnan.tracing.examine import Detail, examine, in_float64, numbers_in
 from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo, arguments_keep_finite, info, tensors_of
-from firstnan.tracing.recording import INCOMPLETE, Call, Events, Finding, Raw, fingerprint
+from firstnan.tracing.recording import INCOMPLETE, Call, Events, NonFiniteCall, Raw, fingerprint
 
 _MAX_RAISED = 16
 _SMALL = 1 << 14  # Elements; up to this size an argument is copied before an in-place operator overwrites it.
@@ -361,7 +361,7 @@ class Tracer:
             scalars = numbers_in(op, done.args, done.kwargs)
             detail = self._examine(done, scalars)
             bad_writers = tuple([dirty.get(i, ()) for i in range(len(names))])
-            raw.finding = Finding(detail, scalars, bad_writers, done.raised)
+            raw.finding = NonFiniteCall(detail, scalars, bad_writers, done.raised)
             if not asked and (detail.born or detail.nan_from_inf) and self._nodes < 2 * _MAX_NODES:
                 self._locate(raw, op, names, forms, grad, frame, ask=True)
 

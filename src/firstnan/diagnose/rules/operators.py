@@ -670,7 +670,7 @@ def empty_count(failure: Failure) -> Finding | None:
         return None
     stat = failure.stat(bottom)
     counted_mask = any(
-        m.op in ("sum", "count_nonzero") and any(_is_mask(i.stat) for i in m.inputs) for m in failure.makers(bottom)
+        m.op in ("sum", "count_nonzero") and any(_is_mask(i.stat) for i in m.inputs) for m in failure.producers(bottom)
     )
     integer = stat is not None and stat.dtype.startswith("int") and has_zero(stat)
     if not (counted_mask or integer or isinstance(failure.scalar(bottom), int)):
