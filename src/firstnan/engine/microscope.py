@@ -106,7 +106,7 @@ class Microscope:
             self.mark_value(t, label)
 
     def is_unnamed(self, tensor: Tensor) -> bool:
-        """Whether this is no weight or buffer of a known model."""
+        """Whether this is neither a weight nor a buffer of a known model."""
         return self.models is None or not self.models.name(tensor)
 
     def mark_value(self, tensor: Tensor, name: str) -> None:

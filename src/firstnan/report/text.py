@@ -63,7 +63,7 @@ def render_text(
         force_jupyter=False,
         color_system="standard" if color else None,
         no_color=not color,
-        markup=False,  # brackets in the user's text are no markup
+        markup=False,  # brackets in the user's text are not markup
         emoji=False,
         highlight=False,
         legacy_windows=False,

@@ -232,7 +232,7 @@ class Tracer:
         self._cleanup_at = len(self.raws) + _MAX_EVENTS
 
     def _keep(self, kept: set[int]) -> None:
-        """Drops all other events and numbers these anew."""
+        """Drops all other events and renumbers these."""
         new = {old: i for i, old in enumerate(sorted(kept))}
         self.raws = [self.raws[i] for i in new]
         self._sequence = {n: new[i] for n, i in self._sequence.items() if i in new}

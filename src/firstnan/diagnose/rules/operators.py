@@ -96,7 +96,7 @@ def _at_edge(failure: Failure) -> bool:
         return failure.zero_at("self")
     forward = failure.origin.forward_event
     if forward is not None and forward.bad:
-        return False  # it is no edge of the derivative alone
+        return False  # not an edge of the derivative alone
     read = [i.stat for i in forward.inputs] if forward else []
     return failure.op == "mul" and bool(failure.event and failure.event.bad) and any(has_zero(s) for s in read)
 
