@@ -30,7 +30,7 @@ def torch_state() -> dict[str, Any]:
     }
     state |= {f"{owner.__name__}.{name}": vars(owner).get(name) for owner, name in manifest.REPLACED}
     replaced_for_good = (*manifest.CHANGED_SOURCES, *manifest.OWN_PROCESS, *manifest.FORKED, *manifest.RANKS)
-    for place, name in {*replaced_for_good, *manifest.COMPARED, *manifest.GUARDED}:
+    for place, name in {*replaced_for_good, *manifest.COMPARED, *manifest.WORKER, *manifest.GUARDED}:
         owner, _, leaf = name.rpartition(".")
         if (module := sys.modules.get(place)) is not None:  # a test may load it
             state[f"{place}.{name}"] = getattr(getattr(module, owner) if owner else module, leaf)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from firstnan.engine.step_trial import Seen, _is_amid_update
+from firstnan.engine.step_trial import TurnOutcome, _is_amid_update
 from firstnan.records import Remedy, Report
 from firstnan.repair.verdict import TrialOutcome, judged
 from zygote import Result, Zygote
@@ -268,14 +268,14 @@ def test_a_change_before_the_loop_is_tried_from_the_start(firstnan: Zygote, tmp_
 @pytest.mark.parametrize(
     ("seen", "says"),
     [
-        (Seen(losses=[1.0, 2.0], updates=2), "all gradients are 0 with it"),
-        (Seen(losses=[0.25] * 6, updates=2, learns=True), "the loss is 0.25 in every step with it"),
-        (Seen(losses=[0.25] * 5, updates=2, learns=True), ""),
-        (Seen(losses=[0.25, 0.5] * 3, updates=2, learns=True), ""),
-        (Seen(losses=[1.0]), ""),
+        (TurnOutcome(losses=[1.0, 2.0], updates=2), "all gradients are 0 with it"),
+        (TurnOutcome(losses=[0.25] * 6, updates=2, learns=True), "the loss is 0.25 in every step with it"),
+        (TurnOutcome(losses=[0.25] * 5, updates=2, learns=True), ""),
+        (TurnOutcome(losses=[0.25, 0.5] * 3, updates=2, learns=True), ""),
+        (TurnOutcome(losses=[1.0]), ""),
     ],
 )
-def test_training_that_learns_nothing(seen: Seen, says: str) -> None:
+def test_training_that_learns_nothing(seen: TurnOutcome, says: str) -> None:
     assert seen.frozen() == says
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import firstnan
 from firstnan import find_bad_batch
-from firstnan.engine.batch_search.checkpoints import Row, onset
+from firstnan.engine.batch_search.checkpoints import CheckpointRow, onset
 from firstnan.engine.batch_search.order import Fetched
 from firstnan.engine.batch_search.scan import joined
 from firstnan.tensors.models import Models
@@ -492,14 +492,14 @@ def test_the_blow_is_named_and_not_what_follows_it() -> None:
     sizes[25]["gradient norm"] = 1e6
     for later in sizes[28:]:
         later["loss"] = 50.0
-    found = onset([Row(100 + i, Fetched(i, None), (), one) for i, one in enumerate(sizes)])
+    found = onset([CheckpointRow(100 + i, Fetched(i, None), (), one) for i, one in enumerate(sizes)])
     assert (found.at, found.settled) == (25, True)
     assert found.why == "the gradient norm is 1e+06, usually 1.1"
 
 
-def rows_of(**sizes: list[float]) -> list[Row]:
+def rows_of(**sizes: list[float]) -> list[CheckpointRow]:
     per_row = [dict(zip(sizes, values, strict=True)) for values in zip(*sizes.values(), strict=True)]
-    return [Row(100 + i, Fetched(i, None), (), dict(one)) for i, one in enumerate(per_row)]
+    return [CheckpointRow(100 + i, Fetched(i, None), (), dict(one)) for i, one in enumerate(per_row)]
 
 
 def test_a_jump_that_is_almost_over_at_the_next_state_is_named() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate.gate import Clipping, Gate
+from firstnan.gate.gate import Gate
+from firstnan.gate.gradient_checks import Clipping
 from firstnan.tensors.finite import TensorVersion
 from spoiled import WAYS, spoil
 

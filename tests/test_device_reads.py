@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstnan.gate.gate
+import firstnan.gate.gradient_checks
 import firstnan.tensors.finite
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate.gate import DeviceReads
+from firstnan.gate.gradient_checks import DeviceReads
 from firstnan.records import Noticed
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
@@ -40,17 +41,19 @@ class Reading(TorchDispatchMode):
 def read_all(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many values each read of many took; nothing is read for free."""
     taken: list[int] = []
-    really = firstnan.gate.gate.read_all
+    really = firstnan.tensors.finite.read_all
 
     def counted(values: list[Tensor]) -> list[float]:
         taken.append(len(values))
         return really(values)
 
-    monkeypatch.setattr(firstnan.gate.gate, "read_all", counted)
-    monkeypatch.setattr(firstnan.gate.gate, "reads_are_free", lambda t: False)
-    for room in (firstnan.tensors.finite, firstnan.gate.gate):
-        monkeypatch.setattr(room, "is_plain", lambda t: False)
-        monkeypatch.setattr(room, "plain_norm", lambda tensors: None)
+    monkeypatch.setattr(firstnan.gate.gradient_checks, "read_all", counted)
+    for module in (firstnan.gate.gate, firstnan.gate.gradient_checks):
+        monkeypatch.setattr(module, "reads_are_free", lambda t: False)
+        monkeypatch.setattr(module, "is_plain", lambda t: False)
+    monkeypatch.setattr(firstnan.tensors.finite, "is_plain", lambda t: False)
+    for module in (firstnan.tensors.finite, firstnan.gate.gate):
+        monkeypatch.setattr(module, "plain_norm", lambda tensors: None)
     return taken
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from firstnan.observe import manifest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "firstnan"
 # What `firstnan run` and `firstnan show` load before they know whether torch is wanted.
@@ -168,6 +170,54 @@ def test_torch_and_python_are_touched_in_one_room(path: Path) -> None:
         f"line {i}: {line.strip()}" for i, line in enumerate(lines, 1) if TOUCHES.search(line) and '"' not in line
     ]
     assert room_of(path) == "observe" or touches == []
+
+
+def names_set_in(source: str) -> set[str]:
+    """The names of other packages that a file assigns to, with their modules: `os._exit`, `queue.Queue.put`."""
+    tree, imported, found = ast.parse(source), dict[str, str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            first, _, rest = ast.unparse(node).partition(".")
+            if "(" not in rest and not imported.get(first, "firstnan").startswith("firstnan"):
+                found.add(f"{imported[first]}.{rest}")
+    return found
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_names_that_are_set_in_other_packages_stand_in_the_manifest(path: Path) -> None:
+    named = {
+        f"{module}.{name}"
+        for table in vars(manifest).values()
+        if isinstance(table, tuple)
+        for module, name in table
+        if isinstance(module, str)
+    }
+    found = names_set_in(path.read_text(encoding="utf-8"))
+    assert found <= (named if room_of(path) == "observe" else set())
+
+
+def test_every_way_to_set_a_name_of_another_package_is_seen() -> None:
+    source = """
+import os, io as files
+from queue import Queue
+def replace():
+    os._exit, files.open = None, None
+    Queue.put = None
+    del os.path.join
+    import torch
+    torch._inductor.config.compile_threads += 1
+    own.attribute = None
+"""
+    assert names_set_in(source) == {
+        "io.open", "os._exit", "os.path.join", "queue.Queue.put", "torch._inductor.config.compile_threads"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from firstnan import NaNDetector, NonFiniteError
-from firstnan.gate.gate import QuickCheck
+from firstnan.gate.gradient_checks import QuickCheck
 
 
 def tiny() -> tuple[nn.Module, torch.optim.Optimizer]:

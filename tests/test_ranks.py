@@ -24,7 +24,7 @@ from firstnan.diagnose.rules import received
 from firstnan.engine import ranks as module
 from firstnan.engine.ranks import Ranks, World
 from firstnan.records import Noticed, Origin, Report
-from firstnan.report.text import ranks_line
+from firstnan.report.sentences import ranks_line
 from zygote import SOURCE, Zygote, ask
 
 pytest_plugins = ["zygote"]

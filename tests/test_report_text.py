@@ -33,7 +33,9 @@ from firstnan.records import (
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import headline
 from firstnan.report import nonfinite_error, print_text, render_text
-from firstnan.report.text import at_expression, batch_line, path_line, short_dtype, shown, sparkline, tensor_facts
+from firstnan.report.sentences import at_expression, batch_line, path_line
+from firstnan.report.source_excerpt import shown
+from firstnan.report.text import short_dtype, sparkline, tensor_facts
 from report_samples import SAMPLES, backward, clean, divergence, forward, input_, optimizer, watched
 
 GOLDENS = Path(__file__).parent / "goldens"

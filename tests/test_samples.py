@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -23,9 +24,8 @@ from firstnan.engine.samples.search import (
     ONLY_WITH_OTHERS,
     TOGETHER,
     WHOEVER,
-    Finding,
     Replaced,
-    most_for_one,
+    SearchResult,
     search,
 )
 from firstnan.records import Batch, Report
@@ -40,7 +40,7 @@ pytest_plugins = ["zygote"]
 # --- the search ---------------------------------------------------------------------------------------------------
 
 
-def found(size: int, fails: Callable[[list[int]], bool], suspects: Sequence[int] = ()) -> Finding:
+def found(size: int, fails: Callable[[list[int]], bool], suspects: Sequence[int] = ()) -> SearchResult:
     """What the search finds where `fails` judges a batch, given as the samples that stand in its places."""
     asking = search(size, suspects)
     question: Replaced = next(asking)
@@ -48,8 +48,13 @@ def found(size: int, fails: Callable[[list[int]], bool], suspects: Sequence[int]
         try:
             question = asking.send(not fails([question.get(i, i) for i in range(size)]))
         except StopIteration as stop:
-            answer: Finding = stop.value
+            answer: SearchResult = stop.value
             return answer
+
+
+def most_for_one(size: int) -> int:
+    """The most replays for one bad sample, about twice what is needed; more if no sample can replace all others."""
+    return 2 * math.ceil(math.log2(size)) + 4
 
 
 def holding(*bad: int) -> Callable[[list[int]], bool]:
@@ -150,7 +155,7 @@ def test_a_batch_that_does_not_fail_again() -> None:
 
 
 def test_a_batch_of_one() -> None:
-    assert found(1, lambda batch: True) == Finding(None, replays=1, repeated=True)
+    assert found(1, lambda batch: True) == SearchResult(None, replays=1, repeated=True)
 
 
 def test_answers_that_contradict_each_other_end_the_search() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from firstnan.gate.gate import CHUNK, ROTATION, SMALL_MODEL, ParameterRotation, StepCounter
+from firstnan.gate.step_counter import CHUNK, ROTATION, SMALL_MODEL, ParameterRotation, StepCounter
 
 
 class Optimizer:

@@ -94,7 +94,7 @@ _DEPTH = 8
 
 
 def _numbers_in(x: Any, place: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """The numbers, lists of numbers and arrays in a value that are no tensors, each with its place."""
+    """The numbers, lists of numbers and arrays in a value, other than tensors, each with its place."""
     array = hasattr(x, "__array__") and not isinstance(x, Tensor | nn.Module | type)
     plain_list = isinstance(x, list | tuple) and len(x) > 1 and all(type(member) is float for member in x)
     if isinstance(x, float | complex) or array or plain_list:
@@ -431,7 +431,7 @@ class _Weight:
 
     @property
     def fan_in(self) -> int | None:
-        """How many inputs each unit sums up; None if the tensor is no weight that inputs are multiplied with."""
+        """How many inputs each unit sums up; None unless inputs are multiplied with the tensor."""
         if not self.is_dense or issubclass(self.layer, nn.Embedding) or self.tensor.dim() < 2:
             return None
         return self.tensor[0].numel()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from firstnan.engine.batch_search.checkpoints import LateSearch
-from firstnan.engine.batch_search.order import Order
+from firstnan.engine.batch_search.order import BatchOrder
 from firstnan.engine.batch_search.result import BatchSearch
 from firstnan.engine.batch_search.scan import Scan
 from firstnan.engine.batch_search.training import Everything, SavedState, Training
@@ -79,7 +79,7 @@ def find_bad_batch(
     check = StepCheck(step, training.models, optimizers=training.all_optimizers, updated_by=training.optimizers)
     # It watches no optimizer, only which elements of the dataset the loader takes.
     sampling = Session(Policy(), ownership=Ownership(()), scope=Scope({}, []))
-    order = Order(loader, sampling.handouts)
+    order = BatchOrder(loader, sampling.handouts)
     length = order.length if states is None else None
     with Everything(training, loader) as everything, sampling.running(), _bar(progress, length) as bar:
         if states is None:

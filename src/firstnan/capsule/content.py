@@ -66,7 +66,7 @@ class BatchState:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepNumbers:
     current: int
     total: int
     manual: int
@@ -82,7 +82,7 @@ class Capsule:
     environment: dict[str, Any]
     sources: dict[str, str]
     left_out: tuple[str, ...]
-    steps: Steps
+    steps: StepNumbers
     suppressed: int
     """How many updates of this step the weights already contain."""
     models: tuple[ModelState, ...]
@@ -171,7 +171,7 @@ class _Manifest:
         return random
 
 
-def _steps(data: dict[str, Any], optimizers: int) -> Steps:
+def _steps(data: dict[str, Any], optimizers: int) -> StepNumbers:
     done = tuple(as_count(n) for n in as_list(data["done"]))
     if len(done) != optimizers:
         raise ValueError
@@ -179,7 +179,9 @@ def _steps(data: dict[str, Any], optimizers: int) -> Steps:
     follows = tuple(
         (as_count(a, optimizers), as_count(b, optimizers)) for a, b in map(as_list, as_list(data["follows"]))
     )
-    return Steps(as_count(data["current"]), as_count(data["total"]), as_count(data["manual"]), done, last, follows)
+    return StepNumbers(
+        as_count(data["current"]), as_count(data["total"]), as_count(data["manual"]), done, last, follows
+    )
 
 
 # --- the values in the manifest: plain ones, and what stands for tensors and objects -----------------------------

@@ -14,7 +14,8 @@ from firstnan.records import Remedy, Report
 from firstnan.records.files import replace_file
 from firstnan.records.words import short_path
 from firstnan.repair.patch import FileOnDisk, PatchError, choose, how_to_apply, new_contents, portable
-from firstnan.report.text import Charset, remedy_result
+from firstnan.report.characters import Charset
+from firstnan.report.sentences import remedy_result
 
 _NONE_PROVEN = "no fix is proven; --number K chooses one anyway\n"
 _NONE = "the report proposes no fix\n"

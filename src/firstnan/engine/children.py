@@ -22,7 +22,7 @@ from firstnan.engine.loop_replay import Failure, LoopReplay
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
 from firstnan.engine.ranks import RECEIVED, world
 from firstnan.engine.samples.cut import Maker
-from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, Finding
+from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, SearchResult
 from firstnan.engine.samples.variables import DRAWN, Variables
 from firstnan.engine.turn import LeftLoop, Turn, data_in, line_in, same_values, with_batch, with_batch_first
 from firstnan.gate.gate import Trip
@@ -377,7 +377,7 @@ class TurnReplay:
             answer = not self._fails(code)
         policy.answer(known)
 
-    def _told(self, batch: Batch, variables: Variables, found: Finding) -> Batch:
+    def _told(self, batch: Batch, variables: Variables, found: SearchResult) -> Batch:
         """The batch with the bad samples that were found among the rows of the variables."""
         handouts, pieces = self._session.handouts, variables.cut
         if found.repeated is False or pieces is None or not found.bad:
@@ -468,7 +468,7 @@ class TurnReplay:
             session.settle(came_from_another_rank(failure.report), before_update=True)
         elif failure.trip.noticed.what == "loss" and self.whole:
             own = failure.is_own(session.microscope)
-            found = not_repeated(failure.report, None) if own else came_from_another_rank(failure.report)
+            found = not_repeated(failure.report) if own else came_from_another_rank(failure.report)
             session.settle(found, before_update=True)
 
     def update_ended(self) -> None: ...

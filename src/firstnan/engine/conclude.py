@@ -281,7 +281,7 @@ def came_from_another_rank(report: Report) -> Report:
     return replace(report, cause=received(here.rank, here.size), replay=how)
 
 
-def not_repeated(report: Report, difference: Difference | None) -> Report:
+def not_repeated(report: Report, difference: Difference | None = None) -> Report:
     """The report of a step that failed once and was finite another time, from the same state."""
     how = "The step was finite when replayed with the same batch, random numbers, buffers and weights"
     how += ", but without the compiler" if was_used() else ""
@@ -301,7 +301,7 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
     """The samples that the origin points to; none if it points to most of them, since then no sample is to blame."""
     rows: tuple[int, ...] = ()
     if origin.phase in ("parameter", "optimizer"):
-        return None  # rows of a weight are no samples
+        return None  # rows of a weight are not samples
     if batch is not None and origin.event is not None and not _reads_batch(origin.event, trace):
         return None
     if size == 1 and origin.phase in ("forward", "backward"):

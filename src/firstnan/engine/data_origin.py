@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import random
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils import worker
 
 from firstnan.diagnose.blame import blame
 from firstnan.engine import isolation
+from firstnan.observe.forked import as_worker
 from firstnan.observe.line_watch import RETURNED, BadLine, LineWatch, holds_bad
 from firstnan.observe.sites import Ownership, resolve, whole_statement
 from firstnan.records import Origin, Trace
@@ -67,22 +66,12 @@ def _in_samples(iterator: Any, handout: Handout, ownership: Ownership) -> Made |
 
 def _in_stream(iterator: Any, handout: Handout, ownership: Ownership) -> Made | None:
     """Reads the stream again up to this batch, as the worker that has made it."""
-    number, workers = handout.index, int(getattr(iterator, "_num_workers", 0))
+    workers = int(getattr(iterator, "_num_workers", 0))
+    number, mine = divmod(handout.index, workers or 1)
     size = len(handout.indices) if isinstance(handout.indices, list | tuple) else 1
-    until, dataset = monotonic() + _SECONDS, iterator._dataset
-    if workers:
-        number, mine = number // workers, number % workers
-        seed = int(getattr(iterator, "_base_seed", 0)) + mine
-        worker._worker_info = worker.WorkerInfo(id=mine, num_workers=workers, seed=seed, dataset=dataset)
-        random.seed(seed)
-        torch.manual_seed(seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(worker._generate_state(seed - mine, mine))
-        prepare = getattr(iterator, "_worker_init_fn", None)
-        if prepare is not None:
-            prepare(mine)
-    try:
-        stream = iter(dataset)
+    until = monotonic() + _SECONDS
+    with as_worker(iterator, mine) if workers else nullcontext():
+        stream = iter(iterator._dataset)
         for _ in itertools.islice(stream, number * size):
             if monotonic() > until:
                 return None
@@ -93,8 +82,6 @@ def _in_stream(iterator: Any, handout: Handout, ownership: Ownership) -> Made | 
                 return found
             samples.append(sample)
         return _watched(lambda: iterator._collate_fn(samples), ownership)[2] if handout.indices else None
-    finally:
-        worker._worker_info = None
 
 
 def bad_rows(batch: Any, size: int | None = None) -> tuple[int, ...]:

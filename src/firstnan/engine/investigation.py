@@ -18,7 +18,7 @@ from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
 from firstnan.engine.isolation import IsolationError
 from firstnan.engine.ranks import Ranks
-from firstnan.engine.second_run import Order, SecondRun, Start
+from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
 from firstnan.engine.waiting import HeldRank
 from firstnan.engine.workers import WorkerReports
@@ -101,7 +101,7 @@ class Investigation:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.start = Start()
-        self.order = Order.given()
+        self.order = Instructions.given()
         if self.order is not None and self.order.contents:
             overlay_sources({path: text.encode("latin-1") for path, text in self.order.contents.items()})
         self.began, self._began_at = time.monotonic(), time.time()
@@ -150,7 +150,7 @@ class Investigation:
         self._interrupted = isinstance(error, KeyboardInterrupt)
         self._fate = ended_by(error)
         if self.watch is not None:
-            self.watch.program_failed(error)
+            self.watch.values.program_failed(error)
 
     def _started_by_program(self, words: list[str]) -> None:
         names = [word for word in words[1:] if word.endswith(".py")]
@@ -190,7 +190,7 @@ class Investigation:
                 self._add_notes(report.notes)
             else:
                 self.report = report
-                if watch.unresolved and not self._interrupted:
+                if watch.policy.unresolved and not self._interrupted:
                     self._run_again(watch)
         if self.order is None and self.report.verdict == "clean" and (found := self.workers.first()) is not None:
             why = "it happened in another process of the program"
@@ -201,7 +201,7 @@ class Investigation:
         if self.order is None and not self._tried and self.ranks.are_many:
             self._is_first_of_ranks(self.report)
         if self.order is None and self.options.restart is None and not self._tried:
-            if self._interrupted or (watch is not None and watch.interrupted):
+            if self._interrupted or (watch is not None and watch.policy.interrupted):
                 self.report = trials.left_out(self.report)
             else:
                 self._try_remedies(self.report)
@@ -333,7 +333,7 @@ class Investigation:
         if told and self.seconds > trials.PATIENCE:
             return
         # An infinity that a program returns is usually intended, so nothing is printed until that is known.
-        if not output or (watch.bad_output is not None and watch.bad_output.name):
+        if not output or (watch.values.bad_output is not None and watch.values.bad_output.name):
             why = "where the bad value was created" if told else "its operators"
             step = "" if output or first.step is None else f" in step {first.step}"
             say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")

@@ -21,9 +21,9 @@ from torch import Tensor
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.ranks import world
 from firstnan.gate.forecast import sentence, subject
-from firstnan.gate.gate import StepCounter
 from firstnan.gate.growth_guard import Alarm
 from firstnan.gate.layer_histories import LayerHistories
+from firstnan.gate.step_counter import StepCounter
 from firstnan.observe.layers import LayerFinding
 from firstnan.records import Forecast, LayerTrack, NaNEvent, Noticed, Report, TensorStat, words
 from firstnan.records.codec import encode

@@ -295,7 +295,7 @@ class LoopReplay:
         if self.search is not None:
             self._settle(self.search.told_in(failure.report), before_update=True)
         elif session.phase is COMPARING:
-            self._settle(not_repeated(failure.report, None), before_update=True)
+            self._settle(not_repeated(failure.report), before_update=True)
         else:
             self._microscope.stop()
             report = replace(failure.report, notes=(*failure.report.notes, _NO_LOOP))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from firstnan.engine.conclude import Evidence
 from firstnan.engine.handouts import Handouts
-from firstnan.gate.gate import Gate, StepCounter
+from firstnan.gate.gate import Gate
+from firstnan.gate.step_counter import StepCounter
 from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.patches import eager
 from firstnan.observe.runner import when_imported
@@ -105,7 +106,7 @@ class Microscope:
             self.mark_value(t, label)
 
     def is_unnamed(self, tensor: Tensor) -> bool:
-        """Whether this is no weight or buffer of a known model."""
+        """Whether this is neither a weight nor a buffer of a known model."""
         return self.models is None or not self.models.name(tensor)
 
     def mark_value(self, tensor: Tensor, name: str) -> None:
@@ -215,8 +216,7 @@ class LiveTrace:
 
     def optimizer_made(self) -> None:
         if self.tracer is not None and not self._block:
-            # Another stage of training: everything since the last update was its setup.
-            self.tracer.relabel("between", "setup")
+            self.tracer.label_setup()
 
     def update_begins(self, optimizer: Any, closure: bool, norm: float | None, step: int) -> bool:
         """Returns whether the update is known to keep finite parameters finite."""

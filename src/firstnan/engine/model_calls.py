@@ -22,7 +22,7 @@ from firstnan.observe.hooks import CallHooks, Hooks, on_gradient
 from firstnan.records import Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tensors.models import Slot, bad_state, parameters_of
-from firstnan.tensors.state import RandomState, copy_batch, restore_buffers, tensor_versions
+from firstnan.tensors.state import RandomState, copy_batch, restore_buffers
 
 _MOST_CALLS = 8
 _DEVICES = ("cpu", "cuda")
@@ -37,19 +37,9 @@ class Call:
     kwargs: dict[str, Any]
     thread: int
     autocast: list[tuple[str, torch.dtype]]
-    versions: list[int] | None
     random: RandomState
     buffers: list[tuple[Slot, Tensor, Tensor]]
     gradients: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of repeating a call: non-finite tensors, or why it shows nothing."""
-
-    bad: list[Tensor]
-    bad_gradient_given: bool = False
-    changed: bool = False
 
 
 class ModelCalls:
@@ -119,9 +109,8 @@ class ModelCalls:
         if len(self.calls) >= _MOST_CALLS:
             del self.calls[0]
         random, buffers = RandomState.now(), self._handouts.copied_buffers()
-        seen = tensor_versions((*args, *kwargs.values()))
         autocast = [one for one in _autocast() if torch.is_autocast_enabled(one[0])]
-        call = Call(module, args, kwargs, threading.get_ident(), autocast, seen, random, buffers)
+        call = Call(module, args, kwargs, threading.get_ident(), autocast, random, buffers)
         self.calls.append(call)
         self.first = self.first or call
 
@@ -149,7 +138,7 @@ class ModelCalls:
             module, args, kwargs, where, mixed = self._last
             devices = {p.device.type for p in module.parameters()}
             autocast = [one for one in _autocast() if mixed and one[0] in devices]
-            last = Call(module, args, kwargs, where, autocast, None, latest.random, latest.buffers)
+            last = Call(module, args, kwargs, where, autocast, latest.random, latest.buffers)
             return [last] if where == thread else []
         return [call for call in self.calls if call.thread == thread]
 
@@ -157,12 +146,14 @@ class ModelCalls:
         """The buffers at the beginning of the current step, which may have used several batches."""
         return self.first.buffers if self.first is not None else self._handouts.first_buffers()
 
-    def make_again(self, call: Call, microscope: Microscope) -> Outcome:
-        """Repeats the call under the tracer, with its gradients if there are any; restores everything afterwards."""
+    def make_again(self, call: Call, microscope: Microscope) -> tuple[list[Tensor], bool]:
+        """Repeats the call under the tracer, with its gradients if there are any; restores everything afterwards.
+
+        Returns what was non-finite, and whether a gradient that reached its outputs already was.
+        """
         parameters = [p for root in self.roots for p in root.parameters()]
         gradients, now = [p.grad for p in parameters], RandomState.now()
         buffers = [(slot, old, old.detach().clone()) for slot, old, _ in call.buffers]
-        changed = call.versions is not None and tensor_versions((*call.args, *call.kwargs.values())) != call.versions
         self._making = True
         for p in parameters:
             p.grad = None
@@ -179,8 +170,7 @@ class ModelCalls:
                 bad = [t for t in outputs if not is_finite(t)] or [
                     p.grad for p in parameters if p.grad is not None and not is_finite(p.grad)
                 ]
-                given = any(not is_finite(g) for g in call.gradients.values())
-            return Outcome(bad, bad_gradient_given=given, changed=changed)
+                return bad, any(not is_finite(g) for g in call.gradients.values())
         finally:
             if microscope.tracer is not None:
                 microscope.tracer.stop()
@@ -281,12 +271,12 @@ class CallReplay:
         calls, given = self.calls.mine(), False
         outside = (_OUTSIDE + _ADVICE if self.advises() else _OUTSIDE,) if trip.noticed.what != "output" else ()
         for call in reversed(calls):
-            outcome = self.calls.make_again(call, self.microscope)
-            given = given or outcome.bad_gradient_given
+            bad, bad_given = self.calls.make_again(call, self.microscope)
+            given = given or bad_given
             # Where the gradient that came in was bad already, everything after it is.
             found = None
-            if outcome.bad and not given:
-                found = self.microscope.conclude(trip.noticed, outcome.bad, [], "the model's last call was replayed")
+            if bad and not given:
+                found = self.microscope.conclude(trip.noticed, bad, [], "the model's last call was replayed")
             if found is not None:
                 notes = (*found.notes, *outside)
                 return replace(_placed(found, report), batch=report.batch or found.batch, notes=notes)

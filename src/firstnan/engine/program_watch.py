@@ -101,23 +101,6 @@ class ProgramWatch(Generic[P]):
         self.values.watch(self.session)
         self.internal_error = self.session.internal_error
 
-    @property
-    def unresolved(self) -> bool:
-        """Whether the program has to be run again for a complete answer."""
-        return self.policy.unresolved
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C has ended the investigation."""
-        return self.policy.interrupted
-
-    @property
-    def bad_output(self) -> Noticed | None:
-        return self.values.bad_output
-
-    def program_failed(self, error: BaseException) -> None:
-        self.values.program_failed(error)
-
     def end(self) -> Report:
         """Ends the watch: returns the findings and restores torch."""
         try:
@@ -189,7 +172,7 @@ def raising(
         yield watch
     except BaseException as error:
         if not isinstance(error, NonFiniteError):
-            watch.program_failed(error)
+            watch.values.program_failed(error)
         report = watch.end()
         if report.origin is not None and not isinstance(error, NonFiniteError):
             error.add_note(str(nonfinite_error(report)))
@@ -409,7 +392,7 @@ class ProgramValues:
         )
 
     def _finite(self) -> Report:
-        """The report of a program without a non-finite value: its loss may have exploded all the same."""
+        """The report of a program without a non-finite value: its loss may still have exploded."""
         gate = self._session.gate
         if (lost := self._session.divergence()) is not None:
             return lost

@@ -29,7 +29,7 @@ _BEGIN = (
 
 
 @dataclass(frozen=True)
-class Order:
+class Instructions:
     """The instructions for a child process; passed as JSON in an open file."""
 
     step: int | None
@@ -51,7 +51,7 @@ class Order:
     """The open file, which takes the answer; nothing else that the child writes is kept."""
 
     @staticmethod
-    def given() -> Order | None:
+    def given() -> Instructions | None:
         """The instructions that this process was started with; its own children must not follow them."""
         given = os.environ.pop(VARIABLE, None)
         if not given:
@@ -59,7 +59,7 @@ class Order:
         number = int(given) if given.isdigit() else os.open(given, os.O_RDWR)
         os.set_inheritable(number, False)
         isolation.started_as_child()
-        return Order(**json.loads(os.pread(number, os.fstat(number).st_size, 0)), result=number)
+        return Instructions(**json.loads(os.pread(number, os.fstat(number).st_size, 0)), result=number)
 
     def answer(self, data: Any) -> None:
         """Replaces the answer given so far."""
@@ -107,12 +107,12 @@ class Start:
         # Until a program seeds it, torch's generator has an arbitrary seed.
         self.torch_seed = sys.modules["torch"].initial_seed()
 
-    def follow(self, order: Order) -> None:
+    def follow(self, order: Instructions) -> None:
         """Makes unseeded generators start as they did in the first run."""
         version, numbers, gauss = order.python_random
         random.setstate((version, tuple(numbers), gauss))
 
-    def follow_imported(self, order: Order) -> None:
+    def follow_imported(self, order: Instructions) -> None:
         """The same for torch's generators, right after torch was imported."""
         numpy = sys.modules.get("numpy")
         if numpy is not None and order.numpy_random is not None:
@@ -153,10 +153,10 @@ class Start:
         order = replace(self._order(step, "trial"), contents=texts, reach=asdict(reach), made=made)
         return self._run(program, order, seconds, isolated)
 
-    def _order(self, step: int | None, what: str) -> Order:
-        return Order(step, what, [*self.random], self.numpy, self.torch_seed)
+    def _order(self, step: int | None, what: str) -> Instructions:
+        return Instructions(step, what, [*self.random], self.numpy, self.torch_seed)
 
-    def _run(self, program: Program, order: Order, seconds: float, isolated: bool) -> tuple[Any, bool]:
+    def _run(self, program: Program, order: Instructions, seconds: float, isolated: bool) -> tuple[Any, bool]:
         """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         source = str(Path(__file__).resolve().parents[2])

@@ -44,7 +44,8 @@ from firstnan.engine.rates import with_rate_sites
 from firstnan.engine.scope import Scope
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
-from firstnan.gate.gate import LATE, Gate, Trip
+from firstnan.gate.gate import Gate, Trip
+from firstnan.gate.gradient_checks import LATE
 from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer

@@ -289,7 +289,7 @@ class _Compared(_Work):
 
 
 @dataclass
-class Seen:
+class TurnOutcome:
     """What came of a changed turn and those after it."""
 
     turns: int = 0
@@ -334,11 +334,11 @@ class _Tried(_Work):
     ) -> None:
         super().__init__(session, turn, start)
         self._change, self._steps, self._outer = change, steps, outer
-        self._seen, self._watching = Seen(), _Watching(updates=True, step_ended=self._step_ended)
+        self._seen, self._watching = TurnOutcome(), _Watching(updates=True, step_ended=self._step_ended)
         self._channel: isolation.Channel | None = None
         self._said = time.monotonic()
 
-    def answer(self, channel: isolation.Channel) -> Seen:
+    def answer(self, channel: isolation.Channel) -> TurnOutcome:
         self._channel = channel
         self.session.try_with(self._watching)
         self._change.make()
@@ -356,7 +356,7 @@ class _Tried(_Work):
             seen.noticed = described(trip.noticed)
         return self._now()
 
-    def _now(self) -> Seen:
+    def _now(self) -> TurnOutcome:
         """What has been seen until now."""
         seen, watching = self._seen, self._watching
         alarm = self.session.gate.explosion

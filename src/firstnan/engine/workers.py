@@ -29,7 +29,7 @@ class WorkerReports:
         return os.getpid() != self._process
 
     def watch_spawned(self, directories: tuple[str, ...]) -> None:
-        """Spawned processes begin anew, and have to be told to watch themselves."""
+        """Spawned processes start from nothing, and have to be told to watch themselves."""
         tell_spawned(_Watched(self._process, self._file.fileno(), directories))
 
     def first(self) -> Report | None:

@@ -36,7 +36,7 @@ Point = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class TimeToLimit:
     """In how many steps a rise reaches its limit."""
 
     steps: float
@@ -46,7 +46,7 @@ class Reach:
     """How long the part of the rise was that shows it."""
 
 
-def reach(points: Sequence[Point], limit: float, horizon: float = math.inf) -> Reach | None:
+def reach(points: Sequence[Point], limit: float, horizon: float = math.inf) -> TimeToLimit | None:
     """When these positive numbers, oldest first, reach the limit; None if they do not rise steadily.
 
     A rise that is a straight line of the logarithms goes on as such. One that slows down there, but not by itself
@@ -73,7 +73,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return [points[round(i * step)] for i in range(_MOST_POINTS)]
 
 
-def _line(points: Sequence[Point], limit: float) -> Reach | None:
+def _line(points: Sequence[Point], limit: float) -> TimeToLimit | None:
     half = len(points) // 2
     first, second = slope(points[: half + 1]), slope(points[half:])
     if second <= 0 or second < _STEADY * first:
@@ -93,7 +93,7 @@ def _line(points: Sequence[Point], limit: float) -> Reach | None:
         return None
     last = max(second, slope(points[-4:]))  # a rise that gets steeper gets there sooner
     steps = left / (last if last > 1.5 * whole else second)
-    return Reach(steps, min(left / max(steep, last), steps), max(left / flat, steps), span)
+    return TimeToLimit(steps, min(left / max(steep, last), steps), max(left / flat, steps), span)
 
 
 def slope(points: Sequence[Point]) -> float:
@@ -294,8 +294,8 @@ class SinkingScale:
 
 _GROWN = 10.0
 """Healthy training makes the weights at most a few times larger than they were."""
-_AT_ONCE, _LARGE_GRADIENT = 4.0, 10.0
-"""An update that makes the weights this many times larger, by a gradient this many times the usual one."""
+_AT_ONCE = 4.0
+"""An update that makes the weights this many times larger."""
 _LASTS = 512
 """Steps after which a warning is withdrawn if there was no further reason for it."""
 

@@ -71,9 +71,6 @@ class Alarm:
     norm: float | None
     usual: float | None
     """The recent median of the norm; for growth, that of the first steps; for an explosion, that of the loss."""
-    factor: float | None
-    """The norm (for an explosion, the loss) divided by its usual value."""
-    loss: float | None
     text: str
     since: int | None = None
     """For an explosion: the step from which on the loss stayed outside its healthy band."""
@@ -291,9 +288,9 @@ class Guard:
             return None
         self._warned = norm
         if not usual:
-            return Alarm(kind, step, norm, None, None, loss, f"Step {step}: {text}.")
+            return Alarm(kind, step, norm, None, f"Step {step}: {text}.")
         text += f"; it was {usual:.3g} in the first steps" if kind == "growth" else f"; it is usually {usual:.3g}"
-        return Alarm(kind, step, norm, usual, norm / usual, loss, f"Step {step}: {text}.")
+        return Alarm(kind, step, norm, usual, f"Step {step}: {text}.")
 
     def _is_spike(self, norm: float) -> bool:
         return self._spike < norm < math.inf and norm > self._norms[-2] * _OUTLIER
@@ -363,7 +360,5 @@ class Guard:
         self._latest.clear()
         self._latest.append(loss)
         self.last = step, loss
-        self._explosion = Alarm(
-            "explosion", step, norm, usual, abs(loss) / usual, loss, text, self.left, self._start, weights
-        )
+        self._explosion = Alarm("explosion", step, norm, usual, text, self.left, self._start, weights)
         return self._explosion

@@ -124,9 +124,9 @@ class Histories:
         if track.recent:
             track.recent.pop()
 
-    def amend(self, optimizer: Any, **numbers: float | None) -> None:
-        """Adds what has become known of the last step."""
-        recent = self.track(optimizer).recent
+    def amend(self, **numbers: float | None) -> None:
+        """Adds what has become known of the last update by hand."""
+        recent = self.track(None).recent
         if recent:
             last = StepRecord(*recent[-1])
             fields = {name: getattr(last, name) for name in last.__slots__} | numbers

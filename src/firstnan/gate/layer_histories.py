@@ -82,11 +82,6 @@ class LayerSeries:
             for i in range(0, len(level), 3)
         )
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(a.itemsize * len(a) for a in (self.recent, self.shares, *self._levels))
-
 
 def _joined(rows: list[tuple[float, float, float]], end: float) -> array[float]:
     """Eight spans as one each; the last ends before the step `end`."""

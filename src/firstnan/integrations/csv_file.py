@@ -13,7 +13,7 @@ COLUMNS = ("step", "optimizer", "loss", "grad_norm", "lr", "param_norm", "update
 
 
 class CsvFile:
-    """A file that is written anew, then appended to; what is not known stays empty."""
+    """A file that is overwritten at the start, then appended to; what is not known stays empty."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.path.abspath(path)  # the program may change its working directory

@@ -349,6 +349,29 @@ def in_memory(path: Any, *, copied: bool) -> int:
 
 
 @contextlib.contextmanager
+def as_worker(iterator: Any, number: int) -> Iterator[None]:
+    """In the `with` block this process is the worker with that number of a loader's iterator; its seeds stay."""
+    import torch
+    from torch.utils.data._utils import worker
+
+    seed = int(getattr(iterator, "_base_seed", 0)) + number
+    worker._worker_info = worker.WorkerInfo(
+        id=number, num_workers=int(iterator._num_workers), seed=seed, dataset=iterator._dataset
+    )
+    try:
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(worker._generate_state(seed - number, number))
+        prepare = getattr(iterator, "_worker_init_fn", None)
+        if prepare is not None:
+            prepare(number)
+        yield
+    finally:
+        worker._worker_info = None
+
+
+@contextlib.contextmanager
 def when_called(codes: list[CodeType], then: Callable[[], None]) -> Iterator[None]:
     """Calls `then` when one of these functions is called in the `with` block, also if that ends in an error."""
 

@@ -59,6 +59,16 @@ CHANGED_SOURCES: tuple[tuple[str, str], ...] = (
 """Replaced for good in a process that only tests a change of the program (`runner.py`); by module, since
 watching a program imports none of them."""
 
+AS_PYTHON_DOES: tuple[tuple[str, str], ...] = (
+    ("sys", "argv"),
+    ("sys", "excepthook"),
+    ("sys", "last_exc"),
+    ("sys", "last_traceback"),
+    ("sys", "last_type"),
+    ("sys", "last_value"),
+)
+"""Set by `firstnan run` when the program starts or ends with an error, as python itself does (`runner.py`)."""
+
 OWN_PROCESS: tuple[tuple[str, str], ...] = (
     ("os", "_exit"),
     ("os", "execv"),
@@ -86,6 +96,15 @@ COMPARED: tuple[tuple[str, str], ...] = (
     ("torch._dynamo.backends.common", "aot_module_simplified"),
 )
 """Replaced as well in a forked child that compares compiled graphs with their operators (`compiler.py`)."""
+
+COMPILER_SETTINGS: tuple[tuple[str, str], ...] = (
+    ("torch._functorch.config", "enable_autograd_cache"),
+    ("torch._inductor.config", "compile_threads"),
+)
+"""Set as well in such a child, if torch has them."""
+
+WORKER: tuple[tuple[str, str], ...] = (("torch.utils.data._utils.worker", "_worker_info"),)
+"""Set while a forked child reads a stream as the worker that has made the batch (`forked.py`)."""
 
 RANKS: tuple[tuple[str, str], ...] = (
     ("torch._C._distributed_c10d", "ProcessGroup.broadcast"),

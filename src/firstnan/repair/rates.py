@@ -12,7 +12,6 @@ from firstnan.repair.source import Function, SourceFile, parameter_names
 
 RATES = ("lr", "learning_rate", "rate", "step_size", "eta", "stepsize", "learningrate")
 UPDATES = ("add_", "sub_", "addcdiv_", "addcmul_")
-MOST_CALLERS = 3
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def assigned_rates(files: SourceFiles, names: Iterable[str], optimizer: str) -> 
 def _owner(source: SourceFile, node: ast.AST) -> str | None:
     """The optimizer whose groups an assignment gives a rate: `opt` of `opt.param_groups[0]["lr"] = rate`.
 
-    Empty if it is not seen; None if the node is no such assignment.
+    Empty if it is not seen; None if the node is not such an assignment.
     """
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
     for target in targets:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import words
 from firstnan.repair.context import FailureContext, remedies_for
-from firstnan.repair.operators import AROUND_A_SUM, zero_weights
+from firstnan.repair.masks import zero_weights
 from firstnan.repair.source import Expr, SourceFile, literal_value, replace_node
+from firstnan.repair.stable_formulas import AROUND_A_SUM
 from firstnan.repair.steps import Steps
 
 _AROUND_A_MAXIMUM = words("detach clone unsqueeze view reshape values")

@@ -426,6 +426,21 @@ def insert_before(source: SourceFile, node: ast.AST, *lines: str) -> Edit:
     return source.edit(at, at, _block(source, node, lines))
 
 
+_LONGEST_INLINE = 16
+_SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+
+
+def named_before(source: SourceFile, node: ast.expr, name: str) -> tuple[str, str, list[Edit]]:
+    """The expression as code in a sum and before a dot; a long expression gets a name on a line before."""
+    code = source.code(node)
+    inside = source.parents(node)
+    around = inside[: inside.index(source.statement(node))]
+    movable = not any(isinstance(n, ast.Lambda | ast.comprehension | ast.ListComp | ast.IfExp) for n in around)
+    if len(code) <= _LONGEST_INLINE or "\n" in code or not movable or not isinstance(source.statement(node), _SIMPLE):
+        return code, parenthesized(source, node), []
+    return name, name, [insert_before(source, node, f"{name} = {code}")]
+
+
 def insert_after(source: SourceFile, node: ast.AST, *lines: str) -> Edit:
     """New lines after the node's statement, with its indentation."""
     statement = source.statement(node)

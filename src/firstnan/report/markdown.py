@@ -8,23 +8,18 @@ import re
 from firstnan.diagnose.causes import catalogue
 from firstnan.records import Report, TensorStat
 from firstnan.records.words import count, headline, number
-from firstnan.report.text import (
-    TAB,
-    Charset,
+from firstnan.report.characters import Charset
+from firstnan.report.sentences import (
     at_expression,
     batch_line,
-    evidence_lines,
-    excerpt,
-    extra_values,
     feature_line,
-    location,
     path_line,
     ranks_line,
     remedy_result,
     replay_line,
-    short_dtype,
-    tensor_facts,
 )
+from firstnan.report.source_excerpt import TAB, excerpt, location
+from firstnan.report.text import evidence_lines, extra_values, short_dtype, tensor_facts
 
 _CHARS = Charset()
 _MOST = {"inputs": 8, "features": 8, "notes": 8, "events": 20, "diff": 200}

@@ -25,30 +25,28 @@ from firstnan.records import Origin, PathStep, Remedy, Report, SampleValues, Sit
 from firstnan.records.codec import encode
 from firstnan.records.words import cell_name, count, headline, kind, line_of, noticed, number, place, short_path
 from firstnan.report import charts
+from firstnan.report.characters import Charset
 from firstnan.report.markdown import render_markdown
-from firstnan.report.series import HeatMap, Series, extra, heat_maps, series_of
-from firstnan.report.text import (
-    TAB,
-    Charset,
-    Row,
-    argument,
+from firstnan.report.sentences import (
     at_expression,
     batch_line,
-    evidence_lines,
-    excerpt,
-    extra_values,
     feature_line,
-    first_bad_layer,
-    growth,
-    history_head,
-    location,
     ranks_line,
     remedy_result,
     replay_line,
-    short_dtype,
-    shown,
-    tensor_facts,
     whole_path,
+)
+from firstnan.report.series import HeatMap, Series, extra, heat_maps, series_of
+from firstnan.report.source_excerpt import TAB, Row, excerpt, location, shown
+from firstnan.report.text import (
+    argument,
+    evidence_lines,
+    extra_values,
+    first_bad_layer,
+    growth,
+    history_head,
+    short_dtype,
+    tensor_facts,
 )
 
 ASSETS = Path(__file__).parent / "assets"

@@ -39,7 +39,7 @@ class Call(NamedTuple):
     """Of its results."""
 
 
-class Finding(NamedTuple):
+class NonFiniteCall(NamedTuple):
     """What is known besides of a call that wrote non-finite values or raised an exception."""
 
     detail: Detail
@@ -63,7 +63,7 @@ class Raw:
     then the storages that it wrote to."""
     ranges: tuple[float | None, ...]
     """Minimum and maximum of each result; empty if none was read."""
-    finding: Finding | None
+    finding: NonFiniteCall | None
     fingerprint: Fingerprint | None
     """What to compare with a replay of the same step, if that was asked for."""
     region: str
@@ -209,7 +209,7 @@ class Events(Sequence[OpEvent]):
         return Operand(name, given, last, role, label, guilty, tuple(i for i in also if i is not None))
 
 
-def _multiplies_by_chance(finding: Finding | None, call: Call, site: Site | None) -> bool:
+def _multiplies_by_chance(finding: NonFiniteCall | None, call: Call, site: Site | None) -> bool:
     """Whether it multiplies with an infinite number that the source does not ask for."""
     if finding is None or call.func.name not in ("mul", "div") or site is None or "inf" in site.code.lower():
         return False

@@ -26,7 +26,7 @@ from firstnan.tensors.models import Parts, is_safe
 from firstnan.tracing.examine import Detail, examine, in_float64, numbers_in
 from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo, arguments_keep_finite, info, tensors_of
-from firstnan.tracing.recording import INCOMPLETE, Call, Events, Finding, Raw, fingerprint
+from firstnan.tracing.recording import INCOMPLETE, Call, Events, NonFiniteCall, Raw, fingerprint
 
 _MAX_RAISED = 16
 _SMALL = 1 << 14  # Elements; up to this size an argument is copied before an in-place operator overwrites it.
@@ -194,12 +194,12 @@ class Tracer:
             self._resume()
         self.in_optimizer = self._skips_update = False
 
-    def relabel(self, old: str, new: str) -> None:
-        """Changes the region of the latest events."""
+    def label_setup(self) -> None:
+        """Everything since the last update was the setup of another stage of training."""
         for raw in reversed(self.raws):
-            if raw.region != old:
+            if raw.region != "between":
                 break
-            raw.region = new
+            raw.region = "setup"
 
     def give_role(self, tensor: Tensor, role: Role, label: str) -> None:
         """Notes what a tensor is to the program, to name it in the trace."""
@@ -234,7 +234,7 @@ class Tracer:
         self._cleanup_at = len(self.raws) + _MAX_EVENTS
 
     def _keep(self, kept: set[int]) -> None:
-        """Drops all other events and numbers these anew."""
+        """Drops all other events and renumbers these."""
         new = {old: i for i, old in enumerate(sorted(kept))}
         self.raws = [self.raws[i] for i in new]
         self._sequence = {n: new[i] for n, i in self._sequence.items() if i in new}
@@ -363,7 +363,7 @@ class Tracer:
             scalars = numbers_in(op, done.args, done.kwargs)
             detail = self._examine(done, scalars)
             bad_writers = tuple([dirty.get(i, ()) for i in range(len(names))])
-            raw.finding = Finding(detail, scalars, bad_writers, done.raised)
+            raw.finding = NonFiniteCall(detail, scalars, bad_writers, done.raised)
             if not asked and (detail.born or detail.nan_from_inf) and self._nodes < 2 * _MAX_NODES:
                 self._locate(raw, op, names, forms, grad, frame, ask=True)
 

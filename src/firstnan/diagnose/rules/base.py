@@ -145,7 +145,7 @@ class Failure:
         found = self.event.inputs if self.event else ()
         return [i for i in found if i.name == name or i.name.startswith((name + "[", name + "."))]
 
-    def makers(self, name: str) -> list[OpEvent]:
+    def producers(self, name: str) -> list[OpEvent]:
         """The events that computed the operands of that name."""
         return [self.trace.events[i.producer] for i in self.operands(name) if i.producer is not None]
 
@@ -371,7 +371,7 @@ def _outside(operand: Operand | None) -> str:
 
 
 def _zero_of(trace: Trace, event: OpEvent) -> str:
-    op, makers = event.op, {e.op for e in trace.producers(event)}
+    op, producers = event.op, {e.op for e in trace.producers(event)}
     if op == "softmax":
         return f"is a softmax probability that underflowed{_given(event, 'logits')}"
     if op in ("sigmoid", "exp", "exp2"):
@@ -384,13 +384,13 @@ def _zero_of(trace: Trace, event: OpEvent) -> str:
         return f"comes from {op}{_given(event, 'inputs')}"
     if op in NORMS:
         return "is the distance between equal points" if "dist" in op else "is the norm of a zero vector"
-    if op == "mul" and makers & NORMS:
+    if op == "mul" and producers & NORMS:
         return "is a product with the norm of a zero vector"
     if op in SPREADS:
         return f"is the {'standard deviation' if op.startswith('std') else 'variance'} of equal numbers"
     if op in COUNTED:
         return _sum(trace, event)
-    if op == "add" and makers & COUNTED:
+    if op == "add" and producers & COUNTED:
         return "is a sum whose terms cancel or are all 0"
     if op == "mse_loss":
         return "is the mean squared error of equal numbers"

@@ -96,7 +96,7 @@ def _at_edge(failure: Failure) -> bool:
         return failure.zero_at("self")
     forward = failure.origin.forward_event
     if forward is not None and forward.bad:
-        return False  # it is no edge of the derivative alone
+        return False  # not an edge of the derivative alone
     read = [i.stat for i in forward.inputs] if forward else []
     return failure.op == "mul" and bool(failure.event and failure.event.bad) and any(has_zero(s) for s in read)
 
@@ -670,7 +670,7 @@ def empty_count(failure: Failure) -> Finding | None:
         return None
     stat = failure.stat(bottom)
     counted_mask = any(
-        m.op in ("sum", "count_nonzero") and any(_is_mask(i.stat) for i in m.inputs) for m in failure.makers(bottom)
+        m.op in ("sum", "count_nonzero") and any(_is_mask(i.stat) for i in m.inputs) for m in failure.producers(bottom)
     )
     integer = stat is not None and stat.dtype.startswith("int") and has_zero(stat)
     if not (counted_mask or integer or isinstance(failure.scalar(bottom), int)):

@@ -409,7 +409,7 @@ def _in_users_code(failure: Failure) -> bool:
 
 def _made_with(failure: Failure, name: str, eps: float) -> bool:
     """Whether eps was added to the argument, or limits it; otherwise that setting has nothing to do with the 0."""
-    events = [e for maker in failure.makers(name) for e in (maker, *failure.trace.feeding(maker, 3))]
+    events = [e for maker in failure.producers(name) for e in (maker, *failure.trace.feeding(maker, 3))]
     return any(math.isclose(v, eps, rel_tol=1e-3) for e in events for _, given in e.scalars for v in _numbers(given))
 
 

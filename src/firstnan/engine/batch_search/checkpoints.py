@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.engine.batch_search.order import Fetched, Order
+from firstnan.engine.batch_search.order import BatchOrder, Fetched
 from firstnan.engine.batch_search.result import BadBatch, BatchSearch, Seen
 from firstnan.engine.batch_search.training import Everything, SavedState, Training
 from firstnan.engine.step_check import Outcome, StepCheck
@@ -44,7 +44,7 @@ Sizes = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckpointRow:
     """One replayed step."""
 
     step: int
@@ -76,7 +76,7 @@ class LateSearch:
     def __init__(
         self,
         step: StepCheck,
-        order: Order,
+        order: BatchOrder,
         everything: Everything,
         states: Sequence[SavedState],
         training: Training,
@@ -157,12 +157,12 @@ class LateSearch:
 
     # The steps between two checkpoints.
 
-    def _replay(self, start: int, end: int | None) -> list[Row]:
+    def _replay(self, start: int, end: int | None) -> list[CheckpointRow]:
         """Replays the steps after a checkpoint, with updates, until a NaN or step `end`; without `end`, one epoch."""
         self._load(start)
         self._everything.restore_random()
         first = self._states[start].step
-        rows: list[Row] = []
+        rows: list[CheckpointRow] = []
         guard = Guard()
         for step, fetched in enumerate(self._order.from_step(first), first):
             if step == end or (end is None and rows and fetched.index == rows[0].fetched.index):
@@ -176,7 +176,7 @@ class LateSearch:
                 break
         return rows
 
-    def _make(self, step: int, fetched: Fetched) -> Row:
+    def _make(self, step: int, fetched: Fetched) -> CheckpointRow:
         self._again += 1
         before = [p.detach().clone() for p in self._trained()]
         outcome = self._call(fetched, f"step {step}", updates=True)
@@ -188,7 +188,7 @@ class LateSearch:
             "loss": outcome.loss,
             "norm of the parameters": _norm(self._trained()),
         }
-        return Row(step, Fetched(fetched.index, None, fetched.indices, fetched.size), outcome.seen, sizes)
+        return CheckpointRow(step, Fetched(fetched.index, None, fetched.indices, fetched.size), outcome.seen, sizes)
 
     def _call(self, fetched: Fetched, what: str, *, updates: bool) -> Outcome:
         try:
@@ -202,7 +202,7 @@ class LateSearch:
     def _trained(self) -> list[Tensor]:
         return [p for p in self._training.parameters if p.requires_grad]
 
-    def _first_wrong(self, start: int, rows: list[Row]) -> dict[str, Any]:
+    def _first_wrong(self, start: int, rows: list[CheckpointRow]) -> dict[str, Any]:
         """The step from which on the numbers are unusual; if they are from the start, earlier states are used."""
         end, back = rows[-1].step + 1, _BACK
         found = onset(rows)
@@ -220,7 +220,7 @@ class LateSearch:
 
     # Notes and the result.
 
-    def _tell_healthy(self, rows: list[Row], good: int, wrong: int | None) -> None:
+    def _tell_healthy(self, rows: list[CheckpointRow], good: int, wrong: int | None) -> None:
         if not rows:
             note = f"No step was replayed: the loader has no batch for step {good}."
         elif wrong is None:
@@ -259,7 +259,7 @@ class Onset:
     """There are enough rows before it to know the usual values, and the number does not rise in them."""
 
 
-def onset(rows: Sequence[Row], fewest: int = _FEWEST) -> Onset:
+def onset(rows: Sequence[CheckpointRow], fewest: int = _FEWEST) -> Onset:
     """Where the numbers leave the range of the first rows for good."""
     last = len(rows) - 1
     count = min(_MOST, max(fewest, len(rows) // 4))
@@ -314,7 +314,7 @@ class Usual:
         return value / self.top if math.isfinite(value) else math.inf
 
 
-def _is_data(row: Row) -> bool:
+def _is_data(row: CheckpointRow) -> bool:
     return bool(row.seen) and row.seen[0].noticed.what == "input"
 
 

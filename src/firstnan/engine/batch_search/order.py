@@ -23,7 +23,7 @@ class Fetched:
     size: int | None = None
 
 
-class Order:
+class BatchOrder:
     """Assigns batch i of the loader to step i; after its last batch the loader starts over."""
 
     def __init__(self, loader: Iterable[Any], handouts: Handouts) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firstnan.engine.batch_search.order import Fetched, Order
+from firstnan.engine.batch_search.order import BatchOrder, Fetched
 from firstnan.engine.batch_search.result import BadBatch, BatchSearch
 from firstnan.engine.batch_search.training import Everything
 from firstnan.engine.step_check import StepCheck
@@ -32,7 +32,7 @@ class Scan:
     """Tries the batches of a loader from the same state: up to the first bad one, or all of them (`every`)."""
 
     def __init__(
-        self, step: StepCheck, order: Order, everything: Everything, every: bool, advance: Callable[..., None]
+        self, step: StepCheck, order: BatchOrder, everything: Everything, every: bool, advance: Callable[..., None]
     ) -> None:
         self._step, self._order, self._everything, self._every, self._advance = step, order, everything, every, advance
         self._found: list[BadBatch] = []

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
-from math import ceil, log2
 from textwrap import shorten
 from time import monotonic
 from typing import Any
@@ -17,7 +16,6 @@ from firstnan.engine.ranks import world
 from firstnan.engine.samples.cut import Cut, Maker, cut
 from firstnan.records import Batch, Report
 from firstnan.tensors.state import Handout, copy_batch
-from firstnan.tracing.recording import Difference
 
 _SECONDS = 30.0
 
@@ -50,7 +48,7 @@ class SampleSearch:
         self, handouts: list[Handout], makers: list[Maker], suspects: tuple[int, ...], previous: Any = None
     ) -> None:
         """`previous`: the batch before, whose samples are healthy."""
-        self.finding: Finding | None = None
+        self.finding: SearchResult | None = None
         self._error: BaseException | None = None
         """What the program raised while it was replayed."""
         self.finite: bool | None = True
@@ -112,7 +110,7 @@ class SampleSearch:
         self.finite = None
         return monotonic() < self._deadline
 
-    def _ended(self, finding: Finding) -> bool:
+    def _ended(self, finding: SearchResult) -> bool:
         self._replays += finding.replays
         if self.finding is None or finding.confirmed:
             self.finding, self._found_in = finding, self._subject
@@ -133,13 +131,13 @@ class SampleSearch:
         """Whether the same batch failed again, if known."""
         return self.finding is None or self.finding.repeated is not False
 
-    def told_in(self, report: Report, difference: Difference | None = None) -> Report:
-        """The report with the result; `difference` is that between two traces of the step, if it did not fail again."""
+    def told_in(self, report: Report) -> Report:
+        """The report with the result."""
         if not self.repeated:
-            return not_repeated(report, difference)
+            return not_repeated(report)
         if report.batch is None:
             return report
-        found = self.finding or Finding(report.batch.bad_samples, note=ENDED + self._why_ended())
+        found = self.finding or SearchResult(report.batch.bad_samples, note=ENDED + self._why_ended())
         if found.bad is None and report.origin is not None and report.origin.read_at is not None:
             found = replace(found, note="")  # it was created before the step, so nobody asks for samples
         told = self._told(report.batch, replace(found, replays=self._replays))
@@ -157,7 +155,7 @@ class SampleSearch:
         text = str(error).partition("\n")[0]
         return f"{how}, the program raised {type(error).__name__}" + (f": {shorten(text, 120)}" if text else "")
 
-    def _told(self, batch: Batch, found: Finding) -> Batch:
+    def _told(self, batch: Batch, found: SearchResult) -> Batch:
         pieces, bad = self._found_in.cut, found.bad
         if pieces is None:
             return replace(batch, replays=found.replays, note=self._found_in.why_not)
@@ -199,7 +197,7 @@ OTHERS = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SearchResult:
     """The result of the search; `bad` is None if no sample is responsible."""
 
     bad: tuple[int, ...] | None
@@ -211,13 +209,8 @@ class Finding:
     """Whether the same batch failed again; None if that was not tried."""
 
 
-Search = Generator[Replaced, bool, Finding]
+Search = Generator[Replaced, bool, SearchResult]
 """Yields the samples to replace, is sent whether the step was finite with that, and returns the result."""
-
-
-def most_for_one(size: int) -> int:
-    """The most replays for one bad sample, about twice what is needed; more if no sample can replace all others."""
-    return 2 * ceil(log2(max(size, 1))) + 4
 
 
 def search(size: int, suspects: Sequence[int] = (), others: int = 0) -> Search:
@@ -226,10 +219,10 @@ def search(size: int, suspects: Sequence[int] = (), others: int = 0) -> Search:
     try:
         found = yield from _search(asked, frozenset(suspects))
     except _EnoughError:
-        found = Finding(
+        found = SearchResult(
             asked.known, note=f"the search ended after {asked.replays} replays; there may be more bad samples"
         )
-    return Finding(found.bad, found.confirmed, found.note, asked.replays, asked.repeated)
+    return SearchResult(found.bad, found.confirmed, found.note, asked.replays, asked.repeated)
 
 
 class _EnoughError(Exception):
@@ -263,7 +256,7 @@ def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
     ask.repeated = not (yield from ask.finite((), 0))
     others = sorted(ask.everyone - suspects)
     if not ask.repeated or not others or len(ask.everyone) < 2:
-        return Finding(ask.known)
+        return SearchResult(ask.known)
     without = bool(suspects) and (yield from ask.finite(suspects, others[0]))
     stand_in = yield from _stand_in(ask, others if len(others) > 1 or without else [*others, *suspects])
     if stand_in is None:
@@ -278,11 +271,11 @@ def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
             return found
     if stand_in is None:
         # Rows at the origin may be bad by chance or because of their position, whatever data is there.
-        return Finding(None, note=WHOEVER if suspects else NO_SINGLE)
+        return SearchResult(None, note=WHOEVER if suspects else NO_SINGLE)
     if without and (yield from ask.fails_alone(suspects, stand_in)):
         return (yield from _each(ask, suspects, stand_in))
     if without:
-        return Finding(ask.known, note=ONLY_WITH_OTHERS)
+        return SearchResult(ask.known, note=ONLY_WITH_OTHERS)
     return (yield from _halves(ask, stand_in))
 
 
@@ -300,15 +293,15 @@ def _each(ask: _Counted, suspects: frozenset[int], stand_in: int) -> Search:
     """Of suspects that fail as a group: those that fail alone, if they explain the failure."""
     whole = tuple(sorted(suspects))
     if len(whole) == 1:
-        return Finding(whole, confirmed=True)
+        return SearchResult(whole, confirmed=True)
     if len(whole) > MOST // 2:
-        return Finding(whole, confirmed=True, note="confirmed as a group, not one by one")
+        return SearchResult(whole, confirmed=True, note="confirmed as a group, not one by one")
     alone = [one for one, fails in zip(whole, (yield from _alone(ask, whole, stand_in)), strict=True) if fails]
     if not alone:
-        return Finding(whole, confirmed=True, note=TOGETHER)
+        return SearchResult(whole, confirmed=True, note=TOGETHER)
     if len(alone) < len(whole) and not (yield from ask.finite(alone, stand_in)):
-        return Finding(whole, confirmed=True)
-    return Finding(tuple(alone), confirmed=True)
+        return SearchResult(whole, confirmed=True)
+    return SearchResult(tuple(alone), confirmed=True)
 
 
 def _alone(ask: _Counted, samples: Iterable[int], stand_in: int) -> Generator[Replaced, bool, list[bool]]:
@@ -324,17 +317,17 @@ def _halves(ask: _Counted, stand_in: int) -> Search:
     while True:
         one = yield from _one(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)
         if one is None:
-            return Finding(tuple(found) or None, note=NOT_ALONE if not found else ONLY_WITH_OTHERS)
+            return SearchResult(tuple(found) or None, note=NOT_ALONE if not found else ONLY_WITH_OTHERS)
         found = sorted([*found, one])
         ask.known = tuple(found)
         if (yield from ask.finite(found, stand_in)):
             break
     # If most of them are bad, what they have in common is to blame.
     if len(found) > max(1, len(ask.everyone) // 2):
-        return Finding(
+        return SearchResult(
             None, note=f"no single sample is responsible: {len(found)} of {len(ask.everyone)} samples fail alone"
         )
-    return Finding(tuple(found), confirmed=True)
+    return SearchResult(tuple(found), confirmed=True)
 
 
 def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Replaced, bool, int | None]:
@@ -349,7 +342,7 @@ def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Repla
     return None
 
 
-def _by_others(ask: _Counted, candidates: frozenset[int]) -> Generator[Replaced, bool, Finding | None]:
+def _by_others(ask: _Counted, candidates: frozenset[int]) -> Generator[Replaced, bool, SearchResult | None]:
     """Finds bad samples if no sample can replace all others, by replacing parts of the batch with several others.
 
     The parts differ in one bit of the samples' numbers, so any two samples are in different parts once: one of them may
@@ -372,7 +365,7 @@ def _by_others(ask: _Counted, candidates: frozenset[int]) -> Generator[Replaced,
     # Both samples that were tried alone may be bad.
     if (yield from ask.finite(ask.everyone, others[0])) and (yield from ask.fails_alone(candidates, others[0])):
         return (yield from _each(ask, candidates, others[0]))
-    return Finding(whole if len(whole) <= len(ask.everyone) // 4 else None, note=WITHOUT_THESE)
+    return SearchResult(whole if len(whole) <= len(ask.everyone) // 4 else None, note=WITHOUT_THESE)
 
 
 def _others(ask: _Counted, candidates: frozenset[int], part: frozenset[int]) -> list[int]:
@@ -385,5 +378,5 @@ def _with_either_half(ask: _Counted, one: tuple[int, ...], others: list[int]) ->
     half = len(others) // 2
     for gone, there in ((others[:half], others[half:]), (others[half:], others[:half])):
         if gone and there and (yield from ask.finite(gone, *there)):
-            return Finding(one, note=ONLY_WITH_OTHERS)
-    return Finding(one, confirmed=True, note=WITHOUT)
+            return SearchResult(one, note=ONLY_WITH_OTHERS)
+    return SearchResult(one, confirmed=True, note=WITHOUT)

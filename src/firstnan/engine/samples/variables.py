@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from firstnan.engine.samples.cut import Cut, CutError
-from firstnan.engine.samples.search import Finding, Replaced, search
+from firstnan.engine.samples.search import Replaced, SearchResult, search
 from firstnan.engine.turn import Turn
 from firstnan.records import Feature, SampleValues
 from firstnan.tensors.finite import is_finite, tensors_in
@@ -156,10 +156,10 @@ class Variables:
             return str(error)
         return ""
 
-    def searched(self, suspects: Sequence[int]) -> Generator[Question, bool, Finding]:
+    def searched(self, suspects: Sequence[int]) -> Generator[Question, bool, SearchResult]:
         """The search for bad samples, at each place; then whether random numbers of the step are the reason."""
         replays = 0
-        finding = Finding(None)
+        finding = SearchResult(None)
         for place in self._places:
             self._place = place
             self.cut = Cut(self._place.values, self._size or 0)
@@ -177,7 +177,7 @@ class Variables:
                 break
         return (yield from self._with_reason(replace(finding, replays=replays)))
 
-    def _with_reason(self, finding: Finding) -> Generator[Question, bool, Finding]:
+    def _with_reason(self, finding: SearchResult) -> Generator[Question, bool, SearchResult]:
         """Whether random numbers that the step has drawn are the reason, and which of them."""
         assert self.cut is not None
         place, bad = self._place, finding.bad or ()

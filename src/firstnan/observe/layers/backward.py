@@ -14,7 +14,7 @@ from torch.utils.hooks import unserializable_hook
 from firstnan.observe.layers.finding import Sink, What
 from firstnan.observe.layers.records import (
     FINITE,
-    Call,
+    LayerCall,
     PendingReads,
     SeenTensor,
     Size,
@@ -50,7 +50,7 @@ class Backward:
         self._held: deque[list[Any]] = deque(maxlen=_MOST_HANDLES)
         self._leaves: dict[int, tuple[TensorRecord, Any]] = {}
 
-    def follow(self, call: Call, inputs: list[SeenTensor], outputs: list[SeenTensor]) -> None:
+    def follow(self, call: LayerCall, inputs: list[SeenTensor], outputs: list[SeenTensor]) -> None:
         """Hooks the gradients of a layer's inputs and outputs, each tensor once."""
         chain = None
         for place, record, t, node in inputs:
@@ -133,7 +133,12 @@ class Backward:
             self._pending.add(values_of(plain, sized), then)
 
     def _settle(
-        self, producers: list[tuple[Call, str]], uses: list[TensorUse], source: Source, state: int, size: Size | None
+        self,
+        producers: list[tuple[LayerCall, str]],
+        uses: list[TensorUse],
+        source: Source,
+        state: int,
+        size: Size | None,
     ) -> None:
         if state > FINITE:
             call, what, place = blame(producers, uses)
@@ -184,7 +189,7 @@ def _held_before(record: TensorRecord) -> list[tuple[TensorRecord, Tensor]]:
     return chain
 
 
-def blame(producers: list[tuple[Call, str]], uses: list[TensorUse]) -> tuple[Call, What, str]:
+def blame(producers: list[tuple[LayerCall, str]], uses: list[TensorUse]) -> tuple[LayerCall, What, str]:
     """The call to name for a bad gradient of a tensor with these producers and readers, and the place in it.
 
     A reader is innocent if its own contribution was finite, or if it received no gradient. A reader that received only

@@ -15,7 +15,7 @@ from firstnan.observe.layers.records import (
     ONLY_NEGATIVE_INF,
     UNKNOWN,
     WAITING,
-    Call,
+    LayerCall,
     PendingReads,
     SeenTensor,
     Size,
@@ -33,7 +33,7 @@ from firstnan.tensors import finite
 _LONGEST_CHAIN = 5
 
 _Judged = tuple[str, TensorRecord, Source]
-_WholeCall = tuple[Call, Sequence[_Judged], Sequence[_Judged]]
+_WholeCall = tuple[LayerCall, Sequence[_Judged], Sequence[_Judged]]
 
 
 class Forward:
@@ -49,7 +49,7 @@ class Forward:
         """From now on: whether the sizes of outputs are told, and whether zeros and subnormal numbers are counted."""
         self._statistics, self._counts = sizes, counts
 
-    def called(self, thread: ThreadState, call: Call, inputs: list[SeenTensor], outputs: list[SeenTensor]) -> None:
+    def called(self, thread: ThreadState, call: LayerCall, inputs: list[SeenTensor], outputs: list[SeenTensor]) -> None:
         """A layer ran: its call joins the open chain, or ends it."""
         joins = (
             # When notes are read later, writes in place since then are detected only at the end of a chain.
@@ -69,7 +69,7 @@ class Forward:
         if len(thread.chain) >= _LONGEST_CHAIN:
             self.close(thread)
 
-    def close(self, thread: ThreadState, call: Call | None = None, inputs: list[SeenTensor] | None = None) -> None:
+    def close(self, thread: ThreadState, call: LayerCall | None = None, inputs: list[SeenTensor] | None = None) -> None:
         """Judges the chain by reading its end; `call` comes next and has these inputs."""
         if not thread.chain:
             return
@@ -91,7 +91,7 @@ class Forward:
         for link in chain:
             self._read(*link)
 
-    def _read(self, call: Call, inputs: list[SeenTensor], outputs: list[SeenTensor]) -> None:
+    def _read(self, call: LayerCall, inputs: list[SeenTensor], outputs: list[SeenTensor]) -> None:
         """Reads those of these tensors whose state is unknown, and judges the call."""
         if (
             call.layer.keeps_finite
@@ -134,7 +134,7 @@ class Forward:
         if whole_call is not None:
             self._decide(*whole_call)
 
-    def _decide(self, call: Call, inputs: Sequence[_Judged], outputs: Sequence[_Judged]) -> None:
+    def _decide(self, call: LayerCall, inputs: Sequence[_Judged], outputs: Sequence[_Judged]) -> None:
         if self._statistics and not call.layer.is_container:
             for _, record, source in outputs:
                 if record.size is not None:
@@ -154,7 +154,7 @@ class Forward:
             if record.state > FINITE:
                 self._report(call, "output", place, record, source)
 
-    def _report(self, call: Call, what: What, place: str, record: TensorRecord, source: Source) -> None:
+    def _report(self, call: LayerCall, what: What, place: str, record: TensorRecord, source: Source) -> None:
         if not record.reported:
             record.reported = True
             found = call.finding("forward", what, place, source)

@@ -57,7 +57,7 @@ class ModelCall:
         return any(name.startswith(path + ".") for name in self.layers for path in layer.paths)
 
 
-class Call:
+class LayerCall:
     """One call of a layer. It refers to no tensor, so keeping it keeps no tensor alive."""
 
     __slots__ = ("given", "in_step", "layer", "model_call", "number", "thread")
@@ -80,7 +80,7 @@ class TensorUse:
 
     __slots__ = ("call", "held", "output", "part", "place")
 
-    def __init__(self, call: Call, place: str) -> None:
+    def __init__(self, call: LayerCall, place: str) -> None:
         self.call, self.place = call, place
         self.part = UNKNOWN
         """The state of this layer's own contribution to the tensor's gradient, if it was read."""
@@ -101,7 +101,7 @@ class TensorRecord:
         self.reported = self.hooked = False
         self.held_count = 0
         """The number of gradients held, this one included, until the gradient of an earlier tensor is read for all."""
-        self.producers: list[tuple[Call, str]] = []
+        self.producers: list[tuple[LayerCall, str]] = []
         self.uses: list[TensorUse] = []
 
 
@@ -118,7 +118,7 @@ class ThreadState(threading.local):
         """Whether gradients were enabled when it began."""
         self.recomputing = self.unreadable = False
         """Whether backward is recomputing it; whether its tensors have no values to read."""
-        self.chain: list[tuple[Call, list[SeenTensor], list[SeenTensor]]] = []
+        self.chain: list[tuple[LayerCall, list[SeenTensor], list[SeenTensor]]] = []
         """Consecutive calls that will be judged by the output of the last one."""
         self.notes: list[Any] | None = None
         """Inside an ordinary model call: what its layers did, not processed yet."""

@@ -20,7 +20,7 @@ from firstnan.observe.layers.finding import Sink
 from firstnan.observe.layers.forward import Forward
 from firstnan.observe.layers.global_hooks import GlobalHooks, unhookable
 from firstnan.observe.layers.records import (
-    Call,
+    LayerCall,
     LayerNote,
     ModelCall,
     PendingReads,
@@ -387,7 +387,7 @@ class LayerWatch:
 
     def _recorded_call(
         self, thread: ThreadState, layer: Layer, args: Any, kwargs: Any, output: Any, recomputing: bool = False
-    ) -> tuple[Call, list[SeenTensor], list[SeenTensor]]:
+    ) -> tuple[LayerCall, list[SeenTensor], list[SeenTensor]]:
         """A call of a layer, with its inputs and outputs as they are now."""
         trains = torch.is_grad_enabled() or (thread.depth > 0 and thread.recording)
         call = self._call(thread, layer, trains, recomputing)
@@ -405,7 +405,7 @@ class LayerWatch:
     def _judge(
         self,
         thread: ThreadState,
-        call: Call,
+        call: LayerCall,
         inputs: list[SeenTensor],
         outputs: list[SeenTensor],
         recomputing: bool,
@@ -417,9 +417,9 @@ class LayerWatch:
         if follow:
             self._backward.follow(call, inputs, outputs)
 
-    def _call(self, thread: ThreadState, layer: Layer, trains: bool, recomputing: bool) -> Call:
+    def _call(self, thread: ThreadState, layer: Layer, trains: bool, recomputing: bool) -> LayerCall:
         in_step = recomputing or (trains and self._training_thread in (None, thread.ident))
-        return Call(layer, thread.number(layer, self.steps, recomputing), in_step, thread.name, thread.model_call)
+        return LayerCall(layer, thread.number(layer, self.steps, recomputing), in_step, thread.name, thread.model_call)
 
 
 def _is_recomputing() -> bool:
