@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, random_split
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    random_split,
+)
 
 from firstnan.engine import data_origin, isolation
-from firstnan.engine.handouts import ReplayError
+from firstnan.engine.handouts import FirstBatch, ReplayError
 from firstnan.engine.samples.cut import Cut, Maker
 from firstnan.engine.samples.search import SampleSearch, search
 from firstnan.engine.samples.underlying import underlying
@@ -67,6 +76,61 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "note": "the random numbers drawn in this step are the reason, not the data: t (line 35) = 199 in row 13",
     },
 }
+
+
+LONG = """
+    import numpy as np
+    import torch
+    from torch.utils.data import DataLoader, Dataset, Subset
+
+    torch.manual_seed(0)
+    np.seterr(all="ignore")
+
+    class Table(Dataset):
+        def __init__(self):
+            raw = np.random.default_rng(0).normal(size=(2000, 4)).astype("float32")
+            raw[:, 3] = 1.0
+            raw[1234, 3] = 0.0
+            self.rows = raw[:, :3] / raw[:, 3:]  # here
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, i):
+            return torch.from_numpy(self.rows[i])
+
+    train = Subset(Table(), range(100, 2000))
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for x in DataLoader(train, batch_size=4):
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_bad_data_needs_the_first_step_of_a_second_run_only(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(LONG))
+    result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert "# here" in lines[result.origin["line"] - 1], result.stderr
+    batch = result.found["batch"]
+    assert (result.found["step"], batch["index"], batch["elements"][0]["index"]) == (283, 283, 1234)
+    assert "starting the program again with the failing batch first" in result.stderr
+    assert result.found["replay"] == "the program was run again, with the failing batch first"
+
+
+def test_the_first_batch_of_a_pass_is_the_failing_one() -> None:
+    data = list(range(12))
+    given, sampled = FirstBatch((7, 3), 12), SequentialSampler(data)
+    one, other = iter(DataLoader(data, 4)), iter(DataLoader(list(range(9)), 4))
+    assert given.in_place_of(other, [0, 1]) == [0, 1]  # another dataset
+    assert given.in_place_of(one, [0, 1]) == [7, 3]
+    assert given.in_place_of(one, [2, 3]) == [2, 3]
+    assert given.in_place_of(iter(DataLoader(data, 4)), 5) == 5  # no batches
+    assert given.in_place_of(iter(DataLoader(data, 4, sampler=sampled)), [0, 1]) == [7, 3]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -147,6 +211,37 @@ def test_a_method_that_keeps_it_in_its_object() -> None:
 
     lines = watched(Scaler)
     assert offset(Scaler.__init__, lines) == [(2, "self.scale")]
+
+
+def test_a_large_array_that_is_written_into() -> None:
+    """It is read again after such a line only: numpy does not count its writes."""
+
+    def table() -> Any:
+        raw = np.ones((3000, 4))
+        raw[7, 3] = 0.0
+        with np.errstate(all="ignore"):
+            scale = 1.0 / raw[:, 3]
+        raw[:, 3] = scale
+        return raw
+
+    assert offset(table, watched(table)) == [(4, "scale")]
+
+
+def test_what_an_object_keeps_is_known_when_a_library_asks_it_for_a_row() -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.rows = np.ones((3000, 4))
+            with np.errstate(all="ignore"):
+                self.rows[7] /= 0.0
+
+        def __getitem__(self, i: int) -> Any:
+            return torch.from_numpy(self.rows[i])
+
+    def batch() -> Any:
+        kept = Kept()
+        return torch.stack([next(map(kept.__getitem__, [i])) for i in (6, 7)])
+
+    assert offset(Kept.__init__, watched(batch)) == [(3, "self.rows")]
 
 
 def test_rows_that_went_through_a_library_are_recognised() -> None:

@@ -471,6 +471,39 @@ def test_one_of_several_processes_is_not_started_alone(monkeypatch: pytest.Monke
     assert reason_not_to_start(options(None), 1.0) == "one of several processes cannot be run alone"
 
 
+# --- with the failing batch first ---------------------------------------------------------------------------------
+
+DATA = """
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    counts = torch.ones(400)
+    counts[360] = 0.0
+    data = torch.rand(400, 3) * torch.log(counts)[:, None]
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for (x,) in DataLoader(TensorDataset(data), 4):
+        optimizer.zero_grad()
+        (net(x) - 1).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_fix_of_the_data_is_tried_with_the_failing_batch_first(place: Path) -> None:
+    """The program is not run as far as it came: that may have taken hours."""
+    write(place / "data.py", DATA)
+    program, batch = Program("data.py", []), ([360, 361, 362, 363], 400)
+    good = change(place / "data.py", "torch.log(counts)", "torch.log(counts.clamp_min(1e-3))")
+    useless = change(place / "data.py", "torch.log(counts)", "torch.log(counts * 1)")
+    report = failing(90, useless, good)
+    trials = Trials(Start(), program, 5, AMPLE, isolated=False, from_start="it ran for hours", first_batch=batch)
+    best, other = trials.run(report, lambda _: None).remedies
+    assert (best.edits, best.proven, best.steps_finite_after) == (good.edits, True, 5)
+    assert best.note.startswith("in a run whose first batch was the failing one")
+    assert (other.tried, other.failing_step_finite) == (True, False)
+
+
 # --- which one wins -----------------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,26 @@ class Loader:
         return len(self.recent) >= _MOST_BATCHES or sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES
 
 
+@dataclass(frozen=True)
+class FirstBatch:
+    """The samples of a failing batch, to be the first ones that a loader over such a dataset fetches."""
+
+    indices: tuple[int, ...]
+    length: int
+    """Of the dataset."""
+    _seen: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False)
+    """Iterators of loaders that have fetched something."""
+
+    def in_place_of(self, iterator: Any, chosen: Any) -> Any:
+        """These samples for the first batch of a pass through the dataset; otherwise those that the sampler chose."""
+        first = iterator not in self._seen and isinstance(chosen, list)
+        self._seen.add(iterator)
+        try:
+            return list(self.indices) if first and len(iterator._dataset) == self.length else chosen
+        except Exception:  # a dataset without a length
+            return chosen
+
+
 class ReplayError(Exception):
     """The program asked for a batch that the replay does not have."""
 
@@ -415,6 +435,17 @@ class Handouts:
     def iterator_of(self, handout: Handout) -> Any:
         """The iterator that handed out this batch; None if it is gone."""
         return next((it for it, s in list(self.sources.items()) if any(h is handout for h in s.recent)), None)
+
+    def first_batch(self) -> FirstBatch | None:
+        """The samples of the latest batch, if it came from a dataset that gives any sample at any time."""
+        latest = self.latest
+        dataset = getattr(self.iterator_of(latest), "_dataset", None) if latest is not None else None
+        if latest is None or dataset is None or not isinstance(latest.indices, list):
+            return None
+        try:
+            return FirstBatch(tuple(int(i) for i in latest.indices), len(dataset))
+        except Exception:  # other keys than numbers, or no length
+            return None
 
     def requests(self, iterator: Any) -> object:
         """A value that changes whenever this iterator is asked for a batch."""

@@ -109,6 +109,8 @@ class Investigation:
         """The running time of the program itself."""
         self.watch: ProgramWatch[Any] | None = None
         self._trial: Trial | None = None
+        self._first_batch: tuple[list[int], int] | None = None
+        """The samples of the failing batch and the size of its dataset, if that batch alone makes the program fail."""
         self._replay: CapsuleReplay | None = None
         self.report = Report("clean")
         self._interrupted = self._tried = self._over = self._first_part_printed = self._all_printed = False
@@ -256,7 +258,9 @@ class Investigation:
         order = self.order
         if order is not None and order.what == "trial":
             step, reach = order.step or 0, Reach(**(order.reach or {"last": 0}))
-            trial = program_watch.watch_trial(ownership, self._tell, step=step, reach=reach, made=order.made)
+            trial = program_watch.watch_trial(
+                ownership, self._tell, step=step, reach=reach, made=order.made, first_batch=order.first_batch
+            )
             self.watch, self._trial = trial, trial.policy
         elif self.options.restart is not None:
             restarted = program_watch.watch_capsule(ownership, self._save, self.options.restart)
@@ -272,6 +276,7 @@ class Investigation:
                 may_replay=self.options.replay == "auto",
                 wanted=self._wanted(),
                 again=order is not None,
+                first_batch=order.first_batch if order else None,
                 replicas=self._compared_replicas(),
                 tell=self._foreseen if order is None else lambda event: None,
                 on_step=self._on_step() if order is None else None,
@@ -330,6 +335,9 @@ class Investigation:
                 self.report = Report("clean")
             return
         told = first.origin is not None
+        if told and (found := self._with_failing_batch_first(first, watch)) is not None:
+            self.report = found
+            return
         if told and self.seconds > trials.PATIENCE:
             return
         # An infinity that a program returns is usually intended, so nothing is printed until that is known.
@@ -367,6 +375,44 @@ class Investigation:
             self.report = Report("clean")
         else:
             self.report = self._not_repeated(first, run)
+
+    def _with_failing_batch_first(self, first: Report, watch: ProgramWatch[Any]) -> Report | None:
+        """The report with the line that created bad data, from a second run whose first batch is the failing one."""
+        from firstnan.engine.conclude import came_from_outside
+
+        batch = watch.policy.first_batch
+        if batch is None or self._still_wanted() is not None:
+            return None
+        given = list(batch.indices), batch.length
+        say(
+            "starting the program again with the failing batch first, to see where the bad value was created "
+            "(its output is hidden; Ctrl-C skips this)"
+        )
+        try:
+            second = self.start.run_again(
+                self.options.program,
+                step=0,
+                what="step",
+                seconds=trials.Limits.after(min(self.seconds, trials.PATIENCE)).one,
+                first_batch=given,
+                isolated=self.options.isolation,
+            ).report
+        except (KeyboardInterrupt, IsolationError):
+            return None
+        if second is None or second.step != 0 or second.origin is None or came_from_outside(second.origin):
+            return None
+        self._first_batch = given
+        return replace(
+            second,
+            step=first.step,
+            batch=first.batch,
+            noticed=first.noticed,
+            history=first.history,
+            events=first.events,
+            loops=first.loops,
+            reproduced="deterministic",
+            replay=f"{trials.RUN_AGAIN}, with the failing batch first",
+        )
 
     def _not_repeated(self, first: Report, run: SecondRun | None) -> Report:
         """The report of the first run, and what can be said of a second one without that failure."""
@@ -516,7 +562,7 @@ class Investigation:
         if not count:
             return
         why, from_start = reason_not_to_try(report, options), why_not or reason_not_to_start(options, self.seconds)
-        if why or (from_start and at_step is None):
+        if why or (from_start and at_step is None and self._first_batch is None):
             self.report = report.with_(remedies=tuple(replace(r, note=why or from_start) for r in report.remedies))
             return
         self._save(report)
@@ -535,6 +581,7 @@ class Investigation:
             isolated=options.isolation,
             at_step=at_step,
             from_start=from_start,
+            first_batch=self._first_batch,
         )
         try:
             with self.ranks.termination.interrupts():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from firstnan.diagnose.rules import ONLY_COMPILED
 from firstnan.engine.conclude import came_from_outside, infinite_number
+from firstnan.engine.handouts import FirstBatch
 from firstnan.engine.journal import one_line
 from firstnan.engine.ranks import world
 from firstnan.gate.gate import Trip
@@ -120,6 +121,8 @@ class EndProgram(Policy):
         """Whether Ctrl-C has ended the investigation; then no fix is tried either."""
         self.unresolved = False
         """Whether the program has to be run again for a complete answer."""
+        self.first_batch: FirstBatch | None = None
+        """The failing batch, if that alone shows a second run where its bad values were created."""
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         if session.in_worker:  # it may owe its parent a result, so it is not ended
@@ -170,6 +173,7 @@ class EndProgram(Policy):
                 or session.lacks_capsule(report)
             )
         )
+        self.first_batch = session.handouts.first_batch() if origin is not None and origin.phase == "input" else None
         self.save(report)
 
 

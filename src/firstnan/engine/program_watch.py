@@ -20,7 +20,7 @@ from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.divergence import event_of
-from firstnan.engine.handouts import Handouts
+from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.journal import event_of_forecast
 from firstnan.engine.left_out import MOST_BAD, leaves_out_update
 from firstnan.engine.loop_replay import Failure
@@ -72,6 +72,7 @@ class ProgramWatch(Generic[P]):
         replicas: Replicas | None = None,
         tell: Callable[[NaNEvent], None] = lambda event: None,
         samples: StepSamples | None = None,
+        first_batch: FirstBatch | None = None,
         on_step: Callable[[Session], None] | None = None,
     ) -> None:
         self.policy, handouts = policy, Handouts()
@@ -95,6 +96,7 @@ class ProgramWatch(Generic[P]):
             may_replay=may_replay,
             in_worker=in_worker,
             samples=samples,
+            first_batch=first_batch,
             on_step=on_step,
             say=lambda text: print(text, file=sys.stderr),
         )
@@ -123,6 +125,7 @@ def watch(
     may_replay: bool,
     wanted: Wanted | None,
     again: bool = False,
+    first_batch: tuple[Sequence[int], int] | None = None,
     replicas: Replicas | None = None,
     tell: Callable[[NaNEvent], None] = lambda event: None,
     on_step: Callable[[Session], None] | None = None,
@@ -131,8 +134,8 @@ def watch(
 ) -> ProgramWatch[EndProgram]:
     """Watches for a failure; `tracing` records every operator from the first line on, or from a step on.
 
-    `again`: this is a second run. `tell` gets forecasts as events, `on_step` is called after each step. `held` and
-    `released`: see EndProgram.
+    `again`: this is a second run; `first_batch` is given to the program first, and one step of it is enough. `tell`
+    gets forecasts as events, `on_step` is called after each step. `held` and `released`: see EndProgram.
     """
     found = ProgramWatch(
         EndProgram(save, explained, always=again, held=held, released=released),
@@ -145,7 +148,8 @@ def watch(
         replicas=replicas,
         tell=tell,
         samples=StepSamples(ownership) if not (tracing or again) else None,
-        on_step=on_step,
+        first_batch=_first_batch(first_batch),
+        on_step=on_step if first_batch is None else _end_after_first_step,
     )
     found.session.begin()
     if tracing:
@@ -156,6 +160,14 @@ def watch(
         # What it has prepared and kept in files would not be prepared again.
         when_imported("datasets", lambda: sys.modules["datasets"].disable_caching())
     return found
+
+
+def _first_batch(given: tuple[Sequence[int], int] | None) -> FirstBatch | None:
+    return FirstBatch(tuple(given[0]), given[1]) if given is not None else None
+
+
+def _end_after_first_step(session: Session) -> None:
+    end_program()
 
 
 @contextlib.contextmanager
@@ -194,10 +206,12 @@ def watch_trial(
     step: int,
     reach: Reach,
     made: tuple[str, int] | None,
+    first_batch: tuple[Sequence[int], int] | None = None,
 ) -> ProgramWatch[Trial]:
     """Watches a changed program: every parameter after every update, as far as `reach` says."""
     gate = Gate(thorough=True)
-    found = ProgramWatch(Trial(gate, ownership, step=step, reach=reach, tell=tell, made=made), ownership, gate)
+    trial = Trial(gate, ownership, step=step, reach=reach, tell=tell, made=made)
+    found = ProgramWatch(trial, ownership, gate, first_batch=_first_batch(first_batch))
     found.policy.watch(found.session)
     found.session.begin()
     return found

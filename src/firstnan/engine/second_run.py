@@ -41,6 +41,8 @@ class Instructions:
     """Real path of a source file -> the content to run instead, each byte as one character."""
     reach: dict[str, Any] | None = None
     """How far a trial goes."""
+    first_batch: tuple[list[int], int] | None = None
+    """The samples that the program's loader fetches first, and the size of its dataset."""
     updates: int | None = None
     """After how many updates, of all optimizers, operators are recorded."""
     made: tuple[str, int] | None = None
@@ -130,10 +132,11 @@ class Start:
         seconds: float,
         updates: int | None = None,
         capsule: tuple[str, int] | None = None,
+        first_batch: tuple[list[int], int] | None = None,
         isolated: bool = True,
     ) -> SecondRun:
         """Runs the program again up to its failure; its output is discarded. `isolated`: it changes nothing."""
-        order = replace(self._order(step, what), capsule=capsule, updates=updates)
+        order = replace(self._order(step, what), capsule=capsule, updates=updates, first_batch=first_batch)
         return SecondRun.of(*self._run(program, order, seconds, isolated))
 
     def try_out(
@@ -145,12 +148,15 @@ class Start:
         reach: Reach,
         seconds: float,
         made: tuple[str, int] | None = None,
+        first_batch: tuple[list[int], int] | None = None,
         isolated: bool = True,
     ) -> tuple[Any, bool]:
         """The child's result for the program with changed files, and whether it finished in time."""
         # Every byte is a Latin-1 character, so any file fits into JSON.
         texts = {path: content.decode("latin-1") for path, content in contents.items()}
-        order = replace(self._order(step, "trial"), contents=texts, reach=asdict(reach), made=made)
+        order = replace(
+            self._order(step, "trial"), contents=texts, reach=asdict(reach), made=made, first_batch=first_batch
+        )
         return self._run(program, order, seconds, isolated)
 
     def _order(self, step: int | None, what: str) -> Instructions:

@@ -23,7 +23,7 @@ from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.divergence import diverged
-from firstnan.engine.handouts import Handouts
+from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
 from firstnan.engine.policies import (
@@ -92,7 +92,7 @@ class Session(Observer):
     `calls` are those of a detector; `capsules` writes the failing step to a file; `restart` starts from such a file;
     `values` watches what a whole program reads; `sources` are replays that need no loop; `replicas` compares ranks.
     `through_loop`: the loop takes its batches through us from the start. `samples` looks at the
-    operators of a few healthy steps; `on_step` is called after each.
+    operators of a few healthy steps; `first_batch` is given to the program first; `on_step` is called after each step.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Session(Observer):
         clip_at: float | None = None,
         say: Callable[[str], object] = log.error,
         samples: StepSamples | None = None,
+        first_batch: FirstBatch | None = None,
         on_step: Callable[[Session], None] | None = None,
     ) -> None:
         self.policy, self.scope = policy, scope or Scope()
@@ -130,7 +131,7 @@ class Session(Observer):
         self.live = LiveTrace(self.microscope, from_update=trace_from, block=trace_block)
         self.hooks = Hooks(self, self.scope.optimizers, program=values is not None)
         self._sources, self._capsules, self._restart = sources(self), capsules, restart
-        self._replicas = replicas
+        self._replicas, self._first_batch = replicas, first_batch
         self.models: Models | None = None
         self.phase: Phase = WATCHING
         self.report: Report | None = None
@@ -673,8 +674,11 @@ class Session(Observer):
 
     # Batches.
 
-    def indices_sampled(self, iterator: Any, indices: Any) -> None:
+    def indices_sampled(self, iterator: Any, indices: Any) -> Any:
+        if self._first_batch is not None:
+            indices = self._first_batch.in_place_of(iterator, indices)
         self.handouts.sampled(iterator, indices)
+        return indices
 
     def epoch_begins(self, iterator: Any) -> None:
         self.handouts.epoch_begins(iterator)

@@ -42,6 +42,7 @@ RUN_AGAIN = "the program was run again"
 """The start of `Report.replay` if a second run has confirmed the failure."""
 _HELPED = "an earlier fix already helps"
 _SKIPPED = "skipped by Ctrl-C"
+_BATCH_FIRST = "in a run whose first batch was the failing one"
 _CHANCE = "the unchanged program does not always fail, so a trial would prove nothing"
 
 
@@ -84,11 +85,14 @@ class Trials:
         isolated: bool = True,
         at_step: StepTrials | None = None,
         from_start: str = "",
+        first_batch: tuple[list[int], int] | None = None,
     ) -> None:
         """`at_step` tries at the failing step; the program is run from its start where that is not possible.
 
-        `from_start` is a reason not to do that.
+        `from_start` is a reason not to do that. `first_batch` shows the failure in the first step of the program, so
+        that it need not be run as far as it came.
         """
+        self._first_batch = first_batch
         self.start, self.program, self.steps, self.limits, self._isolated = start, program, steps, limits, isolated
         self._at_step, self._from_start = at_step, from_start
         self.until = time.monotonic() + limits.all
@@ -160,9 +164,36 @@ class Trials:
             if is_short:
                 longer = self._tried_from_start(remedy, report, contents)
                 return result if longer.failing_step_finite is None else longer
+        if self._first_batch is not None and (self._from_start or self.limits.one > _QUICKLY):
+            return self._tried_with_batch_first(remedy, report, contents)
         if self._from_start:
             return replace(remedy, note=self._from_start)
         return self._tried_from_start(remedy, report, contents)
+
+    def _tried_with_batch_first(self, remedy: Remedy, report: Report, contents: dict[str, bytes]) -> Remedy:
+        """The result of some steps of the changed program, the first of them with the failing batch."""
+        bad, began = last_bad_step(report), time.monotonic()
+        seconds = min(max(self.limits.one, _QUICKLY), max(self.until - began, 1.0))
+        try:
+            data, in_time = self.start.try_out(
+                self.program,
+                contents,
+                step=0,
+                reach=Reach(self.steps),
+                seconds=seconds,
+                first_batch=self._first_batch,
+                isolated=self._isolated,
+            )
+        except OSError as error:
+            return replace(remedy, note=f"the program cannot be run again: {error}")
+        self._longest = max(self._longest, time.monotonic() - began)
+        outcome = TrialOutcome.of(data) if data is not None else None
+        if outcome is not None:  # in the steps of the run that failed
+            later = None if outcome.bad_step is None else outcome.bad_step + bad
+            passed = outcome.passed + bad
+            outcome = replace(outcome, passed=passed, bad_step=later, at_step=True, ended="", losses=(), latest=())
+        result = judged(remedy, outcome, report, "" if in_time else f"stopped after {seconds:.0f} s")
+        return replace(result, note="; ".join(part for part in (_BATCH_FIRST, result.note) if part))
 
     def _tried_from_start(self, remedy: Remedy, report: Report, contents: dict[str, bytes]) -> Remedy:
         try:

@@ -294,8 +294,8 @@ class Hooks:
         def _next_index(iterator: Any) -> Any:
             __tracebackhide__ = True
             indices = original(iterator)
+            indices = self.guarded(self.observer.indices_sampled, iterator, indices, otherwise=indices)
             keep_indices(iterator, indices)
-            self.guarded(self.observer.indices_sampled, iterator, indices)
             return indices
 
         return _next_index

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from firstnan.observe.sites import Ownership, Spot, names_read, resolve
+from firstnan.observe.sites import Ownership, Spot, names_read, names_written, resolve
 from firstnan.tensors.finite import is_finite, readable
 
 _MOST_PARTS = 1024
@@ -26,6 +26,7 @@ _MOST_VALUES = 8
 _SMALL = 4096
 """Elements up to which an array is read again after each line, since a write into it leaves no other trace."""
 _LARGE = 1 << 20
+_MOST_OBJECTS = 256
 RETURNED = "returned"
 _LITERAL = re.compile(r"(^|[^a-z_])(nan|inf|infinity)([^a-z_]|$)", re.IGNORECASE)
 
@@ -60,6 +61,8 @@ class _Frame:
     """Variables that were non-finite before the first line was watched -> the identity of their value then."""
     seen: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Identity and version of what was finite when it was read last."""
+    writes: Counter[str] = field(default_factory=Counter)
+    """How often something was written into its large arrays."""
     returned: tuple[int, ...] | None = None
     """The lines that a non-finite value comes from that a function has returned to the statement that runs."""
     trail: deque[Spot] = field(default_factory=lambda: deque(maxlen=3))
@@ -78,6 +81,8 @@ class LineWatch:
         """File and line of a statement that made or passed on a non-finite value -> where that comes from."""
         self._values: list[tuple[Tensor, tuple[int, ...]]] = []
         """Some of these values, and where they come from."""
+        self._objects: dict[int, tuple[Any, tuple[int, ...]]] = {}
+        """Some non-finite objects by their identity, and where they come from: a method finds them in its object."""
         self._kept: Counter[Spot] = Counter()
         self._until, self._events = monotonic() + seconds, 0
 
@@ -94,9 +99,15 @@ class LineWatch:
     def source_in(self, tensors: Iterable[Tensor]) -> BadLine | None:
         """The line that made what one of these tensors holds, as a whole or in a row; None if several may have."""
         tensors = list(tensors)
-        came = {i for value, lines in self._values for i in lines if any(_holds(t, value) for t in tensors)}
+        came = {i for t in tensors for i in self._noted_in(t) or ()}
         found = [self.lines[i] for i in sorted(came) if not self.lines[i].is_literal]
         return found[0] if len({line.spot for line in found}) == 1 else None
+
+    def _noted_in(self, value: Any) -> tuple[int, ...] | None:
+        """The lines that made what a tensor holds, as a whole or in a row; None if none is known."""
+        if not isinstance(value, Tensor):
+            return None
+        return tuple(dict.fromkeys(i for noted, came in self._values for i in came if _holds(value, noted))) or None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -138,7 +149,8 @@ class LineWatch:
     def _begin(self, frame: FrameType, known: _Frame, came: tuple[int, ...]) -> None:
         """Notes what is non-finite before the first line of a function that is watched."""
         found = self._bad(frame, known)
-        known.bad, known.old = dict.fromkeys(found, came), {name: id(value) for name, value in found.items()}
+        known.bad = {name: self._objects.get(id(value), (None, came))[1] for name, value in found.items()}
+        known.old = {name: id(value) for name, value in found.items()}
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
@@ -166,12 +178,14 @@ class LineWatch:
         for name in new:
             known.old.pop(name, None)
         if new:
-            came = self._came_from(known)
+            name = new[0]
+            came = self._source(known, bad[name])
             if came is None:
-                name = new[0]
                 came = self._made(known.spot, name, bad[name])
-            self._note(known.spot, came, bad[new[0]])
+            self._note(known.spot, came, bad[name])
             known.bad.update(dict.fromkeys(new, came))
+            if len(self._objects) < _MOST_OBJECTS:
+                self._objects.update({id(bad[one]): (bad[one], came) for one in new})
         for name in [name for name in known.bad if name not in bad]:
             del known.bad[name]
 
@@ -183,7 +197,7 @@ class LineWatch:
             spot = next((s for s in spots if _is_return(s)), spots[0])
             held = [came for name, came in known.bad.items() if frame.f_locals.get(name) is value]
             known.spot = spot
-            came = held[0] if held else self._came_from(known)
+            came = held[0] if held else self._source(known, part)
             if came is None:
                 came = self._made(spot, RETURNED, part)
             self._note(spot, came, part)
@@ -209,11 +223,12 @@ class LineWatch:
             before = self._sources.get((site.file, line), ())
             self._sources[site.file, line] = tuple(dict.fromkeys((*before, *came)))
 
-    def _came_from(self, known: _Frame) -> tuple[int, ...] | None:
-        """Where the bad values come from that the statement has read; None if all that it read was finite."""
+    def _source(self, known: _Frame, value: Any) -> tuple[int, ...] | None:
+        """Where a bad value of a statement comes from; None if all that it has read was finite."""
         if known.returned is not None:
             return known.returned
-        return self._read_by(known) if known.bad else None
+        came = self._read_by(known) if known.bad else None
+        return came if came is not None else self._noted_in(value)
 
     def _read_by(self, known: _Frame) -> tuple[int, ...] | None:
         """The same without what functions have returned to it."""
@@ -223,19 +238,26 @@ class LineWatch:
 
     def _bad(self, frame: FrameType, known: _Frame) -> dict[str, Any]:
         """The non-finite variables of a function, and attributes of the object whose method it is."""
-        bad = {}
+        bad, written = {}, names_written(known.spot)
         for name, value in _variables(frame):
             if type(value) in _PLAIN:
                 continue
             version = _version(value)
-            if version is not None and known.seen.get(name) == (id(value), version):
+            was_read = version is not None and known.seen.get(name) == (id(value), version)
+            if was_read and (isinstance(value, Tensor) or name not in written or not self._reads_again(known, name)):
                 continue
             part = _first_bad(value)
             if part is not None:
                 bad[name] = part
+                known.seen.pop(name, None)
             elif version is not None:
                 known.seen[name] = (id(value), version)
         return bad
+
+    def _reads_again(self, known: _Frame, name: str) -> bool:
+        """Whether to read a large array that was written into: always would take too long in a loop."""
+        known.writes[name] += 1
+        return known.writes[name].bit_count() == 1 or self._read_by(known) is not None
 
 
 _PLAIN = frozenset({int, str, bool, bytes, type(None), type, ModuleType, FunctionType, BuiltinFunctionType})

@@ -80,8 +80,9 @@ class Observer:
 
     # Data.
 
-    def indices_sampled(self, iterator: Any, indices: Any) -> None:
-        """A loader's sampler chose these dataset indices for a later batch."""
+    def indices_sampled(self, iterator: Any, indices: Any) -> Any:
+        """A loader's sampler chose these dataset indices for a later batch; returns those that the loader gets."""
+        return indices
 
     def epoch_begins(self, iterator: Any) -> None: ...
 

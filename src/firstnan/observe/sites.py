@@ -240,6 +240,29 @@ def _names_read(name: str, line: int, end_line: int) -> frozenset[str]:
     return frozenset(names)
 
 
+def names_written(spot: Spot) -> frozenset[str]:
+    """The variables, and attributes of variables, into whose value the statement with this instruction writes."""
+    code, lasti = spot
+    line, end_line, _, _ = _positions(code, lasti)
+    return _names_written(code.co_filename, line, end_line or line) if line is not None else frozenset()
+
+
+@lru_cache(maxsize=4096)
+def _names_written(name: str, line: int, end_line: int) -> frozenset[str]:
+    tree, (first, last) = _tree(name), _statement(name, line, end_line)
+    found: list[ast.expr] = []
+    for node in ast.walk(tree) if tree else ():
+        if not first <= getattr(node, "lineno", 0) <= last:
+            continue
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            found.append(node.value)
+        elif isinstance(node, ast.AugAssign):
+            found.append(node.target)
+        elif isinstance(node, ast.keyword) and node.arg == "out":
+            found.append(node.value)
+    return frozenset(ast.unparse(node) for node in found if isinstance(node, ast.Name | ast.Attribute))
+
+
 _OVERRIDES = ("__torch_function__", "__torch_dispatch__")
 
 
