@@ -18,6 +18,7 @@ from firstnan.repair.context import (
     is_in_place,
     producer_of,
     remedies_for,
+    unpacked,
 )
 from firstnan.repair.literals import find_literal
 from firstnan.repair.source import (
@@ -175,15 +176,16 @@ def guarded(context: FailureContext, *ops: str) -> Iterator[Remedy]:
     bound = binding(context, found.location.source, guards[0].node, guards[0].operand) if guards[0].operand else None
     earlier = [r for guard in guards if (r := _where_computed(found, guard, bound)) is not None]
     local = [context.remedy(guard.title, guard.why, guard.edit) for guard in guards]
-    if bound is not None:  # a guard at the operation would not cover the other reads
+    elsewhere = bound is not None or unpacked(found.location.source, guards[0].node) is not None
+    if elsewhere:  # a guard at the operation would not cover the other reads
         yield from earlier
     yield from _in_the_statement(found)
     yield local[0]
     yield from _everywhere(found)
-    if bound is None:
+    if not elsewhere:
         yield from earlier[:1]
     yield from local[1:]
-    if bound is None:
+    if not elsewhere:
         yield from earlier[1:]
 
 
@@ -198,11 +200,23 @@ def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None
     else:
         producer = producer_of(context, guard.operand, guard.carriers)
         if producer is None or not isinstance(producer.node, ast.expr):
-            return None
+            return _where_unpacked(found, guard)
         edit = guard.write(GuardWriter(producer.source, found.writer.numpy), producer.node)
         line = producer.source.statement(producer.node).lineno
     title = f"{guard.title}, where it is computed (line {line})"
     return context.remedy(title, guard.why, edit) if edit is not None else None
+
+
+def _where_unpacked(found: FailingOperation, guard: Guard) -> Remedy | None:
+    """The guard on a line of its own after `a, b = ...`, if the argument is `b` times or plus a number."""
+    source = found.location.source
+    bound = unpacked(source, guard.node) if guard.carriers is BOUNDED else None
+    if bound is None:
+        return None
+    (name,) = (n for n in ast.walk(guard.node) if isinstance(n, ast.Name))
+    edit = bound.guarded(lambda node: guard.write(found.writer, node), guard.write(found.writer, name))
+    title = guard.title.replace(f"`{source.code(guard.node)}`", f"`{name.id}`")
+    return found.context.remedy(f"{title}, where it is computed (line {bound.line})", guard.why, edit) if edit else None
 
 
 def _of_both_logarithms(found: FailingOperation) -> Iterator[Remedy]:
