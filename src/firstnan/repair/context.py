@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,26 @@ class SourceFiles:
         if file not in self._open:
             self._open[file] = SourceFile.read(file)
         return self._open[file]
+
+    def imported(self, source: SourceFile) -> Iterator[SourceFile]:
+        """The program's own files that a file imports: those in its folder, or in a folder around it."""
+        folder = os.path.dirname(source.file)
+        above = [os.path.join(folder, *[".."] * depth) for depth in range(4)]
+        for node in source.nodes:
+            if isinstance(node, ast.ImportFrom):
+                around = above[node.level - 1 : node.level] if node.level else above
+                before = f"{node.module}." if node.module else ""
+                names = [*([node.module] if node.module else []), *(before + alias.name for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                around, names = above, [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                paths = (os.path.normpath(os.path.join(at, *name.split(".")) + ".py") for at in around)
+                file = next((p for p in paths if "site-packages" not in p and os.path.isfile(p)), None)
+                found = self.get(file) if file is not None else None
+                if found is not None:
+                    yield found
 
 
 @dataclass(frozen=True)
