@@ -182,6 +182,7 @@ def guarded(context: FailureContext, *ops: str) -> Iterator[Remedy]:
     yield from _in_the_statement(found)
     yield local[0]
     yield from _everywhere(found)
+    yield from _in_other_functions(found, guards[0])
     if not elsewhere:
         yield from earlier[:1]
     yield from local[1:]
@@ -283,6 +284,25 @@ def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
     if 1 < len(guards) <= MOST_ALIKE:
         title = f"The same for all {len(guards)} uses of `{found.expr.op}` in this function"
         yield found.context.remedy(title, guards[0].why, *(guard.edit for guard in guards))
+
+
+def _in_other_functions(found: FailingOperation, guard: Guard) -> Iterator[Remedy]:
+    """The same guard in every function of the file that reads the same expression in this way, and ran in this step."""
+    source, expr = found.location.source, found.expr
+    ran = [found.context.location_of(e.site) for e in found.context.failure.trace.events if e.phase == "forward"]
+    ran_nodes = {at.node: at for at in ran if at is not None and at.source is source}
+    like = [e for e in (source.expr(node) for node in ran_nodes) if e.op == expr.op and e.args and e.node is not None]
+    others = [
+        other
+        for e in like
+        if e.node is not None and source.scope(e.node) is not source.scope(found.location.node)
+        for other in [next(GUARDS[e.op](replace(found, expr=e)), None)]
+        if other is not None and source.code(other.node) == source.code(guard.node)
+    ]
+    if 0 < len(others) < MOST_ALIKE:
+        functions = len({source.scope(g.node) for g in (guard, *others)})
+        edits = {(g.edit.line, g.edit.column): g.edit for g in (guard, *others)}
+        yield found.context.remedy(f"{guard.title}, in {functions} functions", guard.why, *edits.values())
 
 
 def alike(found: FailingOperation, op: str) -> list[Guard]:
