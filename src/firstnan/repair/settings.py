@@ -277,7 +277,8 @@ def _schedules(setup: OptimizerSetup) -> list[Location[ast.expr]]:
 
 def _schedules_in(files: SourceFiles, source: SourceFile, sources: list[SourceFile]) -> Iterator[Location[ast.expr]]:
     def computed_by(node: ast.expr) -> Iterator[Location[ast.expr]]:
-        for at in _functions(source, sources, node):
+        inside = [n for n in ast.walk(node) if isinstance(n, ast.Call) and n is not node]  # `schedule(step).item()`
+        for at in (at for n in (node, *inside) for at in _functions(source, sources, n)):
             yield from (Location(at.source, e) for e in _returned(at.node))
 
     for call in (c for kind in ("LambdaLR", "MultiplicativeLR") for c in source.calls if kind in source.called(c)):
@@ -335,6 +336,8 @@ def _guard(source: SourceFile, node: ast.AST) -> tuple[ast.expr, str, str] | Non
     if expr.op in ("pow", "sqrt", "log", "log2", "log10") and literal_value(first) is None:
         floor = "0.0" if expr.op in ("pow", "sqrt") else "1e-8"
         why = "After the planned number of steps the argument becomes negative, and the result is not a real number."
+        if isinstance(node, ast.Call) and expr.library == "torch":  # no function of torch's takes a plain number
+            return first, f"{parenthesized(source, first)}.clamp_min({floor})", why
         return first, f"max({source.code(first)}, {floor})", why
     if expr.op == "div" and (below := expr.arg(1, "other")) is not None and literal_value(below) is None:
         return below, f"max({source.code(below)}, 1)", _NO_STEPS
