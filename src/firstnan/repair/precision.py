@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from firstnan.records import Edit, OpEvent, Remedy
@@ -11,6 +12,7 @@ from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.data import extreme_data, extreme_samples_left_out
 from firstnan.repair.literals import find_literal, format_number, scale_number
+from firstnan.repair.rates import manual_rates
 from firstnan.repair.settings import OptimizerSetup, clip
 from firstnan.repair.source import SourceFile, insert_after, literal_value, parenthesized, replace_node, set_argument
 
@@ -155,6 +157,8 @@ def _operands(context: FailureContext, location: Location[ast.AST]) -> list[ast.
     given = [a for a in expr.args if literal_value(a) is None and not isinstance(a, ast.Constant)]
     if expr.called.startswith(".") and isinstance(location.node, ast.Call) and expr.op not in METHODS:
         given = given[1:]  # `model.layer(x)`: the receiver is not a tensor
+    if expr.called.endswith("functional_call"):
+        given = given[2:]  # a module and its weights
     return [node for node in given if not _is_number(context, location, node)]
 
 
@@ -269,6 +273,27 @@ def state_in_float32(context: FailureContext) -> Iterator[Remedy]:
 
 
 # --- bounds ------------------------------------------------------------------------------------------------------
+
+
+@remedies_for("overflow", "exploding_gradient")
+def smaller_inner_rate(context: FailureContext) -> Iterator[Remedy]:
+    """A smaller rate for updates that the step itself computes before it fails: `w - rate * gradient` in a loop."""
+    event, events = context.event, context.failure.trace.events
+    before = [e for e in events if e.phase == "forward" and (event is None or e.index < event.index)]
+    ran = [at for e in before if e.op in ("sub", "add", "sub_", "add_") and (at := context.location_of(e.site))]
+    counted = Counter((at.source, at.source.statement(at.node)) for at in ran)
+    for setter in manual_rates(context.files, [at.source.file for at in ran]):
+        source = setter.at.source
+        if counted[source, source.statement(setter.at.node)] < 2:
+            continue
+        for factor in (0.1, 0.01):
+            edit, value = scale_number(context.files, setter.value, factor)
+            title = f"Multiply the rate of the updates in this step by {format_number(factor)}"
+            if value is not None:
+                title = f"Lower the rate of the updates in this step to {format_number(value)}"
+            why = "Each of these updates overshoots further than the one before; smaller ones do not."
+            yield context.remedy(title, why, edit, kind="setting")
+        return
 
 
 @remedies_for("overflow")
