@@ -445,6 +445,8 @@ def inverted_factor(context: FailureContext) -> Iterator[Remedy]:
         return
     setup = OptimizerSetup(context)
     location = context.location_of(setup.history.rate_set_at)
+    if location is not None and isinstance(location.node, ast.AugAssign):
+        yield from _inverted_update(context, location.source, location.node)
     call = location.node if location is not None and isinstance(location.node, ast.Call) else None
     for name in ("gamma", "factor", "end_factor"):
         given = next((k.value for k in call.keywords if k.arg == name), None) if call is not None else None
@@ -455,6 +457,18 @@ def inverted_factor(context: FailureContext) -> Iterator[Remedy]:
             why = f"{name}={format_number(value)} raises the learning rate each time; {inverse} lowers it."
             edit = replace_node(found.source, found.node, inverse)
             yield context.remedy(f"Use {name}={inverse}", why, edit, kind="setting")
+
+
+def _inverted_update(context: FailureContext, source: SourceFile, update: ast.AugAssign) -> Iterator[Remedy]:
+    """`lr *= 0.25` for `lr /= 0.25`."""
+    value = literal_value(update.value)
+    if value is None or value <= 0 or not isinstance(update.op, ast.Mult | ast.Div):
+        return
+    factor = value if isinstance(update.op, ast.Mult) else 1 / value
+    if factor > 1:
+        new = f"{source.code(update.target)} *= {format_number(1 / factor)}"
+        why = f"`{source.code(update)}` raises the learning rate each time; this lowers it."
+        yield context.remedy(f"Use `{new}`", why, source.edit(*source.span(update), new), kind="setting")
 
 
 FACTORS = (0.1, 0.01, 0.001)
