@@ -24,6 +24,8 @@ METHODS = words(
     "logsumexp cumprod sqrt rsqrt abs clamp addmm baddbmm t transpose sigmoid tanh relu"
 )
 """Methods of a tensor, in contrast to the layers of a model."""
+SUMS = words("sum mean norm vector_norm cumsum prod var std")
+MOST_SUMS = 6
 LOSS_SCALE = 1024.0
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 
@@ -109,6 +111,11 @@ def in_float32(context: FailureContext) -> Iterator[Remedy]:
     if back is not None:  # a matrix product takes no tensors of different dtypes
         yield context.remedy("Run this operation in float32, and convert its result back later", why, *casts, back)
     yield context.remedy("Run this operation in float32", why, *casts)
+    sums = [e for n in source.within(location.node) if isinstance(n, ast.Call) and (e := source.expr(n)).op in SUMS]
+    summed = [e.args[0] for e in sums if e.args and e.library in ("torch", "") and literal_value(e.args[0]) is None]
+    if device is None and 1 < len(summed) <= MOST_SUMS:  # what is computed from the sums is in float32 as well
+        edits = [replace_node(source, node, f"{parenthesized(source, node)}.float()") for node in summed]
+        yield context.remedy("Run the sums of this function in float32", why, *edits)
 
 
 def _back(context: FailureContext, location: Location[ast.AST]) -> Edit | None:
