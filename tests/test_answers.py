@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from firstnan.engine.step_trial import TurnOutcome, _is_amid_update
-from firstnan.records import Remedy, Report
+from firstnan.records import History, Remedy, Report, StepRecord
 from firstnan.repair.verdict import TrialOutcome, judged
 from zygote import Result, Zygote
 
@@ -286,6 +286,24 @@ def test_a_change_that_stops_learning_is_not_proven() -> None:
     result = judged(Remedy("a"), replace(outcome, frozen="all gradients are 0 with it"), report)
     assert (result.proven, result.failing_step_finite) == (False, True)
     assert result.note == "training stops learning: all gradients are 0 with it"
+
+
+@pytest.mark.parametrize(("after", "proven"), [(1900.0, False), (90.0, True)])
+def test_a_loss_that_leaps_and_stays_there_is_not_proven(after: float, proven: bool) -> None:
+    """`sigma.clamp_min(1e-3)` is finite, and has no gradient once every sigma is below it."""
+    steps = tuple(StepRecord(i, 0.5 + i / 100) for i in range(5, 15))
+    report = Report("nonfinite", step=15, history=History(steps))
+    losses = [1.0] * 25 + [after] * 40
+    outcome = TrialOutcome(
+        passed=80, trained=True, at_step=True, losses=((15, 1.0),), latest=tuple(enumerate(losses, start=16))
+    )
+    result = judged(Remedy("a"), outcome, report)
+    assert (result.proven, result.failing_step_finite) == (proven, True)
+    assert result.note == ("" if proven else "from step 41 on the loss is about 1.9e+03, before it about 1")
+    outlier = (*outcome.latest[:10], (26, 1e4), *outcome.latest[11:])
+    assert judged(Remedy("a"), replace(outcome, latest=outlier), report).proven == proven
+    spikes = tuple((step, loss if step % 3 else 0.7) for step, loss in outcome.latest)
+    assert judged(Remedy("a"), replace(outcome, latest=spikes), report).proven
 
 
 def test_a_loss_out_of_all_proportion_is_not_proven() -> None:

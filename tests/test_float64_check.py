@@ -41,6 +41,17 @@ def test_what_float64_gives(act: Callable[[], Any], expected: str | None) -> Non
     assert born(act).in_float64 == expected
 
 
+def test_attention_whose_sums_were_rounded_says_nothing_about_float64() -> None:
+    """`exp(score - sum)` overflows with scores in float64, because the sum is the float32 one."""
+    torch.manual_seed(0)
+    q, k, v = ((torch.randn(2, 2, 24, 8) * 1e10).requires_grad_() for _ in range(3))
+
+    def act() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    assert born(act).in_float64 is None
+
+
 def test_what_was_overwritten_is_not_touched_again() -> None:
     w = torch.tensor([1e30])
     assert born(lambda: w.mul_(1e30)).in_float64 == "finite"

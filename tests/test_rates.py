@@ -29,7 +29,7 @@ from firstnan.records import (
 )
 from firstnan.repair import propose
 from firstnan.repair.context import SourceFiles
-from firstnan.repair.rates import assigned_rates, manual_rates
+from firstnan.repair.rates import assigned_rates, changed_at, manual_rates
 from test_turn import program
 from zygote import Zygote
 
@@ -535,3 +535,31 @@ def test_the_rate_of_adam_by_hand(firstnan: Zygote, tmp_path: Path) -> None:
     assert "addcdiv_" in history["rate_set_at"]["code"]
     assert "min(size" in found["remedies"][0]["diff"]
     assert found["remedies"][0]["failing_step_finite"]
+
+
+@pytest.mark.parametrize(
+    ("update", "fixed"), [("lr /= 0.25", "lr *= 0.25"), ("lr *= 10", "lr *= 0.1"), ("lr /= 4", ""), ("lr += 1", "")]
+)
+def test_the_line_that_changes_a_rate_by_hand(tmp_path: Path, update: str, fixed: str) -> None:
+    files, names = sources(
+        tmp_path,
+        f"""
+        def train(lr):
+            for step in range(9):
+                loss.backward()
+                for p in net.parameters():
+                    p.data.add_(p.grad, alpha=-lr)
+                {update}
+        """,
+    )
+    changed = changed_at(manual_rates(files, names)[0])
+    assert (changed.site.line if changed is not None else None) == (None if "+=" in update else 7)
+    if changed is None:
+        return
+    steps = tuple(StepRecord(i, 10.0**i, 10.0**i, 6.0 * 4**i) for i in range(9))
+    history = History(steps, "", (), rate_set_at=changed.site)
+    cause = overflow(history)[0]
+    assert f"train.py:7 changes it: `{update}`" in cause.why
+    origin = Origin("forward", "mm", "aten.mm", site=Site(names[0], 4), step=8)
+    remedies = propose(origin, Trace(), history, [Cause("divergence_lr", "", "")])
+    assert [r.title for r in remedies if r.title.startswith("Use `lr")] == ([f"Use `{fixed}`"] if fixed else [])

@@ -498,3 +498,26 @@ def test_a_sample_with_an_extreme_number_is_left_out_and_the_loss_not_bounded(fi
     remedies = firstnan(["run", "train.py"], cwd=tmp_path).found["remedies"]
     assert "+    keep = (x.abs() < 1e15).flatten(1).all(1)\n+    x, y = x[keep], y[keep]\n" in remedies[0]["diff"]
     assert not [r for r in remedies if r["title"] == "Bound the result"]
+
+
+def test_the_sums_of_a_function_in_float32(tmp_path: Path) -> None:
+    """The sum that overflows is one of several, and what is computed from the others would overflow next."""
+    source = """
+    import torch
+    w = torch.full((260, 250), 5.0, dtype=torch.float16, requires_grad=True)
+    def dice(logits):
+        p = logits.sigmoid()
+        inter = (p * p).sum()
+        union = p.sum() + torch.ones_like(p).sum()
+        return 1 - (2 * inter + 1) / (union + 1)
+    # step
+    loss = dice(w)
+    loss.backward()
+    """
+    _, _, remedies = proposed(textwrap.dedent(source), tmp_path, "low_precision_overflow")
+    (found,) = [r for r in remedies if r.title == "Run the sums of this function in float32"]
+    new = [line for line in changed_lines(found.diff).splitlines() if line.startswith("+")]
+    assert [line.strip("+ ") for line in new] == [
+        "inter = (p * p).float().sum()",
+        "union = p.float().sum() + torch.ones_like(p).float().sum()",
+    ]

@@ -252,3 +252,64 @@ for step in range(9):
     assert changed_lines(remedies[0].diff) == (
         "-    return base * np.power(1 - t / total, 0.9)\n+    return base * np.power(max(1 - t / total, 0.0), 0.9)\n"
     )
+
+
+@pytest.mark.parametrize(
+    "imported", ["from plans.poly import poly", "import plans.poly as plans", "from plans import poly as plans"]
+)
+def test_a_schedule_in_a_file_of_its_own(tmp_path: Path, imported: str) -> None:
+    file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
+    called = "poly" if imported.endswith("import poly") else "plans.poly"
+    file.write_text(f"""
+import torch
+opt = {call}
+{imported}
+for step in range(9):
+    lr = {called}(0.1, step, 7)
+    for group in opt.param_groups:
+        group["lr"] = lr
+    opt.step()
+""")
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "poly.py").write_text(
+        "import numpy as np\ndef poly(base, t, total):\n    return base * np.power(1 - t / total, 0.9)\n"
+    )
+    made = Site(str(file), 3, 6, 3, 6 + len(call), code=call)
+    origin = Origin("optimizer", "add", "aten.add", site=made, step=8)
+    remedies = propose(origin, Trace(), History((), "SGD", made_at=made), [Cause("nan_lr", "", "")])
+    assert remedies[0].edits[0].file == str(tmp_path / "plans" / "poly.py")
+    assert changed_lines(remedies[0].diff) == (
+        "-    return base * np.power(1 - t / total, 0.9)\n+    return base * np.power(max(1 - t / total, 0.0), 0.9)\n"
+    )
+
+
+def test_a_schedule_that_the_step_does_not_pass_through(tmp_path: Path) -> None:
+    """The step is in one file, the function that LambdaLR was given in another."""
+    file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
+    file.write_text(f"import torch\nopt = {call}\n")
+    plan = tmp_path / "plan.py"
+    plan.write_text("def factor(t):\n    return (1 - t / TOTAL) ** 0.9\n")
+    made = Site(str(file), 2, 6, 2, 6 + len(call), code=call)
+    history = History((), "SGD", made_at=made, rate_set_at=Site(str(plan), 1, function="factor"))
+    origin = Origin("optimizer", "add", "aten.add", site=made, step=8)
+    remedies = propose(origin, Trace(), history, [Cause("nan_lr", "", "")])
+    assert changed_lines(remedies[0].diff).endswith("+    return max(1 - t / TOTAL, 0.0) ** 0.9\n")
+
+
+def test_a_schedule_of_tensors_whose_number_is_taken(tmp_path: Path) -> None:
+    file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
+    file.write_text(f"""
+import torch
+opt = {call}
+class Plan:
+    def rate(self):
+        return torch.sqrt((self.total - self.t) / self.total)
+    def step(self):
+        for group in opt.param_groups:
+            group["lr"] = self.rate().item()
+""")
+    made = Site(str(file), 3, 6, 3, 6 + len(call), code=call)
+    origin = Origin("optimizer", "add", "aten.add", site=made, step=8)
+    remedies = propose(origin, Trace(), History((), "SGD", made_at=made), [Cause("nan_lr", "", "")])
+    new = "+        return torch.sqrt(((self.total - self.t) / self.total).clamp_min(0.0))\n"
+    assert changed_lines(remedies[0].diff).endswith(new)

@@ -360,11 +360,32 @@ def test_samples_in_lists_are_found_in_the_data_set() -> None:
     assert Maker(dataset, in_lists).in_dataset([0, 4], cut(batch, chosen), chosen) == (1, 7)
 
 
+def by_chance(items: list[dict[str, Any]]) -> Tensor:
+    """Sorted by numbers that are random."""
+    return torch.stack([item["x"].sum() for item in sorted(items, key=lambda item: float(item["x"].sum()))])
+
+
+def in_order(items: list[dict[str, Any]]) -> Tensor:
+    return pad_sequence([item["x"] for item in items], batch_first=True)
+
+
+@pytest.mark.parametrize("collate", [longest_first, in_order, padded])
+def test_elements_with_random_noise_are_found_where_they_are_put_again(collate: Any) -> None:
+    noisy, chosen = Texts(chance=True), [3, 14, 7, 11, 2]
+    items = [noisy[i] for i in chosen]
+    pieces = cut(collate(items), chosen)
+    names = pieces.batch["name"] if isinstance(pieces.batch, dict) else [item["name"] for item in items]
+    before = torch.get_rng_state()
+    for at, name in enumerate(names):
+        assert Maker(noisy, collate).in_dataset([at], pieces, chosen) == (int(name[5:]),)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_where_it_does_not_show_no_element_is_named() -> None:
     chosen = [3, 14, 7, 11, 2]
     fresh = Texts(chance=True)
-    pieces = cut(longest_first([fresh[i] for i in chosen]), chosen)
-    assert Maker(fresh, longest_first).in_dataset([1], pieces, chosen) is None
+    pieces = cut(by_chance([fresh[i] for i in chosen]), chosen)
+    assert Maker(fresh, by_chance).in_dataset([1], pieces, chosen) is None
     twins = [torch.ones(2)] * 20
     assert Maker(twins, torch.stack).in_dataset([1], cut(torch.ones(5, 2), chosen), chosen) is None
     assert Maker({}, torch.stack).in_dataset([1], pieces, chosen) is None  # KeyError

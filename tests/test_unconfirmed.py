@@ -64,6 +64,7 @@ def test_a_divergence_names_only_confirmed_samples(slug: str) -> None:
     told = without_guesses(guessed).batch
     assert told is not None
     assert (told.index, told.size, told.bad_samples, told.dataset_indices) == (8, 32, None, None)
+    assert told.note.endswith("training diverged") == (slug == "divergence_lr")
     confirmed = Report("nonfinite", 8, Batch(8, 32, (0,), confirmed=True), cause=cause)
     assert without_guesses(confirmed) is confirmed
 

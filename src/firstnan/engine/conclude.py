@@ -35,7 +35,8 @@ from firstnan.tracing.tracer import Tracer
 
 BAD_DATA = ("nan_input", "nan_label")
 DIVERGENCE = ("divergence_lr", "exploding_gradient")
-DIVERGED = "no sample is known to be responsible: training diverged"
+UNKNOWN = "no sample is known to be responsible"
+DIVERGED = f"{UNKNOWN}: training diverged"
 AS_IT_RAN = "every operator was traced as it ran"
 """How a trace was made if nothing was replayed."""
 
@@ -266,11 +267,12 @@ class Evidence:
 
 
 def without_guesses(report: Report) -> Report:
-    """Training that diverges fails with any sample: only confirmed ones are named."""
+    """Training that diverges, or a gradient that overflows, fails with any sample: only confirmed ones are named."""
     batch, cause = report.batch, report.cause
     if batch is None or batch.confirmed or not batch.bad_samples or cause is None or cause.slug not in DIVERGENCE:
         return report
-    kept = Batch(batch.index, batch.size, None, replays=batch.replays, note=DIVERGED, unit=batch.unit)
+    note = DIVERGED if cause.slug == "divergence_lr" else UNKNOWN
+    kept = Batch(batch.index, batch.size, None, replays=batch.replays, note=note, unit=batch.unit)
     return replace(report, batch=kept)
 
 

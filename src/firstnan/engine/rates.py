@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from firstnan.observe.sites import Ownership, function_site
 from firstnan.records import History, OptimizerHistory, Site
 from firstnan.repair.context import SourceFiles
-from firstnan.repair.rates import assigned_rates, manual_rates, schedule_calls
+from firstnan.repair.rates import assigned_rates, changed_at, manual_rates, schedule_calls
 from firstnan.tensors.models import find_live_objects, learning_rate_of
 
 
@@ -42,7 +42,9 @@ def _rate_site(
 ) -> Site | None:
     if optimizer is None:
         by_hand = manual_rates(files, [*([history.backward_at.file] if history.backward_at else []), *names])
-        return by_hand[0].site if by_hand else None
+        moved = len({record.lr for record in history.steps if record.lr is not None}) > 1
+        changed = changed_at(by_hand[0]) if by_hand and moved else None
+        return (changed or by_hand[0]).site if by_hand else None
     assigned = assigned_rates(files, names, history.name)
     schedules = _schedules(optimizer)
     if schedules and (not assigned or _follows(schedules, optimizer)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,26 @@ class SourceFiles:
         if file not in self._open:
             self._open[file] = SourceFile.read(file)
         return self._open[file]
+
+    def imported(self, source: SourceFile) -> Iterator[SourceFile]:
+        """The program's own files that a file imports: those in its folder, or in a folder around it."""
+        folder = os.path.dirname(source.file)
+        above = [os.path.join(folder, *[".."] * depth) for depth in range(4)]
+        for node in source.nodes:
+            if isinstance(node, ast.ImportFrom):
+                around = above[node.level - 1 : node.level] if node.level else above
+                before = f"{node.module}." if node.module else ""
+                names = [*([node.module] if node.module else []), *(before + alias.name for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                around, names = above, [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                paths = (os.path.normpath(os.path.join(at, *name.split(".")) + ".py") for at in around)
+                file = next((p for p in paths if "site-packages" not in p and os.path.isfile(p)), None)
+                found = self.get(file) if file is not None else None
+                if found is not None:
+                    yield found
 
 
 @dataclass(frozen=True)
@@ -114,24 +135,27 @@ def producer_of(context: FailureContext, operand: str, carriers: frozenset[str])
     here, event, wanted = _line(context.location), context.event, {operand}
     for _ in range(MOST_OPERATORS):
         given = [i for i in event.inputs if i.producer is not None and (not wanted or i.name in wanted)]
-        if not given or any(_is_part(context, i) for i in given):
+        if not given or any(_is_part(context, event, i) for i in given):
             return None
         makers = (context.failure.trace.events[i.producer] for i in given if i.producer is not None)
         event, wanted = max(makers, key=lambda e: e.grad), set()
         location = context.location_of(event.site)
-        if location is None or event.phase != "forward":
-            return None
-        if _line(location) != here and isinstance(location.node, ast.Call | ast.BinOp) and event.op not in SPLITS:
+        if location is None or event.phase != "forward" or event.op in SPLITS:
+            return None  # a guard before a split changes the other parts as well
+        if _line(location) != here and isinstance(location.node, ast.Call | ast.BinOp):
             return location if _used_elsewhere(location, context.location) else None
         if event.op not in carriers:
             return None
     return None
 
 
-def _is_part(context: FailureContext, operand: Operand) -> bool:
-    """Whether only a part of what was computed is read: one of two halves. A guard there changes the rest as well."""
+def _is_part(context: FailureContext, event: OpEvent, operand: Operand) -> bool:
+    """Whether the event reads only a part of what was computed: one of two halves. A guard there changes the rest."""
     made = context.failure.trace.events[operand.producer].outputs if operand.producer is not None else ()
-    return operand.stat is not None and bool(made) and all(o.numel > operand.stat.numel for o in made)
+    most = operand.stat.numel if operand.stat is not None else 1 << 62
+    if event is not context.event:  # a carrier reads no more than it writes; its statistics are those of the whole
+        most = min(most, max((o.numel for o in event.outputs), default=most))
+    return bool(made) and all(o.numel > most for o in made)
 
 
 def _line(location: Location[ast.AST]) -> tuple[str, int]:
@@ -202,6 +226,22 @@ def binding(context: FailureContext, source: SourceFile, node: ast.expr, operand
     if statement.targets[0] is last:
         return Binding(source, node.id, statement, statement.value)
     return Binding(source, node.id, statement, None)
+
+
+def unpacked(source: SourceFile, node: ast.expr) -> Binding | None:
+    """The unpacking that assigns the one name of an expression like `0.5 * x`: a guard after it changes only `x`."""
+    inside = [n for n in ast.walk(node) if isinstance(n, ast.expr)]
+    names = [n for n in inside if isinstance(n, ast.Name)]
+    if len(names) != 1 or not all(isinstance(n, ast.Name | ast.Constant | ast.BinOp | ast.UnaryOp) for n in inside):
+        return None
+    name = names[0]
+    stores = [n for n in _named(source, name) if not isinstance(n.ctx, ast.Load)]
+    statement = source.statement(stores[0]) if len(stores) == 1 else None
+    if not isinstance(statement, ast.Assign) or not isinstance(source.parent(stores[0]), ast.Tuple | ast.List):
+        return None
+    if source.parent(statement) not in source.parents(node) or not _read_twice(source, _reads(source, name)):
+        return None
+    return Binding(source, name.id, statement, None)
 
 
 def _from_caller(context: FailureContext, source: SourceFile, node: ast.Name, operand: str) -> Binding | None:

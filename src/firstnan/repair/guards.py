@@ -18,6 +18,7 @@ from firstnan.repair.context import (
     is_in_place,
     producer_of,
     remedies_for,
+    unpacked,
 )
 from firstnan.repair.literals import find_literal
 from firstnan.repair.source import (
@@ -175,15 +176,17 @@ def guarded(context: FailureContext, *ops: str) -> Iterator[Remedy]:
     bound = binding(context, found.location.source, guards[0].node, guards[0].operand) if guards[0].operand else None
     earlier = [r for guard in guards if (r := _where_computed(found, guard, bound)) is not None]
     local = [context.remedy(guard.title, guard.why, guard.edit) for guard in guards]
-    if bound is not None:  # a guard at the operation would not cover the other reads
+    elsewhere = bound is not None or unpacked(found.location.source, guards[0].node) is not None
+    if elsewhere:  # a guard at the operation would not cover the other reads
         yield from earlier
     yield from _in_the_statement(found)
     yield local[0]
     yield from _everywhere(found)
-    if bound is None:
+    yield from _in_other_functions(found, guards[0])
+    if not elsewhere:
         yield from earlier[:1]
     yield from local[1:]
-    if bound is None:
+    if not elsewhere:
         yield from earlier[1:]
 
 
@@ -198,11 +201,23 @@ def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None
     else:
         producer = producer_of(context, guard.operand, guard.carriers)
         if producer is None or not isinstance(producer.node, ast.expr):
-            return None
+            return _where_unpacked(found, guard)
         edit = guard.write(GuardWriter(producer.source, found.writer.numpy), producer.node)
         line = producer.source.statement(producer.node).lineno
     title = f"{guard.title}, where it is computed (line {line})"
     return context.remedy(title, guard.why, edit) if edit is not None else None
+
+
+def _where_unpacked(found: FailingOperation, guard: Guard) -> Remedy | None:
+    """The guard on a line of its own after `a, b = ...`, if the argument is `b` times or plus a number."""
+    source = found.location.source
+    bound = unpacked(source, guard.node) if guard.carriers is BOUNDED else None
+    if bound is None:
+        return None
+    (name,) = (n for n in ast.walk(guard.node) if isinstance(n, ast.Name))
+    edit = bound.guarded(lambda node: guard.write(found.writer, node), guard.write(found.writer, name))
+    title = guard.title.replace(f"`{source.code(guard.node)}`", f"`{name.id}`")
+    return found.context.remedy(f"{title}, where it is computed (line {bound.line})", guard.why, edit) if edit else None
 
 
 def _of_both_logarithms(found: FailingOperation) -> Iterator[Remedy]:
@@ -269,6 +284,25 @@ def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
     if 1 < len(guards) <= MOST_ALIKE:
         title = f"The same for all {len(guards)} uses of `{found.expr.op}` in this function"
         yield found.context.remedy(title, guards[0].why, *(guard.edit for guard in guards))
+
+
+def _in_other_functions(found: FailingOperation, guard: Guard) -> Iterator[Remedy]:
+    """The same guard in every function of the file that reads the same expression in this way, and ran in this step."""
+    source, expr = found.location.source, found.expr
+    ran = [found.context.location_of(e.site) for e in found.context.failure.trace.events if e.phase == "forward"]
+    ran_nodes = {at.node: at for at in ran if at is not None and at.source is source}
+    like = [e for e in (source.expr(node) for node in ran_nodes) if e.op == expr.op and e.args and e.node is not None]
+    others = [
+        other
+        for e in like
+        if e.node is not None and source.scope(e.node) is not source.scope(found.location.node)
+        for other in [next(GUARDS[e.op](replace(found, expr=e)), None)]
+        if other is not None and source.code(other.node) == source.code(guard.node)
+    ]
+    if 0 < len(others) < MOST_ALIKE:
+        functions = len({source.scope(g.node) for g in (guard, *others)})
+        edits = {(g.edit.line, g.edit.column): g.edit for g in (guard, *others)}
+        yield found.context.remedy(f"{guard.title}, in {functions} functions", guard.why, *edits.values())
 
 
 def alike(found: FailingOperation, op: str) -> list[Guard]:

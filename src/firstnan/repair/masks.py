@@ -235,11 +235,16 @@ def _weights_are_unused(source: SourceFile, call: ast.Call) -> bool:
 @remedies_for("masked_label")
 def lower_bound_of_the_logits(context: FailureContext) -> Iterator[Remedy]:
     found = failing_operation(context, "cross_entropy", "nll_loss", "gather", "log_softmax")
-    if found is not None:
+    location = context.location
+    node = found.expr.args[0] if found is not None else None
+    if found is None and location is not None and isinstance(location.node, ast.Subscript):  # `scores[before, tag]`
+        node = location.node.value
+    if node is not None and location is not None:
+        writer = found.writer if found is not None else GuardWriter(location.source)
         yield context.remedy(
             "Keep the logits at -1e4 or above",
             "A label on a masked class has a large, finite loss; the loss of other labels is unchanged.",
-            found.writer.floor(found.expr.args[0], "-1e4"),
+            writer.floor(node, "-1e4"),
         )
 
 

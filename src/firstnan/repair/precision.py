@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from firstnan.records import Edit, OpEvent, Remedy
@@ -11,6 +12,7 @@ from firstnan.records.operator_families import MATRIX_PRODUCTS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.data import extreme_data, extreme_samples_left_out
 from firstnan.repair.literals import find_literal, format_number, scale_number
+from firstnan.repair.rates import manual_rates
 from firstnan.repair.settings import OptimizerSetup, clip
 from firstnan.repair.source import SourceFile, insert_after, literal_value, parenthesized, replace_node, set_argument
 
@@ -22,6 +24,8 @@ METHODS = words(
     "logsumexp cumprod sqrt rsqrt abs clamp addmm baddbmm t transpose sigmoid tanh relu"
 )
 """Methods of a tensor, in contrast to the layers of a model."""
+SUMS = words("sum mean norm vector_norm cumsum prod var std")
+MOST_SUMS = 6
 LOSS_SCALE = 1024.0
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 
@@ -107,6 +111,11 @@ def in_float32(context: FailureContext) -> Iterator[Remedy]:
     if back is not None:  # a matrix product takes no tensors of different dtypes
         yield context.remedy("Run this operation in float32, and convert its result back later", why, *casts, back)
     yield context.remedy("Run this operation in float32", why, *casts)
+    sums = [e for n in source.within(location.node) if isinstance(n, ast.Call) and (e := source.expr(n)).op in SUMS]
+    summed = [e.args[0] for e in sums if e.args and e.library in ("torch", "") and literal_value(e.args[0]) is None]
+    if device is None and 1 < len(summed) <= MOST_SUMS:  # what is computed from the sums is in float32 as well
+        edits = [replace_node(source, node, f"{parenthesized(source, node)}.float()") for node in summed]
+        yield context.remedy("Run the sums of this function in float32", why, *edits)
 
 
 def _back(context: FailureContext, location: Location[ast.AST]) -> Edit | None:
@@ -155,6 +164,8 @@ def _operands(context: FailureContext, location: Location[ast.AST]) -> list[ast.
     given = [a for a in expr.args if literal_value(a) is None and not isinstance(a, ast.Constant)]
     if expr.called.startswith(".") and isinstance(location.node, ast.Call) and expr.op not in METHODS:
         given = given[1:]  # `model.layer(x)`: the receiver is not a tensor
+    if expr.called.endswith("functional_call"):
+        given = given[2:]  # a module and its weights
     return [node for node in given if not _is_number(context, location, node)]
 
 
@@ -269,6 +280,27 @@ def state_in_float32(context: FailureContext) -> Iterator[Remedy]:
 
 
 # --- bounds ------------------------------------------------------------------------------------------------------
+
+
+@remedies_for("overflow", "exploding_gradient")
+def smaller_inner_rate(context: FailureContext) -> Iterator[Remedy]:
+    """A smaller rate for updates that the step itself computes before it fails: `w - rate * gradient` in a loop."""
+    event, events = context.event, context.failure.trace.events
+    before = [e for e in events if e.phase == "forward" and (event is None or e.index < event.index)]
+    ran = [at for e in before if e.op in ("sub", "add", "sub_", "add_") and (at := context.location_of(e.site))]
+    counted = Counter((at.source, at.source.statement(at.node)) for at in ran)
+    for setter in manual_rates(context.files, [at.source.file for at in ran]):
+        source = setter.at.source
+        if counted[source, source.statement(setter.at.node)] < 2:
+            continue
+        for factor in (0.1, 0.01):
+            edit, value = scale_number(context.files, setter.value, factor)
+            title = f"Multiply the rate of the updates in this step by {format_number(factor)}"
+            if value is not None:
+                title = f"Lower the rate of the updates in this step to {format_number(value)}"
+            why = "Each of these updates overshoots further than the one before; smaller ones do not."
+            yield context.remedy(title, why, edit, kind="setting")
+        return
 
 
 @remedies_for("overflow")

@@ -186,6 +186,18 @@ def is_computed(value: Location[ast.expr]) -> bool:
     return bool(changed) or any(isinstance(v, ast.BinOp | ast.Call | ast.IfExp) for v in given)
 
 
+def changed_at(setter: RateSetter) -> RateSetter | None:
+    """The only statement that multiplies or divides the rate, `lr /= 4`; None if there is none, or several."""
+    source, rate = setter.value.source, setter.value.node
+    around = (
+        source.within(rate) if isinstance(rate, ast.Name) else source.nodes if isinstance(rate, ast.Attribute) else []
+    )
+    found = [n for n in around if isinstance(n, ast.AugAssign) and source.code(n.target) == source.code(rate)]
+    if len(found) != 1 or not isinstance(found[0].op, ast.Mult | ast.Div):
+        return None
+    return RateSetter(Location(source, found[0]), Location(source, found[0].value))
+
+
 def _assigns(statement: ast.Assign, name: str) -> bool:
     return any(_is_attribute(target, name) for target in statement.targets)
 

@@ -219,32 +219,31 @@ PEAKS = {"OneCycleLR": 1, "CyclicLR": 2}
 @remedies_for("nan_lr")
 def guarded_schedule(context: FailureContext) -> Iterator[Remedy]:
     """A guard in the expression that computes the learning rate."""
-    for source in OptimizerSetup(context).sources:
-        for expression in _schedules(context.files, source):
-            for node in ast.walk(expression):
-                found = _guard(source, node)
-                if found is not None:
-                    inner, text, why = found
-                    title = f"Keep `{' '.join(source.code(inner).split())}` in range"
-                    yield context.remedy(title, why, replace_node(source, inner, text), kind="setting")
+    for at in _schedules(OptimizerSetup(context)):
+        for node in ast.walk(at.node):
+            found = _guard(at.source, node)
+            if found is not None:
+                inner, text, why = found
+                title = f"Keep `{' '.join(at.code(inner).split())}` in range"
+                yield context.remedy(title, why, replace_node(at.source, inner, text), kind="setting")
 
 
 @remedies_for("nan_lr")
 def guarded_denominators(context: FailureContext) -> Iterator[Remedy]:
     """The same guard at every use of a denominator in a function that computes the rate."""
-    for source in OptimizerSetup(context).sources:
-        for scope in {source.scope(e): None for e in _schedules(context.files, source)}:
-            if scope is source.tree:
+    scopes = {at.source.scope(at.node): at.source for at in _schedules(OptimizerSetup(context))}
+    for scope, source in scopes.items():
+        if scope is source.tree:
+            continue
+        inside = list(ast.walk(scope))
+        below = [n.right for n in inside if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
+        for name in dict.fromkeys(ast.unparse(b) for b in below if isinstance(b, ast.Name | ast.Attribute)):
+            uses = [n for n in inside if isinstance(n, ast.Name | ast.Attribute) and ast.unparse(n) == name]
+            reads = [n for n in uses if isinstance(n.ctx, ast.Load)]
+            if len(reads) < 2 or len(reads) < len(uses):
                 continue
-            inside = list(ast.walk(scope))
-            below = [n.right for n in inside if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
-            for name in dict.fromkeys(ast.unparse(b) for b in below if isinstance(b, ast.Name | ast.Attribute)):
-                uses = [n for n in inside if isinstance(n, ast.Name | ast.Attribute) and ast.unparse(n) == name]
-                reads = [n for n in uses if isinstance(n.ctx, ast.Load)]
-                if len(reads) < 2 or len(reads) < len(uses):
-                    continue
-                edits = [replace_node(source, n, f"max({name}, 1)") for n in reads]
-                yield context.remedy(f"Use at least 1 for `{name}`", _NO_STEPS, *edits, kind="setting")
+            edits = [replace_node(source, n, f"max({name}, 1)") for n in reads]
+            yield context.remedy(f"Use at least 1 for `{name}`", _NO_STEPS, *edits, kind="setting")
 
 
 @remedies_for("nan_lr")
@@ -261,41 +260,61 @@ def rate_filled_in(context: FailureContext) -> Iterator[Remedy]:
                 )
 
 
-def _schedules(files: SourceFiles, source: SourceFile) -> Iterator[ast.expr]:
-    """The expressions that a schedule returns, and those assigned to `group["lr"]`."""
+def _schedules(setup: OptimizerSetup) -> list[Location[ast.expr]]:
+    """The expressions that a schedule returns, and those assigned to `group["lr"]`, each once.
+
+    A schedule is often in a file of its own, which the step does not pass through."""
+    files, site = setup.context.files, setup.history.rate_set_at
+    beside = files.get(site.file) if site is not None else None
+    sources = list(dict.fromkeys([*([beside] if beside is not None else []), *setup.sources]))
+    sources += [s for s in dict.fromkeys(i for s in sources for i in files.imported(s)) if s not in sources]
+    found = [at for source in sources for at in _schedules_in(files, source, sources)]
+    if setup.schedule is not None:
+        source, function = setup.schedule
+        found = [*(Location(source, e) for e in _returned(function)), *found]
+    return list({at.node: at for at in found}.values())
+
+
+def _schedules_in(files: SourceFiles, source: SourceFile, sources: list[SourceFile]) -> Iterator[Location[ast.expr]]:
+    def computed_by(node: ast.expr) -> Iterator[Location[ast.expr]]:
+        inside = [n for n in ast.walk(node) if isinstance(n, ast.Call) and n is not node]  # `schedule(step).item()`
+        for at in (at for n in (node, *inside) for at in _functions(source, sources, n)):
+            yield from (Location(at.source, e) for e in _returned(at.node))
+
     for call in (c for kind in ("LambdaLR", "MultiplicativeLR") for c in source.calls if kind in source.called(c)):
         given = [*call.args[1:2], *(k.value for k in call.keywords if k.arg == "lr_lambda")]
-        for function in (f for g in given for f in _functions(source, g)):
-            yield from _returned(function)
+        for function in given:
+            yield from computed_by(function)
     for node in source.nodes:
         if isinstance(node, ast.Assign) and any(is_rate(t) for t in node.targets):
-            yield node.value
+            yield Location(source, node.value)
             # `group["lr"] = schedule(step)`, or a name assigned before
-            for function in _functions(source, node.value):
-                yield from _returned(function)
+            yield from computed_by(node.value)
             for name in (n for n in ast.walk(node.value) if isinstance(n, ast.Name)):  # `float(lr)` as well
                 if (value := source.value(name)) is not name:
-                    yield value
-                    yield from (r for f in _functions(source, value) for r in _returned(f))
+                    yield Location(source, value)
+                    yield from computed_by(value)
     for setter in assigned_rates(files, [source.file], ""):  # `set_rate(opt, schedule(step))`
         if isinstance(setter.at.node, ast.Call):
-            yield setter.value.node
-            yield from (r for f in _functions(source, setter.value.node) for r in _returned(f))
+            yield Location(source, setter.value.node)
+            yield from computed_by(setter.value.node)
     for own in (n for n in source.nodes if isinstance(n, ast.FunctionDef) and n.name == "get_lr"):
-        yield from _returned(own)
+        yield from (Location(source, e) for e in _returned(own))
 
 
-def _functions(source: SourceFile, node: ast.expr, depth: int = 3) -> Iterator[Function]:
+def _functions(
+    source: SourceFile, sources: list[SourceFile], node: ast.expr, depth: int = 3
+) -> Iterator[Location[Function]]:
     """The functions that an expression refers to: a lambda, a name, or what another function returns."""
     if isinstance(node, ast.Lambda):
-        yield node
+        yield Location(source, node)
     name = source.called_name(node) if isinstance(node, ast.Call) else getattr(node, "id", None)
     name = node.attr if isinstance(node, ast.Attribute) else name
-    for own in source.nodes if depth else ():
-        if isinstance(own, ast.FunctionDef) and own.name == name:
-            yield own
-            for returned in _returned(own):
-                yield from _functions(source, returned, depth - 1)
+    for at in sources if depth and name else ():
+        for own in (n for n in at.nodes if isinstance(n, ast.FunctionDef) and n.name == name):
+            yield Location(at, own)
+            for value in _returned(own):
+                yield from _functions(at, sources, value, depth - 1)
 
 
 def _returned(function: Function) -> Iterator[ast.expr]:
@@ -317,6 +336,8 @@ def _guard(source: SourceFile, node: ast.AST) -> tuple[ast.expr, str, str] | Non
     if expr.op in ("pow", "sqrt", "log", "log2", "log10") and literal_value(first) is None:
         floor = "0.0" if expr.op in ("pow", "sqrt") else "1e-8"
         why = "After the planned number of steps the argument becomes negative, and the result is not a real number."
+        if isinstance(node, ast.Call) and expr.library == "torch":  # no function of torch's takes a plain number
+            return first, f"{parenthesized(source, first)}.clamp_min({floor})", why
         return first, f"max({source.code(first)}, {floor})", why
     if expr.op == "div" and (below := expr.arg(1, "other")) is not None and literal_value(below) is None:
         return below, f"max({source.code(below)}, 1)", _NO_STEPS
@@ -424,6 +445,8 @@ def inverted_factor(context: FailureContext) -> Iterator[Remedy]:
         return
     setup = OptimizerSetup(context)
     location = context.location_of(setup.history.rate_set_at)
+    if location is not None and isinstance(location.node, ast.AugAssign):
+        yield from _inverted_update(context, location.source, location.node)
     call = location.node if location is not None and isinstance(location.node, ast.Call) else None
     for name in ("gamma", "factor", "end_factor"):
         given = next((k.value for k in call.keywords if k.arg == name), None) if call is not None else None
@@ -434,6 +457,18 @@ def inverted_factor(context: FailureContext) -> Iterator[Remedy]:
             why = f"{name}={format_number(value)} raises the learning rate each time; {inverse} lowers it."
             edit = replace_node(found.source, found.node, inverse)
             yield context.remedy(f"Use {name}={inverse}", why, edit, kind="setting")
+
+
+def _inverted_update(context: FailureContext, source: SourceFile, update: ast.AugAssign) -> Iterator[Remedy]:
+    """`lr *= 0.25` for `lr /= 0.25`."""
+    value = literal_value(update.value)
+    if value is None or value <= 0 or not isinstance(update.op, ast.Mult | ast.Div):
+        return
+    factor = value if isinstance(update.op, ast.Mult) else 1 / value
+    if factor > 1:
+        new = f"{source.code(update.target)} *= {format_number(1 / factor)}"
+        why = f"`{source.code(update)}` raises the learning rate each time; this lowers it."
+        yield context.remedy(f"Use `{new}`", why, source.edit(*source.span(update), new), kind="setting")
 
 
 FACTORS = (0.1, 0.01, 0.001)

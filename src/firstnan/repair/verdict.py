@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import insort
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +19,10 @@ DIVERGES_LATER = "later training diverges"
 BEYOND = "not tried beyond step"
 OUT_OF_PROPORTION = 1e6
 """A loss that is so many times larger than any other was computed from a guard's epsilon, not from the data."""
+LEAP = 100.0
+"""If all later losses are so many times larger than every one before them, what was learned is lost."""
+LEAST_OF_LEAP = 10
+"""The fewest losses before and after a leap."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,7 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return True, None, f"training stops learning: {outcome.frozen}"
     if outcome.exploded and reached:
         return True, None, f"{DIVERGES_LATER} ({outcome.exploded[:1].lower()}{outcome.exploded[1:].rstrip('.')})"
-    if reached and (far := _far_beyond(outcome, report)):
+    if reached and (far := _far_beyond(outcome, report) or _leap(outcome, report)):
         return True, None, far
     if reached:
         return True, passed - 1 - bad, f"then the program ended with {outcome.exit}" if outcome.exit else ""
@@ -173,6 +178,23 @@ def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
     if len(usual) < 3 or there <= OUT_OF_PROPORTION * max(usual):
         return ""
     return f"its loss is {there:.3g} there, while no other step has more than {max(usual):.3g}"
+
+
+def _leap(outcome: TrialOutcome, report: Report) -> str:
+    """Where the loss becomes many times larger at once and stays so, which no limit of a dtype shows."""
+    bad = last_bad_step(report)
+    seen = {r.step: r.loss for r in report.history.steps if r.loss is not None and r.step < bad}
+    series = [(s, abs(v)) for s, v in sorted({**seen, **dict(outcome.losses), **dict(outcome.latest)}.items())]
+    series = [(step, loss) for step, loss in series if math.isfinite(loss)]
+    before, after = (sorted(v for _, v in part) for part in (series[:LEAST_OF_LEAP], series[LEAST_OF_LEAP:]))
+    for step, loss in series[LEAST_OF_LEAP : len(series) - LEAST_OF_LEAP + 1]:
+        high, low = before[-1 - len(before) // 20], after[len(after) // 20]  # without single spikes
+        if step > bad and min(loss, low) > LEAP * high > 0:
+            was, now = statistics.median(before), statistics.median(after)
+            return f"from step {step} on the loss is about {now:.3g}, before it about {was:.3g}"
+        insort(before, loss)
+        after.remove(loss)
+    return ""
 
 
 def _verdict_on_loss(outcome: TrialOutcome, report: Report) -> tuple[bool, int | None, str]:

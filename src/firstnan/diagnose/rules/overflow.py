@@ -187,8 +187,11 @@ def rate_set_by(history: OptimizerHistory) -> str:
     if history.optimizer and "lr_at_start" not in dict(history.settings) and len(rates) == 1:
         return ""
     site = history.rate_set_at
-    verb = "sets" if history.optimizer else "uses"
-    return f"{place(site)} {verb} it: `{shortened(site.code)}`." if site is not None else ""
+    if site is None:
+        return ""
+    changes = any(symbol in site.code for symbol in (" *= ", " /= "))
+    verb = "sets" if history.optimizer else "changes" if changes else "uses"
+    return f"{place(site)} {verb} it: `{shortened(site.code)}`."
 
 
 @rule("divergence_lr", title="The learning rate rose too far", phases=ANY - {"input"})

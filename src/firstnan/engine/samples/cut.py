@@ -348,7 +348,8 @@ class Maker:
         """The dataset indices of these samples: those chosen for their positions, if torch collated the batch.
 
         A collate function of the program may sort or drop samples. Then the chosen elements are fetched again and
-        compared with the rows of the batch. None if a sample does not match exactly one element.
+        compared with the rows of the batch. None if a sample does not match exactly one element. Elements that are
+        different each time, as with random noise, are put together again, to see where each of them goes.
         """
         if not bad or not isinstance(chosen, list | tuple) or not all(isinstance(i, int) for i in chosen):
             return None
@@ -356,9 +357,12 @@ class Maker:
             return tuple(chosen[i] for i in bad)
         if len(chosen) > _MOST_SAMPLES or not hasattr(self.dataset, "__getitem__"):
             return None
-        state = RandomState.now()
+        state, began = RandomState.now(), monotonic()
         try:
-            return self._fetched_again(bad, pieces, list(dict.fromkeys(chosen)))
+            found = self._fetched_again(bad, pieces, list(dict.fromkeys(chosen)))
+            if found is not None or monotonic() - began > _SECONDS / 2:
+                return found
+            return self._put_together_again(bad, pieces, list(chosen))
         except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
             return None
         finally:
@@ -400,10 +404,7 @@ class Maker:
 
     def _fetched_again(self, bad: Sequence[int], pieces: Cut, chosen: list[int]) -> tuple[int, ...] | None:
         end = monotonic() + _SECONDS
-        rows = {
-            i: [*(member[i] for _, member in pieces.members()), *_listed(pieces.batch, i, pieces), *pieces.joined(i)]
-            for i in bad
-        }
+        rows = {i: _rows(pieces, i) for i in bad}
         fitting: dict[int, list[int]] = {i: [] for i in bad}
         alike: dict[int, list[int]] = {i: [] for i in bad}
         for index in chosen:
@@ -421,12 +422,54 @@ class Maker:
                 return tuple(f[0] for f in found.values())
         return None
 
+    def _put_together_again(self, bad: Sequence[int], pieces: Cut, chosen: list[int]) -> tuple[int, ...] | None:
+        """The elements that come to these positions when the batch is made again.
+
+        That counts if the function keeps the order, or if whole numbers that no other sample has are there again."""
+        if self.collate is None or len(chosen) != pieces.size or len(set(chosen)) != len(chosen):
+            return None
+        elements = [self.dataset[i] for i in chosen]
+        again = Cut(self.collate(elements), pieces.size)
+        both = list(zip(tensors_in(pieces.batch), tensors_in(again.batch), strict=True))
+        if not all(a.shape == b.shape and a.dtype is b.dtype for (_, a), (_, b) in both):
+            return None
+        order = range(pieces.size)
+        at = _positions(elements, again)
+        if at == list(order) and _positions(elements[::-1], Cut(self.collate(elements[::-1]), pieces.size)) == at:
+            return tuple(chosen[i] for i in bad)
+        whole = [_whole_numbers(made) for made in (pieces, again)]
+        marked = all(whole[0][i] and whole[0].count(whole[0][i]) == 1 and whole[0][i] == whole[1][i] for i in bad)
+        return tuple(chosen[at.index(i)] for i in bad) if marked and sorted(at) == list(order) else None
+
     def _alone(self, element: Any) -> list[Tensor]:
         """The rows of a batch of this element only: what the program computes for it when it puts a batch together."""
         try:
             return [member[0] for _, member in Cut(self.collate([element]), 1).members() if member.is_floating_point()]
         except Exception:  # a collate function that needs more than one element
             return []
+
+
+def _rows(pieces: Cut, sample: int) -> list[Tensor]:
+    """Everything that a batch holds of a sample."""
+    members = [member[sample] for _, member in pieces.members()]
+    return [*members, *_listed(pieces.batch, sample, pieces), *pieces.joined(sample)]
+
+
+def _whole_numbers(pieces: Cut) -> list[list[Any]]:
+    """The whole numbers of each sample."""
+    rows = [_rows(pieces, i) for i in range(pieces.size)]
+    return [[t.tolist() for t in row if not t.is_floating_point()] for row in rows]
+
+
+def _positions(elements: list[Any], pieces: Cut) -> list[int]:
+    """Where each element is in a batch; -1 if it is in none or several places."""
+    rows, found = [_rows(pieces, i) for i in range(pieces.size)], []
+    for element in elements:
+        places = [{i for i, row in enumerate(rows) if any(_begins(r, p) for r in row)} for p in _telling(element)]
+        kept = [place for place in places if place]  # the function may leave a part of the element out
+        at = set.intersection(*kept) if kept else set()
+        found.append(at.pop() if len(at) == 1 else -1)
+    return found
 
 
 def _listed(value: Any, sample: int, pieces: Cut) -> Iterator[Tensor]:
