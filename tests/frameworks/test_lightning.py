@@ -139,6 +139,16 @@ def test_a_loader_without_length_is_fetched_ahead(tmp_path: Path) -> None:
     assert (report.batch.index, report.batch.bad_samples) == (5, (1,))
 
 
+def test_worker_processes_are_asked_before_training_begins(tmp_path: Path) -> None:
+    """Lightning has them fetch the first batches before it calls `on_train_start`."""
+    order = torch.Generator().manual_seed(0)
+    data = DataLoader(loader().dataset, batch_size=8, num_workers=2, shuffle=True, generator=order)
+    with pytest.raises(NonFiniteError) as error:
+        trainer(tmp_path, FirstNaN()).fit(Regression(), data)
+    assert error.value.report.batch is not None
+    assert error.value.report.batch.dataset_indices == (41,)
+
+
 @pytest.mark.parametrize(
     "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}, {"precision": "bf16-mixed"}]
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.observe.forked import kept_indices
 from firstnan.records import Batch
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.models import Slot
@@ -102,7 +103,7 @@ class Handouts:
         self.is_ahead = False
         """Whether the loader was asked for a batch more than the step uses."""
         self.in_parts = False
-        """Whether backward is called more than once between two batches: a loop may fetch those of a whole step first."""
+        """Whether backward is called more than once between two batches, as where those of a step are fetched first."""
         self._part: tuple[int, RandomState] | None = None
         """The number of batches at the last backward call then, and the random state: the next part begins with it."""
 
@@ -118,7 +119,7 @@ class Handouts:
         if self._next_as_usual(iterator, batch, updates):
             assert self.latest is not None
             return self.latest
-        source = self._source(iterator)
+        source = self._source(iterator, fetched=1)
         if source.recent and (source.recent[-1].updates != updates or source.is_full()):
             made = updates - source.recent[-1].updates
             self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
@@ -236,17 +237,23 @@ class Handouts:
 
     def passed(self, iterator: Any) -> None:
         """A batch that is not for training was handed out."""
-        source = self._source(iterator)
+        source = self._source(iterator, fetched=1)
         source.count += 1
         if source.pending_indices:
             source.pending_indices.popleft()
 
-    def _source(self, iterator: Any) -> Loader:
+    def _source(self, iterator: Any, *, fetched: int = 0, chosen: int = 0) -> Loader:
+        """What is known of a loader's iterator. It may have begun before anybody looked.
+
+        `fetched`, `chosen`: how many of the last batches and of the last indices are about to be counted.
+        """
         if self.latest_iterator is not None and self.latest_iterator() is iterator and self._latest_source is not None:
             return self._latest_source
         source = self.sources.get(iterator)
         if source is None:
-            source = self.sources[iterator] = Loader()
+            count = max(getattr(iterator, "_num_yielded", 0) - fetched, 0)
+            source = self.sources[iterator] = Loader(count=count)
+            source.pending_indices.extend(kept_indices(iterator, count, chosen))
         return source
 
     def epoch_begins(self, iterator: Any) -> None:
@@ -259,7 +266,7 @@ class Handouts:
         """The sampler chose these indices for a future batch; batches arrive in the order in which they were chosen."""
         self._last_sampled = weakref.ref(iterator)
         if getattr(iterator, "_in_order", True):
-            self._source(iterator).pending_indices.append(indices)
+            self._source(iterator, chosen=1).pending_indices.append(indices)
 
     def position(self, *, training: bool = True) -> int | None:
         """The index of the batch at hand, also if a loader of torch was used directly.
