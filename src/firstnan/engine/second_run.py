@@ -43,8 +43,8 @@ class Order:
     """How far a trial goes."""
     updates: int | None = None
     """After how many updates, of all optimizers, operators are recorded."""
-    made: tuple[str, int] | None = None
-    """File and line where the optimizer whose steps are counted is created."""
+    made: tuple[str, int, int] | None = None
+    """File, line and column where the optimizer whose steps are counted is created."""
     capsule: tuple[str, int] | None = None
     """The folder for a capsule, and its maximum size."""
     result: int = -1
@@ -144,7 +144,7 @@ class Start:
         step: int,
         reach: Reach,
         seconds: float,
-        made: tuple[str, int] | None = None,
+        made: tuple[str, int, int] | None = None,
         isolated: bool = True,
     ) -> tuple[Any, bool]:
         """The child's result for the program with changed files, and whether it finished in time."""
