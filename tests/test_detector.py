@@ -127,6 +127,43 @@ def test_gradients_that_are_accumulated_over_several_batches(bad: int) -> None:
     assert (report.step, report.batch.index) == (1, bad)
 
 
+def test_weights_of_a_model_that_is_not_watched_are_not_data() -> None:
+    """As those of the reference model in preference training."""
+    model, reference = seeded(), seeded().requires_grad_(False)
+    optimizer, given = sgd(model), batches(5)
+    given[3][0][:] = 0.5
+    reference.register_parameter("offset", torch.nn.Parameter(torch.tensor([0.0, torch.nan]), requires_grad=False))
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x, _ in detector.batches(given):
+            optimizer.zero_grad()
+            (model(x) - reference(x) - reference.offset[int(x.min() == x.max())]).square().mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert report.cause is not None
+    assert report.origin is not None
+    assert (report.step, report.cause.slug, report.origin.phase) == (3, "nan_parameter", "parameter")
+    assert report.origin.label.startswith("offset")
+    assert "earlier step" not in report.cause.why
+
+
+def test_batches_that_a_loader_has_prepared_before_anybody_looked() -> None:
+    model = seeded()
+    optimizer, data = sgd(model), torch.cat([x for x, _ in batches(12)])
+    rows = torch.utils.data.TensorDataset(data, torch.arange(len(data)))
+    iterator = iter(torch.utils.data.DataLoader(rows, batch_size=len(data) // 12, shuffle=True, num_workers=1))
+    next(iterator)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer):
+        for done, (x, number) in enumerate(iterator):
+            chosen = number.tolist()
+            optimizer.zero_grad()
+            (model(x) * torch.tensor(float(done < 5)).log()).mean().backward()
+            optimizer.step()
+    batch = caught.value.report.batch
+    assert batch is not None
+    assert batch.index == 6
+    assert batch.dataset_indices is None or batch.dataset_indices == tuple(chosen[i] for i in batch.bad_samples or ())
+
+
 def test_accumulation_by_the_number_of_the_batch() -> None:
     """The replayed batches are counted by the loop too, so that its updates come at other batches."""
     model = seeded()

@@ -470,6 +470,13 @@ def test_a_buffer_is_not_called_data() -> None:
     assert at_expression(came) == "the non-finite buffer enters the step here"
 
 
+def test_numbers_that_only_enter_torch_were_not_created_there() -> None:
+    site = Site("train.py", 25, function="<module>")
+    result = TensorStat("result", (5,), "float32", nan=1)
+    came = Origin("input", "tensor", "aten.lift_fresh.default", site=site, produced=result, read_at=site)
+    assert "NaN came in with the data, step 7, at train.py:25" in headline(Report("nonfinite", 7, origin=came))
+
+
 # --- words that were read wrongly ------------------------------------------------------------------------------
 
 

@@ -54,6 +54,26 @@ def test_two_alternating_optimizers_count_their_own_steps() -> None:
     assert seen == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_loss_counts_for_an_optimizer_that_trains_what_it_depends_on() -> None:
+    """Both optimizers share one place of `backward`, as in `def update(optimizer, loss)`."""
+    one, other = Optimizer(), Optimizer()
+    steps = made(one, other)
+    for _ in range(3):
+        for optimizer in (one, other):
+            steps.backward_from("update")
+            steps.add(optimizer)
+    steps.backward_from("update")
+    steps.expect_one_of([one, other])
+    assert (steps.current_optimizer(updated=False), steps.current) == (one, 3)
+    steps.add(one)
+    steps.backward_from("update")
+    steps.expect_one_of([other])
+    assert (steps.current_optimizer(updated=False), steps.current) == (other, 3)
+    steps.backward_from("update")
+    steps.expect_one_of([one])
+    assert (steps.current_optimizer(updated=False), steps.current) == (one, 4)
+
+
 def test_the_count_goes_on_if_the_program_deletes_its_optimizers() -> None:
     one, other = Optimizer(), Optimizer()
     steps = made(one, other)

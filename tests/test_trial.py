@@ -573,6 +573,28 @@ def test_the_loss_change_is_the_largest_relative_one() -> None:
     # Two optimizers that take turns: one loss each in every step.
     both = failing(1).with_(history=History((StepRecord(0, 1.0), StepRecord(0, 7.0), StepRecord(1, nan))))
     assert loss_change(TrialOutcome(losses=((0, 1.0), (0, 7.0))), both) == 0.0
+    assert loss_change(TrialOutcome(losses=((0, 1.0), (0, 2.0))), report) is None, (
+        "which of them is the same as before?"
+    )
+
+
+def test_losses_are_compared_with_those_of_the_same_optimizer(place: Path) -> None:
+    """Both are made in one line."""
+    made = "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)"
+    other = "fixed = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.01); "
+    program = LOOP.replace(made, other + made).replace(
+        "loss = (model",
+        "(fixed.param_groups[0]['params'][0] + 20).sum().backward(); fixed.step()\n        loss = (model",
+    )
+    write(place / "train.py", program)
+    lines = (place / "train.py").read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if made in text)
+    site = Site(str(place / "train.py"), line, column=lines[line - 1].index("torch.optim", len(other)))
+    good = change(place / "helper.py", "x.sum(1, keepdim=True)", "(x.sum(1, keepdim=True) + 1e-9)")
+    report = failing(5, good, losses=(2.34, 2.34, 2.34, 2.34, 2.34))
+    (result,) = tried(report.with_(history=replace(report.history, made_at=site)), TRAIN).remedies
+    assert result.proven
+    assert all(record.loss < 10 for record in result.losses if record.step != 5)
 
 
 def test_what_counts_as_rounding_depends_on_the_dtype() -> None:

@@ -82,6 +82,48 @@ def test_fit_ends_with_the_report(tmp_path: Path, manual: bool) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+class Adversarial(L.LightningModule):
+    """A GAN that switches off one half while it trains the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_generator, of_critic = self.optimizers()
+        fake = self.generator(torch.randn(len(batch), 2))
+        self.toggle_optimizer(of_generator)
+        self.update(of_generator, -self.critic(fake).mean())
+        self.untoggle_optimizer(of_generator)
+        self.toggle_optimizer(of_critic)
+        real = torch.log(batch.square().sum(1))  # born: critic
+        self.update(of_critic, (self.critic(fake.detach()).squeeze(1) - self.critic(batch).squeeze(1) * real).mean())
+        self.untoggle_optimizer(of_critic)
+
+    def update(self, optimizer: Any, loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(half.parameters()) for half in (self.generator, self.critic)]
+
+
+def test_a_half_that_is_switched_off_is_on_again_in_the_replay(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    x[41] = 0.0
+    with pytest.raises(NonFiniteError) as error:
+        trainer(tmp_path, FirstNaN()).fit(Adversarial(), DataLoader(x, batch_size=8))
+    report = error.value.report
+    assert report.origin is not None
+    assert report.origin.site is not None
+    assert (report.origin.site.line, report.step) == (line_of(HERE, "born: critic"), 5)
+    assert report.batch is not None
+    assert (report.batch.index, report.batch.bad_samples, report.batch.dataset_indices) == (5, (1,), (41,))
+
+
 def test_a_loader_without_length_is_fetched_ahead(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
@@ -95,6 +137,16 @@ def test_a_loader_without_length_is_fetched_ahead(tmp_path: Path) -> None:
     assert (report.origin.site.line, report.step) == (line_of(HERE, "born: loss"), 5)
     assert report.batch is not None
     assert (report.batch.index, report.batch.bad_samples) == (5, (1,))
+
+
+def test_worker_processes_are_asked_before_training_begins(tmp_path: Path) -> None:
+    """Lightning has them fetch the first batches before it calls `on_train_start`."""
+    order = torch.Generator().manual_seed(0)
+    data = DataLoader(loader().dataset, batch_size=8, num_workers=2, shuffle=True, generator=order)
+    with pytest.raises(NonFiniteError) as error:
+        trainer(tmp_path, FirstNaN()).fit(Regression(), data)
+    assert error.value.report.batch is not None
+    assert error.value.report.batch.dataset_indices == (41,)
 
 
 @pytest.mark.parametrize(

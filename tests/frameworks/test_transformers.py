@@ -75,7 +75,7 @@ def check(report: Report | None, step: int = 4, line: str = "born: loss") -> Non
     assert report.batch.confirmed
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 4, "seed": 3}, {"bf16": True}])
 def test_train_ends_with_the_report(tmp_path: Path, options: Any) -> None:
     callback = FirstNaNCallback()
     training = trainer(tmp_path, callback, **options)
@@ -85,7 +85,8 @@ def test_train_ends_with_the_report(tmp_path: Path, options: Any) -> None:
     check(report)
     assert report.batch is not None
     assert report.batch.index is not None
-    assert report.step == report.batch.index // (2 if "gradient_accumulation_steps" in options else 1)
+    assert report.step == report.batch.index // (4 if "gradient_accumulation_steps" in options else 1)
+    assert report.reproduced == "deterministic"  # with the same units dropped
     assert any("logging_nan_inf_filter" in note for note in report.notes)
     assert all(torch.isfinite(p).all() for p in training.model.parameters())
 

@@ -30,7 +30,7 @@ from firstnan.observe.forked import NotContinued, is_received
 from firstnan.observe.observer import Decision
 from firstnan.records import Batch, NaNEvent, Noticed, Report
 from firstnan.tensors.finite import is_finite, stat, tensors_in
-from firstnan.tensors.models import drop_gradients, leaves_below
+from firstnan.tensors.models import drop_gradients, leaves_below, parameters_of
 from firstnan.tensors.state import restart_scalers
 
 if TYPE_CHECKING:
@@ -250,6 +250,8 @@ class TurnReplay:
         self._searching = False
         self._known: list[Tensor] = []
         """Bad values that the variables hold from the failing step."""
+        self._off: list[Tensor] = []
+        """The parameters that could be trained when the step began, but not when it failed."""
         self._closes = False
         """Whether an update computes its loss through a closure, so it cannot be left out."""
         self.whole = not start and not turn.is_function
@@ -430,7 +432,14 @@ class TurnReplay:
         if session.gate.scales:
             restart_scalers()
         session.gate.reads.forget()
-        for optimizer in list(session.gate.steps.done):
+        optimizers = list(session.gate.steps.done)
+        # What has a gradient could be trained when the step began. GANs switch one half off to train the other.
+        self._off += [
+            p for o in optimizers for p in parameters_of(o) if p.grad is not None and p.is_leaf and not p.requires_grad
+        ]
+        for parameter in self._off:
+            parameter.requires_grad_(True)
+        for optimizer in optimizers:
             drop_gradients(optimizer)
 
     def _raised(self, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firstnan.observe.forked import kept_indices
 from firstnan.records import Batch
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.models import Slot
@@ -100,7 +101,8 @@ class Handouts:
         self._latest_source: Loader | None = None
         self.updates_per_batch = 1
         """The most updates that were made with one batch."""
-        self._handouts = 0
+        self.number = 0
+        """How many batches were handed out."""
         self._draws = False
         """Whether steps draw random numbers."""
         self._testing: RandomState | None = None
@@ -124,6 +126,10 @@ class Handouts:
         """The last batch of a loader, with random state and buffers from when the loader was asked for one more."""
         self.is_ahead = False
         """Whether the loader was asked for a batch more than the step uses."""
+        self.in_parts = False
+        """Whether backward is called more than once between two batches, as where those of a step are fetched first."""
+        self._part: tuple[int, RandomState] | None = None
+        """The number of batches at the last backward call then, and the random state: the next part begins with it."""
 
     # While the program is healthy.
 
@@ -137,11 +143,11 @@ class Handouts:
         if self._next_as_usual(iterator, batch, updates):
             assert self.latest is not None
             return self.latest
-        source = self._source(iterator)
+        source = self._source(iterator, fetched=1)
         if source.recent and (source.recent[-1].updates != updates or source.is_full()):
             made = updates - source.recent[-1].updates
             self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
-            if self._handouts <= _TESTED or self._handouts % _EVERY == 0:
+            if self.number <= _TESTED or self.number % _EVERY == 0:
                 self._look_for_changes(source.recent[-1])
             source.carried = _known(source.recent[-1])
             source.recent = []
@@ -167,7 +173,7 @@ class Handouts:
 
         Not used if something is tested in this step, or if batches are copied.
         """
-        latest, source, number = self.latest, self._latest_source, self._handouts
+        latest, source, number = self.latest, self._latest_source, self.number
         if number <= _TESTED or not 0 < number % _EVERY < _EVERY - 1 or self.modified:
             return False
         if latest is None or source is None or latest.updates == updates or len(source.recent) != 1:
@@ -184,7 +190,7 @@ class Handouts:
         if self._buffers:
             latest.buffers = self._step_buffers(updates)
         source.count += 1
-        self._handouts += 1
+        self.number += 1
         self._at_end = None
         return True
 
@@ -194,6 +200,12 @@ class Handouts:
             buffers = self._step_buffers(updates) if self._buffers else []
             self._at_end = self.latest, RandomState.now(self._generators), buffers
 
+    def part_ended(self) -> None:
+        """The program calls backward, and may do so again before it fetches another batch."""
+        self.in_parts = True
+        if self._draws:
+            self._part = self.number, RandomState.now(self._generators)
+
     def body_ended(self) -> None:
         """The program is done with the batch: checks whether it drew random numbers."""
         if self._testing is not None:
@@ -202,11 +214,11 @@ class Handouts:
 
     def _random(self) -> RandomState:
         """The state of the generators; an older copy if steps draw no random numbers."""
-        self._handouts += 1
-        if self._replays and (self._handouts in _LOOKED or self._handouts % _LOOKED_EVERY == 0):
+        self.number += 1
+        if self._replays and (self.number in _LOOKED or self.number % _LOOKED_EVERY == 0):
             self._generators = own_generators(sys._getframe(2))
         last = self._last_random
-        if last is not None and not self._draws and self._handouts > _TESTED and self._handouts % _EVERY:
+        if last is not None and not self._draws and self.number > _TESTED and self.number % _EVERY:
             return last
         now = self._last_random = RandomState.now(self._generators)
         self._testing = None if self._draws else now
@@ -249,17 +261,23 @@ class Handouts:
 
     def passed(self, iterator: Any) -> None:
         """A batch that is not for training was handed out."""
-        source = self._source(iterator)
+        source = self._source(iterator, fetched=1)
         source.count += 1
         if source.pending_indices:
             source.pending_indices.popleft()
 
-    def _source(self, iterator: Any) -> Loader:
+    def _source(self, iterator: Any, *, fetched: int = 0, chosen: int = 0) -> Loader:
+        """What is known of a loader's iterator. It may have begun before anybody looked.
+
+        `fetched`, `chosen`: how many of the last batches and of the last indices are about to be counted.
+        """
         if self.latest_iterator is not None and self.latest_iterator() is iterator and self._latest_source is not None:
             return self._latest_source
         source = self.sources.get(iterator)
         if source is None:
-            source = self.sources[iterator] = Loader()
+            count = max(getattr(iterator, "_num_yielded", 0) - fetched, 0)
+            source = self.sources[iterator] = Loader(count=count)
+            source.pending_indices.extend(kept_indices(iterator, count, chosen))
         return source
 
     def epoch_begins(self, iterator: Any) -> None:
@@ -272,7 +290,7 @@ class Handouts:
         """The sampler chose these indices for a future batch; batches arrive in the order in which they were chosen."""
         self._last_sampled = weakref.ref(iterator)
         if getattr(iterator, "_in_order", True):
-            self._source(iterator).pending_indices.append(indices)
+            self._source(iterator, chosen=1).pending_indices.append(indices)
 
     def position(self, *, training: bool = True) -> int | None:
         """The index of the batch at hand, also if a loader of torch was used directly.
@@ -356,6 +374,7 @@ class Handouts:
         used, members = list(used), latest.batch if isinstance(latest.batch, list | tuple) else [latest.batch]
         quick = {id(latest.batch), *(id(t) for t in members if isinstance(t, Tensor))}
         if any(id(value) in quick for value in used):  # the usual case, and the rest takes longer than a step
+            self._begin_at_part(latest)
             return True
         known = self._newest_first(latest)
         found = _used_of([batch for batch, _, _ in known], used)
@@ -363,7 +382,14 @@ class Handouts:
             self.is_ahead = True
             latest.batch, latest.index, latest.indices = known[found]
             latest.versions, latest.pristine = tensor_versions(latest.batch), None
+        self._begin_at_part(latest)
         return found is not None
+
+    def _begin_at_part(self, latest: Handout) -> None:
+        """A batch that was fetched together with others is used after the backward call of the one before it."""
+        together = self.is_ahead or (self._latest_source is not None and len(self._latest_source.recent) > 1)
+        if together and self._part is not None and self._part[0] == self.number:
+            latest.random = self._part[1]
 
     def _newest_first(self, latest: Handout) -> list[_Known]:
         """What the same loader has handed out for this step, and the last one before."""

@@ -92,6 +92,13 @@ class Microscope:
             self.tracer.give_role(p, "parameter", name)
         for b, name in self.models.buffers.values():
             self.tracer.give_role(b, "buffer", name)
+        if self.find_models is not Models:  # a step may use models that are not watched, such as a reference model
+            others, trained = Models(), self.gate.trained_parameters()
+            others.tell_apart(trained)
+            for key, (p, name) in others.parameters.items():
+                if key not in self.models.parameters:
+                    said = key in trained or name.endswith(")")
+                    self.tracer.give_role(p, "parameter", name if said else f"{name} (not trained)")
         for optimizer in list(self.gate.steps.done):
             for p, kept, t in state_tensors(optimizer):
                 _, name = self.models.parameters.get(id(p), (p, "a parameter"))

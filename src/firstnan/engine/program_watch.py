@@ -205,7 +205,7 @@ def watch_trial(
     *,
     step: int,
     reach: Reach,
-    made: tuple[str, int] | None,
+    made: tuple[str, int, int] | None,
     first_batch: tuple[Sequence[int], int] | None = None,
 ) -> ProgramWatch[Trial]:
     """Watches a changed program: every parameter after every update, as far as `reach` says."""

@@ -45,8 +45,8 @@ class Instructions:
     """The samples that the program's loader fetches first, and the size of its dataset."""
     updates: int | None = None
     """After how many updates, of all optimizers, operators are recorded."""
-    made: tuple[str, int] | None = None
-    """File and line where the optimizer whose steps are counted is created."""
+    made: tuple[str, int, int] | None = None
+    """File, line and column where the optimizer whose steps are counted is created."""
     capsule: tuple[str, int] | None = None
     """The folder for a capsule, and its maximum size."""
     result: int = -1
@@ -147,7 +147,7 @@ class Start:
         step: int,
         reach: Reach,
         seconds: float,
-        made: tuple[str, int] | None = None,
+        made: tuple[str, int, int] | None = None,
         first_batch: tuple[list[int], int] | None = None,
         isolated: bool = True,
     ) -> tuple[Any, bool]:

@@ -152,7 +152,7 @@ class Session(Observer):
         self._investigated = 0
         self._closely = True
         """Whether the failure at hand is investigated."""
-        self.backwards = 0
+        self.backwards = self._batches_at_backward = 0
         """How many backward calls the current step has made."""
         self._updated = False
         """Whether the update of a dropped step has come."""
@@ -591,6 +591,9 @@ class Session(Observer):
             self._trip(trip, None)
         if self.layers is not None:
             self.layers.drop_notes()
+        if self.handouts.in_parts or self._batches_at_backward == self.handouts.number > 0:
+            self.handouts.part_ended()
+        self._batches_at_backward = self.handouts.number
 
     def needs_after_backward(self) -> bool:
         if not self._compiled and self.gate.steps.total == 0 and compiles():

@@ -25,7 +25,7 @@ _LAST_RATES = 5
 class Trial(EndProgram):
     """Ends the program at a failure, or where `reach` ends; calls `tell` with the outcome from step `step` on.
 
-    Steps are those of the optimizer that is made at `made` (file and line), where there are several.
+    Steps are those of the optimizer that is made at `made` (file, line and column), where there are several.
     """
 
     searches = False
@@ -38,7 +38,7 @@ class Trial(EndProgram):
         step: int,
         reach: Reach,
         tell: Callable[[TrialOutcome], None],
-        made: tuple[str, int] | None = None,
+        made: tuple[str, int, int] | None = None,
     ) -> None:
         super().__init__(lambda report: tell(self.outcome()))
         self._gate, self._step, self._reach, self._tell = gate, step, reach, tell
@@ -106,7 +106,7 @@ def _without_rate(gate: Gate, optimizers: list[Any]) -> str:
 class _CountedSteps:
     """Counts the steps of the optimizer created at a place; all steps if there is only one, or no place."""
 
-    def __init__(self, gate: Gate, ownership: Ownership, made: tuple[str, int] | None) -> None:
+    def __init__(self, gate: Gate, ownership: Ownership, made: tuple[str, int, int] | None) -> None:
         self._gate, self._ownership, self._made = gate, ownership, made
         self._ours: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known = 0
@@ -131,13 +131,13 @@ class _CountedSteps:
         for optimizer in self._ours:
             self._passed = max(self._passed, steps.of(optimizer))
 
-    def _nearest(self, optimizers: list[Any], file: str, line: int) -> list[Any]:
-        """The optimizers created there; a change of the source may have moved the line."""
+    def _nearest(self, optimizers: list[Any], file: str, line: int, column: int) -> list[Any]:
+        """The optimizers created there; a change of the source may have moved the place."""
         sites = [(o, self._gate.call_sites.of(o, self._ownership)[0]) for o in optimizers]
         away = [
-            (abs(s.line - line), o)
+            ((abs(s.line - line), abs((s.column or 0) - column)), o)
             for o, s in sites
             if s is not None and os.path.realpath(s.file) == os.path.realpath(file)
         ]
-        least = min((distance for distance, _ in away), default=0)
+        least = min((distance for distance, _ in away), default=None)
         return [o for distance, o in away if distance == least]

@@ -219,7 +219,8 @@ class Trials:
         bad, site = last_bad_step(report), report.history.made_at
         made = None
         if site is not None:
-            made = site.file, moved_line(remedy, site.file, site.line) if remedy else site.line
+            line = moved_line(remedy, site.file, site.line) if remedy else site.line
+            made = site.file, line, site.column or 0
         began = time.monotonic()
         reach = self._reach(report, steps)
         seconds = min(self.limits.one + reach.further, max(self.until - began, 1.0))

@@ -33,8 +33,8 @@ class StepCounter:
         """The number of the last step; and how many steps of its optimizer are not in `_done` yet."""
         self._expected: weakref.ref[Any] | None = None
         """The optimizer of the backward call under way, where there are several and that is known."""
-        self._after: dict[object, weakref.ref[Any]] = {}
-        """Place of a backward call -> the optimizer that was stepped after it the last time."""
+        self._after: dict[object, weakref.ref[Any] | None] = {}
+        """Place of a backward call -> the optimizer that is stepped after it; None if several share the place."""
         self._places: list[object] = []
         self._users: list[weakref.ref[Any] | None] = []
         self._losses: dict[int, float] = {}
@@ -97,9 +97,11 @@ class StepCounter:
 
     def _learn(self, optimizer: Any) -> None:
         """Several backward calls may be followed by several steps, in the same order."""
+        ref = weakref.ref(optimizer)
         for place in self._places[self._steps_since :]:
+            known = self._after.get(place, ref)
             if len(self._after) < _MOST_PLACES or place in self._after:
-                self._after[place] = weakref.ref(optimizer)
+                self._after[place] = ref if known is ref or (known is not None and known() is None) else None
         self._steps_since += 1
 
     def expect(self, optimizer: Any) -> None:
@@ -107,8 +109,11 @@ class StepCounter:
         self._expected = weakref.ref(optimizer)
 
     def expect_one_of(self, optimizers: list[Any]) -> None:
-        """One of these uses the gradients: if it is not known from earlier steps which, the one with the fewest."""
-        if optimizers and (self._expected is None or self._expected() is None):
+        """One of these uses the gradients: the one known from earlier steps, or else the one with the fewest steps."""
+        known = self._expected() if self._expected is not None else None
+        if known is None and self.total:
+            known = self.current_optimizer(updated=False)
+        if optimizers and not any(known is one for one in optimizers):
             self.expect(min(optimizers, key=self.of))
 
     def take_back(self, optimizer: Any) -> None:

@@ -36,11 +36,17 @@ class TrainingCallback:
         self._options = options
         self.detector: NaNDetector | None = None
         """The detector of the current or last training; None before the first."""
+        self._early: NaNDetector | None = None
 
     @property
     def report(self) -> Report | None:
         """The report of the last failure."""
         return self.detector.report if self.detector is not None else None
+
+    def prepare(self, model: Module) -> None:
+        """Training will begin: some frameworks begin to fetch batches before they say that it does."""
+        self.abandon()
+        self._early = NaNDetector(model).attach()
 
     def begin(self, model: Module | Mapping[str, Module], optimizers: Any, **more: Any) -> NaNDetector:
         """Training begins: watches it."""
@@ -77,8 +83,10 @@ class TrainingCallback:
 
     def abandon(self) -> None:
         """Stops watching without a check."""
-        if self.detector is not None:
-            self.detector.detach()
+        for detector in (self.detector, self._early):
+            if detector is not None:
+                detector.detach()
+        self._early = None
 
 
 class _Both:

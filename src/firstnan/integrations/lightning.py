@@ -22,6 +22,9 @@ class FirstNaN(TrainingCallback):
     frameworks = ("lightning.pytorch", "pytorch_lightning")
     base = "Callback"
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.prepare(pl_module)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._trainer = trainer
         self.begin(pl_module, list(trainer.optimizers), on_event=self._log)

@@ -100,7 +100,19 @@ def keep_indices(iterator: Any, indices: Any) -> None:
     """Keeps what a loader's sampler has chosen as long as its workers may be at it: a child computes it again."""
     most = vars(iterator).get("_num_workers", 0) * (vars(iterator).get("_prefetch_factor") or 0)
     if most:
-        vars(iterator).setdefault(_INDICES, deque(maxlen=most)).append(indices)
+        vars(iterator).setdefault(_INDICES, deque(maxlen=most + 1)).append(indices)
+
+
+def kept_indices(iterator: Any, handed_out: int, chosen: int) -> list[Any]:
+    """The indices of the batches that a loader's workers were given and that are not `handed_out`; None if not known.
+
+    Those of the last `chosen` ones are left out.
+    """
+    state = vars(iterator) if hasattr(iterator, "__dict__") else {}
+    count = max(state.get("_send_idx", 0) - handed_out, 0)
+    kept = list(state.get(_INDICES, ()))
+    known = kept[: len(kept) - chosen][-count:] if count else []
+    return [None] * (count - len(known)) + known
 
 
 def _next_in_process(iterator: Any) -> Any:

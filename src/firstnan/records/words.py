@@ -133,6 +133,8 @@ def _creation(origin: Origin) -> str:
             return "created where the program edits gradients"
         case "optimizer":
             return "created in the optimizer's update" + (f" of {origin.label}" if origin.label else "")
+        case "input" if origin.read_at is not None and came_with_numbers(origin):
+            return "came in with the data" + (f" ({label})" if label else "")
         case "input" if origin.read_at is not None and origin.role in ("buffer", None):
             return "created before the step" + (f" ({label})" if label else "")
         case "input" if origin.read_at is not None:

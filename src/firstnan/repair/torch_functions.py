@@ -27,6 +27,13 @@ def _library_file(context: FailureContext) -> str:
     return "/".join(site.file.replace(os.sep, "/").split("/")[-2:]) if site is not None else ""
 
 
+def _takes_eps(source: SourceFile, layer: str) -> bool:
+    """Whether a normaliser can be given an eps: torch's can, one of the program's own if its arguments say so."""
+    own = [n for n in source.nodes if isinstance(n, ast.ClassDef) and n.name == layer]
+    made = [f.args for n in own for f in n.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+    return not own or any(a.arg == "eps" for args in made for a in (*args.args, *args.kwonlyargs))
+
+
 @remedies_for("zero_over_zero", "div_by_zero", "sqrt_grad_at_zero", "infinite_derivative", "low_precision_overflow")
 def eps_of_a_normaliser(context: FailureContext) -> Iterator[Remedy]:
     location = context.location
@@ -35,7 +42,7 @@ def eps_of_a_normaliser(context: FailureContext) -> Iterator[Remedy]:
     call: ast.Call | None = location.node if location.expr.op in WITH_EPS else None
     layer = context.event.module_type if context.event is not None else ""
     if call is None and layer.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")):
-        call = constructed(context, location.node)
+        call = constructed(context, location.node) if _takes_eps(location.source, layer) else None
     given = next((k.value for k in call.keywords if k.arg == "eps"), None) if call is not None else None
     if call is None or (given is not None and (literal_value(given) or 0.0) >= 1e-5):
         return

@@ -173,6 +173,8 @@ def nan_parameter(failure: Failure) -> Finding | None:
         why = f"`{failure.code}` writes {_content(failure)} into the parameter {name}, {when}; no optimizer did."
         return _found(failure, name, why, 0.97, 0.97)
     source = "It was written after an earlier step" if step else "It came with the weights, as from a checkpoint"
+    if name.endswith(")"):  # "(frozen)", "(in a copy of the model that is not trained)"
+        source = "No update has written it: it is not trained"
     what = f"The optimizer's state, {name}," if failure.origin.role == "state" else f"The parameter {name}"
     why = f"{what} contains {_content(failure)}, before step {step} computes anything. {source}."
     return _found(failure, name, why, 0.6, 0.35)
