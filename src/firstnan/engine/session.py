@@ -424,6 +424,8 @@ class Session(Observer):
             self.resume()
             return False
         self.gate.drop_update(optimizer)
+        if self.policy.drops:  # at once: the program may save the model before its next step
+            restore_buffers(self.buffers_before())
         return True
 
     def _is_held(self) -> bool:
