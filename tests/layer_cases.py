@@ -443,6 +443,13 @@ def model_with_maths() -> Case:
 
 
 @case
+def container_that_is_given_a_bad_keyword() -> Case:
+    inner = Calls(lambda m, *, x, scale: m.a(x) * scale, a=nn.Linear(4, 8))
+    model = Calls(lambda m, x: m.b(m.inner(x=x, scale=spoil(torch.ones(())))), inner=inner, b=nn.Linear(8, 1))
+    return Case(model, "inner", "input")
+
+
+@case
 def maths_between_layers() -> Case:
     model = Calls(lambda m, x: m.b(spoil(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 1))
     return Case(model, "b", "input")
@@ -459,6 +466,19 @@ def written_between_layers() -> Case:
         return m.c(x)
 
     return Case(Calls(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 1)), "c", "input")
+
+
+@case
+def written_through_data() -> Case:
+    """Such a write is not counted as a new version of the tensor."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.a(x)
+        if SWITCH:
+            x.data.fill_(torch.nan)
+        return m.b(x)
+
+    return Case(Calls(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 1)), "b", "input")
 
 
 @case

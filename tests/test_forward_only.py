@@ -216,3 +216,16 @@ def test_the_fast_path_of_attention_stays(root: bool) -> None:
             with pytest.raises(NonFiniteError):
                 net(x)
     assert detector.events[0].layer == ("TransformerEncoderLayer" if root else "0.layers.0")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_bad_data_raises_on_the_fast_path_of_attention(mode: Any, in_process: None) -> None:
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x = torch.randn(3, 5, 8)
+    x[1, 2, 3] = torch.nan
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(net, layers=True) as detector, mode():
+        net(x)
+    assert (detector.events[0].layer, detector.events[0].what) == ("layers.0", "input")
+    assert caught.value.report.cause is not None
+    assert caught.value.report.cause.slug == "nan_input"

@@ -974,6 +974,8 @@ class Session(Observer):
 
     def replay_begins(self) -> None:
         """The state that a replay begins from was restored."""
+        if self.layers is not None:
+            self.layers.step_again()
         self._random_at_start = self.handouts.random_now() if self._random_at_trip is not None else None
 
     def drew_the_same(self) -> bool:
