@@ -482,6 +482,30 @@ def written_through_data() -> Case:
 
 
 @case
+def buffer_written_in_forward() -> Case:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.a(x)
+        m.last.copy_(x.detach())
+        if SWITCH:
+            m.last[0] = torch.nan
+        return m.b(m.last + x)
+
+    model = Calls(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 1))
+    model.register_buffer("last", torch.zeros(5, 8))
+    return Case(model, "b", "input")
+
+
+@case
+def weight_written_in_the_step() -> Case:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        if SWITCH:
+            model[1].weight.data[0, 0] = torch.nan
+        return model(x)
+
+    return Case(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), "1", run=run)
+
+
+@case
 def written_after_the_bad_layer() -> Case:
     def forward(m: Any, x: Tensor) -> Tensor:
         x = m.spoil(m.a(x))

@@ -19,7 +19,10 @@ pytestmark = [
 ]
 LATE = 21
 """By then most steps only take notes."""
-IN_CHILDREN = ("resnet", "gpt_backward", "written_between_layers", "checkpoint_backward", "scripted_layer")
+IN_CHILDREN = (
+    *("resnet", "gpt_backward", "written_between_layers", "checkpoint_backward", "scripted_layer"),
+    *("buffer_written_in_forward", "weight_written_in_the_step"),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,7 @@ class LiveTrace:
     def optimizer_made(self) -> None:
         if self.tracer is not None and not self._block:
             # Another stage of training: everything since the last update was its setup.
-            self.tracer.relabel("between", "setup")
+            self.tracer.relabel(("between", "body"), "setup")
 
     def update_begins(self, optimizer: Any, closure: bool, norm: float | None, step: int) -> bool:
         """Returns whether the update is known to keep finite parameters finite."""

@@ -149,9 +149,10 @@ class OpEvent:
     """The operator raised this instead of returning."""
     in_python_backward: bool = False
     """Ran inside the `backward` of a user's `autograd.Function` (or a tensor hook)."""
-    region: Literal["setup", "data", "step", "between", "update"] = "step"
-    """Before the first step, while a batch was fetched, inside a step, between an update and the next step, or
-    (without an optimizer object) after backward, where the program updates its weights itself."""
+    region: Literal["setup", "data", "step", "body", "between", "update"] = "step"
+    """Before the first step, while a batch was fetched, inside a step, inside a loop's body that makes its own data,
+    between an update and the next step, or (without an optimizer object) after backward, where the program updates its
+    weights itself."""
     role: Role | None = None
     """What the written memory is, if the program gave it a role: a parameter, a batch..."""
     label: str = ""

@@ -192,10 +192,10 @@ class Tracer:
             self._resume()
         self.in_optimizer = self._skips_update = False
 
-    def relabel(self, old: str, new: str) -> None:
+    def relabel(self, old: tuple[str, ...], new: str) -> None:
         """Changes the region of the latest events."""
         for raw in reversed(self.raws):
-            if raw.region != old:
+            if raw.region not in old:
                 break
             raw.region = new
 
