@@ -147,7 +147,7 @@ class Forward:
             inputs = [judged for judged in inputs if judged[1].state == BAD]
             if inputs:
                 outputs = ()  # It only passes on what it was given.
-        elif bad_output:
+        elif any(record.state == BAD for _, record, _ in outputs):
             _read_again(inputs, outputs)
         for i, (place, record, source) in enumerate(inputs):
             # Negative infinities alone are a mask, unless they are the data itself and the output is bad.
