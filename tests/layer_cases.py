@@ -443,6 +443,13 @@ def model_with_maths() -> Case:
 
 
 @case
+def container_that_is_given_a_bad_keyword() -> Case:
+    inner = Calls(lambda m, *, x, scale: m.a(x) * scale, a=nn.Linear(4, 8))
+    model = Calls(lambda m, x: m.b(m.inner(x=x, scale=spoil(torch.ones(())))), inner=inner, b=nn.Linear(8, 1))
+    return Case(model, "inner", "input")
+
+
+@case
 def maths_between_layers() -> Case:
     model = Calls(lambda m, x: m.b(spoil(m.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 1))
     return Case(model, "b", "input")
@@ -459,6 +466,43 @@ def written_between_layers() -> Case:
         return m.c(x)
 
     return Case(Calls(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 1)), "c", "input")
+
+
+@case
+def written_through_data() -> Case:
+    """Such a write is not counted as a new version of the tensor."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.a(x)
+        if SWITCH:
+            x.data.fill_(torch.nan)
+        return m.b(x)
+
+    return Case(Calls(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 1)), "b", "input")
+
+
+@case
+def buffer_written_in_forward() -> Case:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.a(x)
+        m.last.copy_(x.detach())
+        if SWITCH:
+            m.last[0] = torch.nan
+        return m.b(m.last + x)
+
+    model = Calls(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 1))
+    model.register_buffer("last", torch.zeros(5, 8))
+    return Case(model, "b", "input")
+
+
+@case
+def weight_written_in_the_step() -> Case:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        if SWITCH:
+            model[1].weight.data[0, 0] = torch.nan
+        return model(x)
+
+    return Case(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), "1", run=run)
 
 
 @case

@@ -108,6 +108,7 @@ def test_check_lets_everything_else_pass(value: Any) -> None:
     ("call", "words"),
     [
         (lambda: check("x"), "x must be a tensor, a number, an array or a container of them, got 'x'"),
+        (lambda: check(nn.Linear(1, 1)), r"got the module Linear; check_weights\(x\) reads its weights"),
         (lambda: check(torch.ones(1), torch.ones(1)), "name must be a string, got Tensor"),
         (lambda: check_gradients(None), "model must be a torch.nn.Module, got None"),
         (lambda: check_weights(3), "model must be a torch.nn.Module, got 3"),

@@ -337,6 +337,22 @@ def test_training_that_diverges_is_a_finding(training: Training, seed: int) -> N
     assert report.origin is not None
 
 
+@pytest.mark.parametrize("seed", [20, 44, 56, 80])
+def test_training_that_leaves_few_units_alive_is_a_finding(seed: int) -> None:
+    """The loss climbs to 100 times its first value and stays there: nearly all of the gradient is that of one bias."""
+
+    def training() -> Iterator[Step]:
+        model, x = mlp(4, 64, 1), torch.randn(64, 4) * 0.3
+        y = torch.sin(x[:, :1] * 2) + x[:, 1:2]
+        return train(model.parameters(), sgd(model, 1.0), lambda t: F.mse_loss(model(x), y), steps=150)
+
+    report, steps = verdict(training, seed)
+    assert steps[-1][1] > 100 * steps[0][1]
+    assert report.verdict == "diverged"
+    assert report.cause is not None
+    assert "most units are dead" in " ".join(report.cause.evidence)
+
+
 @pytest.mark.parametrize(("training", "seed"), HEALTHY_RUNS, ids=lambda one: getattr(one, "__name__", one))
 def test_healthy_training_is_no_finding(training: Training, seed: int) -> None:
     report, steps = verdict(training, seed)

@@ -310,6 +310,17 @@ def test_single_values_gradients_and_weights_are_checked(model: Net) -> None:
 def test_everything_public_prints_short(model: Net) -> None:
     detector = skipping(model, layers=True, stats=3)
     shown: list[Any] = [detector, detector.report, detector.events, detector.events[0], detector.batches([1])]
+    report = detector.report
+    assert report is not None
+    shown += [report.batch, report.origin, report.cause, report.history, report.remedies]
+    with firstnan.trace() as block:
+        model(torch.rand(3, 4)).sum().backward()
+    model.zero_grad()
+    model.head.weight.grad = torch.full_like(model.head.weight, math.nan)
+    shown += [block, firstnan.check_gradients(model)[0]]
+    bad = torch.tensor([[1.0] * 4, [math.nan] * 4, [0.5] * 4])
+    shown += [firstnan.find_bad_batch(lambda x: model(x).sum(), [bad], model=model, progress=False)]
+    shown += [firstnan.find_bad_samples(lambda x: model(x).sum(), bad)]
     for one in shown:
         text = repr(one)
         assert " object at 0x" not in text

@@ -154,16 +154,24 @@ def test_warn_reports_and_goes_on(caplog: pytest.LogCaptureFixture, in_process: 
     assert any("created in forward" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
 
 
+@pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_policy_about_steps_has_an_event(policy: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_about_steps_has_an_event(policy: Any, trained: bool, caplog: pytest.LogCaptureFixture) -> None:
     net = model().eval()
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1) if trained else None
     with NaNDetector(net, optimizer, layers=True, on_nonfinite=policy) as detector, torch.no_grad():
         for x in data():
             net(x)
     assert detector.events[0].layer == "2"
     assert any("so is what the model returns" in r.getMessage() for r in caplog.records)
     assert detector.summary()["skipped"] == 0
+
+
+def test_without_an_optimizer_a_bad_step_cannot_be_skipped() -> None:
+    net = model()
+    with pytest.raises(NonFiniteError), NaNDetector(net, layers=True, on_nonfinite="skip"):
+        for x in data():
+            net(x).square().mean().backward()
 
 
 def test_an_evaluation_between_steps_raises_if_layers_are_watched() -> None:
@@ -216,3 +224,16 @@ def test_the_fast_path_of_attention_stays(root: bool) -> None:
             with pytest.raises(NonFiniteError):
                 net(x)
     assert detector.events[0].layer == ("TransformerEncoderLayer" if root else "0.layers.0")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_bad_data_raises_on_the_fast_path_of_attention(mode: Any, in_process: None) -> None:
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x = torch.randn(3, 5, 8)
+    x[1, 2, 3] = torch.nan
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(net, layers=True) as detector, mode():
+        net(x)
+    assert (detector.events[0].layer, detector.events[0].what) == ("layers.0", "input")
+    assert caught.value.report.cause is not None
+    assert caught.value.report.cause.slug == "nan_input"

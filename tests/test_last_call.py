@@ -41,7 +41,7 @@ class Kit:
 
     def traced(self) -> list[str]:
         assert self.microscope.tracer is not None
-        return [raw.op.__name__ if hasattr(raw.op, "__name__") else str(raw.op) for raw in self.microscope.tracer.raws]
+        return [str(raw.call.func) for raw in self.microscope.tracer.raws]
 
 
 @pytest.fixture
@@ -264,3 +264,17 @@ def test_a_model_of_ones_own_names_its_lines(kits: Any) -> None:
     kit.model(torch.ones(2, 4))
     kit.again()
     assert all(raw.spot is not None for raw in kit.microscope.tracer.raws)
+
+
+@pytest.mark.parametrize("made_there", [False, True])
+def test_a_call_in_inference_mode_is_traced_as_any_other(kits: Any, made_there: bool) -> None:
+    """Tensors made in that mode do not count writes, so values could not be followed from operator to operator."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    kit, x = kits(model), torch.randn(3, 4)
+    with torch.inference_mode():
+        x = x * 1.0 if made_there else x
+        model(x)
+        kit.calls.keep_returned(model, (x,), {})
+        kit.again()
+    assert [name for name in kit.traced() if "linear" in name] == []
+    assert len([name for name in kit.traced() if "addmm" in name]) == 2

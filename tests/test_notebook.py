@@ -114,6 +114,23 @@ def test_lines_are_named_by_cells_and_the_traceback_ends_there(notebook: Noteboo
     assert all(len(repr(event)) < 200 for event in notebook.names["detector"].events)
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "firstnan.check(torch.tensor([1.0, float('nan')]), 'q')\n",
+        "with firstnan.trace():\n    y = torch.log(torch.tensor([-1.0]))\n",
+    ],
+)
+def test_without_a_detector_the_traceback_ends_in_the_cell_too(notebook: Notebook, cell: str) -> None:
+    notebook.run("import firstnan, torch\n")
+    with pytest.raises(NonFiniteError) as caught:
+        notebook.run(cell)
+    shown = [file for file, _, hidden in frames(caught.value) if not hidden]
+    assert not [file for file in shown if file.startswith(_PACKAGE)]
+    assert shown[-1] in notebook.cells
+    assert "Cell In[2], line " in str(caught.value)
+
+
 def test_an_error_of_the_program_shows_no_frame_of_ours_and_gets_no_wrong_note(notebook: Notebook) -> None:
     notebook.run(MODEL)
     notebook.run("loss = torch.tensor(float('nan'))\n")  # left by an earlier cell

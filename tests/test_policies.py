@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -100,6 +101,25 @@ def test_a_step_skipped_for_its_gradients_never_was(through: str, bad: tuple[int
     assert detector.report.noticed.what == "gradient"
     if through != "plain":
         assert birthplace(detector.report) == "derivative"
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("through", ["batches", "plain"])
+def test_a_model_that_is_saved_right_after_a_skipped_step_is_finite(policy: Any, through: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    given = list(torch.randn(6, 8, 4))
+    given[3][2] = torch.nan
+    saved = []
+    with NaNDetector(model, optimizer, on_nonfinite=policy) as detector:
+        for x in detector.batches(given) if through == "batches" else given:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            saved.append(copy.deepcopy(model.state_dict()))
+    assert [all(bool(v.isfinite().all()) for v in state.values()) for state in saved] == [True] * 6
+    assert all(torch.equal(saved[3][name], value) for name, value in saved[2].items() if policy == "skip")
 
 
 def test_many_skips_are_all_exact_though_few_are_looked_at_closely() -> None:

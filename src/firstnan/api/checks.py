@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from firstnan.observe.sites import Spot, resolve
+from firstnan.observe.sites import Spot, ends_at_origin, resolve
 from firstnan.records import NaNEvent, Noticed, Report, TensorStat
 from firstnan.tensors.finite import dtype_name, extremes, is_finite, readable, stat, tensors_in
 from firstnan.tensors.models import readable_path
@@ -55,10 +55,13 @@ def check(x: T, name: str = "") -> T:
 
     `x` is a tensor, a number, a numpy array, or a container of them: tuple, list, dict, dataclass. Anything without
     values to read passes: None, tensors inside `vmap` or similar, and everything that `torch.compile` or `torch.fx`
-    traces. A string raises TypeError, since it is surely a mistake.
+    traces. A string or a module raises TypeError, since it is surely a mistake.
     """
+    __tracebackhide__ = True
     if torch.compiler.is_compiling() or isinstance(x, torch.fx.Proxy):
         return x
+    if isinstance(x, nn.Module):
+        raise TypeError(f"x must hold values, got the module {type(x).__name__}; check_weights(x) reads its weights")
     if isinstance(x, str | bytes):
         raise TypeError(f"x must be a tensor, a number, an array or a container of them, got {_short(x)}")
     if not isinstance(name, str):
@@ -68,7 +71,7 @@ def check(x: T, name: str = "") -> T:
         caller = sys._getframe(1)
         from firstnan.report import nonfinite_error
 
-        raise nonfinite_error(_report_of(bad, name, (caller.f_code, caller.f_lasti)))
+        raise ends_at_origin(nonfinite_error(_report_of(bad, name, (caller.f_code, caller.f_lasti))))
     return x
 
 
@@ -165,6 +168,9 @@ class Finding:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        return f"<Finding {self.problem}: {self.text}>"
 
 
 def check_gradients(model: nn.Module, *, max_abs: float | None = None) -> list[Finding]:

@@ -21,7 +21,7 @@ from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.journal import Counts, EventLog, Journal, Statistics
 from firstnan.engine.model_calls import CallReplay, ModelCalls, UpdateReplay
-from firstnan.engine.policies import Policy, Raise, Rollback, Skip, Warn
+from firstnan.engine.policies import Policy, Raise, RaiseInSteps, Rollback, Skip, Warn
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.replicas import Replicas
 from firstnan.engine.sampling import StepSamples
@@ -91,7 +91,7 @@ class NaNDetector:
             raise ValueError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {short(on_nonfinite)}"
             )
-        if on_nonfinite in ("skip", "rollback") and not self._optimizers:
+        if on_nonfinite in ("skip", "rollback") and not self._optimizers and not layers:
             raise ValueError(f"on_nonfinite={on_nonfinite!r} needs an optimizer: NaNDetector(model, optimizer)")
         if guard not in ("warn", "clip", "off"):
             raise ValueError(f"guard must be 'warn', 'clip' or 'off', got {short(guard)}")
@@ -114,7 +114,7 @@ class NaNDetector:
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._on_nonfinite, self._snapshot_every, self._capsules = on_nonfinite, snapshot_every, capsules
         self._guard, self._max_grad_norm, self._check_replicas = guard, max_grad_norm, check_replicas
-        self._policy = _policy(on_nonfinite, streak)
+        self._policy = _policy(on_nonfinite, streak, bool(self._optimizers))
         self._layers, self._trackable, self._skip = layers, trackable, types_and_names("skip", skip)
         self._logs: StepLog | None = None
         if log_to is not None:
@@ -379,7 +379,9 @@ def _no_more(source: Any) -> NoReturn:
     raise StopIteration
 
 
-def _policy(name: OnNonfinite, streak: int) -> Policy:
+def _policy(name: OnNonfinite, streak: int, has_optimizer: bool) -> Policy:
+    if name in ("skip", "rollback") and not has_optimizer:
+        return RaiseInSteps()
     if name in ("skip", "rollback"):
         return Skip(streak) if name == "skip" else Rollback(streak)
     return Raise() if name == "raise" else Warn()

@@ -38,6 +38,7 @@ def trace() -> Iterator[Block]:
     names the line that created the value, its inputs and the cause. Updates that are certain to stay finite are not
     recorded, and overflows that a gradient scaler handles are ignored.
     """
+    __tracebackhide__ = True
     block = Block(Ownership(tuple(directories(sys._getframe(2)))))
     with block.session.running():
         block.session.live.begin()
@@ -71,6 +72,9 @@ class Block(RaiseAsItRuns):
     def report(self) -> Report | None:
         return self.session.report
 
+    def __repr__(self) -> str:
+        return f"<trace: {self.report!r}>" if self.report is not None else "<trace: nothing found>"
+
     def before_backward(self, session: Session, roots: list[Tensor]) -> None:
         if session.gate.optimizers or not _expected:
             return
@@ -88,6 +92,7 @@ class Block(RaiseAsItRuns):
 
     def last_look(self) -> None:
         """Checks at the end of the block for bad values created in it; if it trained, only in what training keeps."""
+        __tracebackhide__ = True
         if self.report is None:
             self.session.hooks.guarded(self._look_at_what_is_left)
 

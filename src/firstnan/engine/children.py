@@ -321,7 +321,7 @@ class TurnReplay:
         if session.handouts.latest is not None:
             microscope.mark_batch(session.handouts.latest.batch, None)
         else:
-            tracer.at(region="between")  # nobody knows where the batch ends and the step begins
+            tracer.at(region="body")  # nobody knows where the batch ends and the step begins
             microscope.watch_lines(_WATCHED)  # the body makes its own data, often with numpy
         for name, value in list(turn.names.items()):
             if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):

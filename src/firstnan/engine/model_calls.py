@@ -160,8 +160,10 @@ class ModelCalls:
         try:
             restore_buffers(call.buffers)
             call.random.restore()
-            # Copies, since the graph that an input came from may be freed.
-            args, kwargs = copy_batch((call.args, call.kwargs))
+            # Copies, since the graph that an input came from may be freed; made outside of inference mode, in which
+            # torch counts no writes, so values could not be followed.
+            with torch.inference_mode(False):
+                args, kwargs = copy_batch((call.args, call.kwargs))
             tracer = microscope.start(in_step=True)
             for label, t in tensors_in((args, kwargs)):
                 tracer.give_role(t, "input", f"the model's input {label}")
@@ -182,6 +184,7 @@ class ModelCalls:
 
     def _run_on_our_own(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             for device, dtype in call.autocast:
                 stack.enter_context(torch.autocast(device, dtype))

@@ -198,6 +198,12 @@ class Raise(Policy):
         session.stop()
 
 
+class RaiseInSteps(Raise):
+    """For a model that is only called: a bad result is an event. Without an optimizer no step can be dropped."""
+
+    judges_outputs = False
+
+
 class RaiseAsItRuns(Policy):
     """Raises NonFiniteError where the value reaches training; nothing is undone."""
 

@@ -426,6 +426,8 @@ class Session(Observer):
             self.resume()
             return False
         self.gate.drop_update(optimizer)
+        if self.policy.drops:  # at once: the program may save the model before its next step
+            restore_buffers(self.buffers_before())
         return True
 
     def _is_held(self) -> bool:
@@ -982,6 +984,8 @@ class Session(Observer):
 
     def replay_begins(self) -> None:
         """The state that a replay begins from was restored."""
+        if self.layers is not None:
+            self.layers.step_again()
         self._random_at_start = self.handouts.random_now() if self._random_at_trip is not None else None
 
     def drew_the_same(self) -> bool:

@@ -672,6 +672,17 @@ _SMALL_WEIGHT = 0.1
 """Weights that start at zero or near it count as this much each: they may grow by any factor."""
 
 
+def _share_of(some: list[Tensor], gradients: list[Tensor]) -> float:
+    """The norm of some of these gradients, as a share of the norm of all."""
+    if not any(bool(g.any()) for g in some):
+        return 0.0
+    part, whole = (
+        math.hypot(*norms([r for g in of if (r := readable(g)) is not None and r.numel()]).tolist())
+        for of in (some, gradients)
+    )
+    return part / whole if whole < math.inf else 1.0
+
+
 def watched_weights(parameters: list[Tensor]) -> Callable[[], Weights | None]:
     """A function that says what has become of these weights since now."""
     weights = [weakref.ref(p) for p in parameters]
@@ -689,9 +700,10 @@ def watched_weights(parameters: list[Tensor]) -> Callable[[], Weights | None]:
         if first is None or sizes is None:
             return None
         before = max(math.hypot(*first.tolist()), _SMALL_WEIGHT * math.sqrt(count))
-        matrices = [p.grad for ref in weights if (p := ref()) is not None and p.dim() > 1 and p.grad is not None]
-        dead = len(matrices) > 1 and not any(bool(g.any()) for g in matrices)
-        return Weights(math.hypot(*sizes.tolist()) / before, dead)
+        gradients = [p.grad for ref in weights if (p := ref()) is not None and p.grad is not None]
+        matrices = [g for g in gradients if g.dim() > 1]
+        share = _share_of(matrices, gradients) if len(matrices) > 1 else 1.0
+        return Weights(math.hypot(*sizes.tolist()) / before, share)
 
     return now
 

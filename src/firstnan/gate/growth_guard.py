@@ -51,6 +51,9 @@ _LATEST = 8
 """The last losses, by which the end of a run is judged."""
 _WEIGHTS = 10.0
 """Healthy training makes the weights no more than a few times larger; a loss that is only scaled does not at all."""
+_STALLED, _STALLED_WEIGHTS = 0.01, 2.0
+"""If the weights have at least doubled and their matrices get less than this share of the gradient, almost every unit
+is dead: only the biases still move."""
 _LEARNED = 0.25
 """A model has learned something if its usual loss was once below this share of the first losses."""
 _BEYOND_DOUBT = 1e8
@@ -86,8 +89,13 @@ class Weights:
 
     growth: float
     """How many times larger they are than before the first step."""
-    dead: bool
-    """Whether every matrix among them has a gradient of exactly 0."""
+    matrices: float
+    """The norm of the gradients of all matrices, as a share of that of all gradients."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether every matrix among them has a gradient of exactly 0, or almost."""
+        return not self.matrices or (self.matrices < _STALLED and self.growth > _STALLED_WEIGHTS)
 
     @property
     def are_lost(self) -> bool:
@@ -95,7 +103,11 @@ class Weights:
 
     def __str__(self) -> str:
         told = f"the weights are {self.growth:.3g} times larger than before the first step"
-        return f"{told}, and no weight matrix has a gradient other than 0" if self.dead else told
+        if not self.dead:
+            return told
+        if not self.matrices:
+            return f"{told}, and no weight matrix has a gradient other than 0"
+        return f"{told}, and the weight matrices get {self.matrices:.2g} of the gradient: most units are dead"
 
 
 Forecasts = Sequence[Forecast]

@@ -149,9 +149,10 @@ class OpEvent:
     """The operator raised this instead of returning."""
     in_python_backward: bool = False
     """Ran inside the `backward` of a user's `autograd.Function` (or a tensor hook)."""
-    region: Literal["setup", "data", "step", "between", "update"] = "step"
-    """Before the first step, while a batch was fetched, inside a step, between an update and the next step, or
-    (without an optimizer object) after backward, where the program updates its weights itself."""
+    region: Literal["setup", "data", "step", "body", "between", "update"] = "step"
+    """Before the first step, while a batch was fetched, inside a step, inside a loop's body that makes its own data,
+    between an update and the next step, or (without an optimizer object) after backward, where the program updates its
+    weights itself."""
     role: Role | None = None
     """What the written memory is, if the program gave it a role: a parameter, a batch..."""
     label: str = ""
@@ -328,6 +329,10 @@ class History(OptimizerHistory):
     others: tuple[OptimizerHistory, ...] = ()
     """Those of the program's other optimizers, each with its own steps."""
 
+    def __repr__(self) -> str:
+        steps = f"steps {self.steps[0].step} to {self.steps[-1].step}" if self.steps else "no steps"
+        return f"<History: {steps}{f' of {self.optimizer}' if self.optimizer else ''}>"
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -353,6 +358,12 @@ class Origin:
     step: int = 0
     read_at: Site | None = None
     """If it was created before the step: where the step reads it first."""
+
+    def __repr__(self) -> str:
+        from firstnan.records.words import place
+
+        what = " ".join(filter(None, (self.phase, self.op or self.label)))
+        return f"<Origin: {what}{f', at {place(self.site)}' if self.site else ''}>"
 
     @property
     def edits_gradient(self) -> bool:
@@ -380,6 +391,9 @@ class Cause:
     confidence: float = 0.5
     link: str | None = None
     """Its page in the documentation; None for a rule of the user's."""
+
+    def __repr__(self) -> str:
+        return f"<Cause {self.slug}: {self.title}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +445,9 @@ class Remedy:
     """The later step that is not finite with it."""
     losses: tuple[LossRecord, ...] = ()
     """The losses of the trial, at most 200 of them."""
+
+    def __repr__(self) -> str:
+        return f"<Remedy: {self.title}{' (proven)' if self.proven else ''}>"
 
     @property
     def proven(self) -> bool:
@@ -520,6 +537,11 @@ class Batch:
     """What a row of this batch is: a sample, a node of a graph, a token of a text."""
     values: tuple[SampleValues, ...] = ()
     """What the first bad samples hold."""
+
+    def __repr__(self) -> str:
+        shown = ("index", "size", "bad_samples", "confirmed", "dataset_indices", "replays", "note")
+        known = [(name, getattr(self, name)) for name in shown if getattr(self, name) not in (None, "")]
+        return f"Batch({', '.join(f'{name}={value!r}' for name, value in known)})"
 
 
 @dataclass(frozen=True, slots=True)

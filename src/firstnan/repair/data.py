@@ -253,7 +253,9 @@ def _as_batch(context: FailureContext) -> tuple[str, TensorStat | None] | None:
 
 
 def _step(context: FailureContext) -> list[OpEvent]:
-    events = [e for e in context.failure.trace.events if e.region in ("step", "between") and e.phase == "forward"]
+    events = [
+        e for e in context.failure.trace.events if e.region in ("step", "body", "between") and e.phase == "forward"
+    ]
     return [e for e in events if e.step == context.failure.trace.events[-1].step]
 
 

@@ -11,7 +11,7 @@ from firstnan.records.operator_families import NORMALISERS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.guards import GuardWriter, why_below
 from firstnan.repair.reductions import constructed
-from firstnan.repair.source import literal_value, replace_node, set_argument
+from firstnan.repair.source import SourceFile, literal_value, replace_node, set_argument
 
 WITH_EPS = NORMALISERS | {"normalize", "cosine_similarity"}
 UNBOUNDED = ("loc", "logits", "df", "validate_args", "total_count")

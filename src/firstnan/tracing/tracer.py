@@ -197,7 +197,7 @@ class Tracer:
     def label_setup(self) -> None:
         """Everything since the last update was the setup of another stage of training."""
         for raw in reversed(self.raws):
-            if raw.region != "between":
+            if raw.region not in ("between", "body"):
                 break
             raw.region = "setup"
 

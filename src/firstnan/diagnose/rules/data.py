@@ -170,7 +170,8 @@ def nan_parameter(failure: Failure) -> Finding | None:
     step = failure.origin.step
     if writes_nan(failure):
         when = f"after {step} updates" if step else "before the first update"
-        why = f"`{failure.code}` writes {_content(failure)} into the parameter {name}, {when}; no optimizer did."
+        kind = "buffer" if failure.origin.role == "buffer" else "parameter"
+        why = f"`{failure.code}` writes {_content(failure)} into the {kind} {name}, {when}; no optimizer did."
         return _found(failure, name, why, 0.97, 0.97)
     source = "It was written after an earlier step" if step else "It came with the weights, as from a checkpoint"
     if name.endswith(")"):  # "(frozen)", "(in a copy of the model that is not trained)"

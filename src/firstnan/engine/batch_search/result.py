@@ -97,6 +97,9 @@ class BatchSearch:
         values: dict[str, Any] = encode(self)
         return values
 
+    def __repr__(self) -> str:
+        return f"<BatchSearch: {self._headline()}>"
+
     def __str__(self) -> str:
         lines = [self._headline(), *self._way(), *(f"  {batch}" for batch in self.batches[:_SHOWN])]
         if len(self.batches) > _SHOWN:

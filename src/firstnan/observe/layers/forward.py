@@ -142,10 +142,13 @@ class Forward:
                     self._sink.magnitude(call.layer.name, "forward", dtype, *record.size)
         bad_output = any(record.state > FINITE for _, record, _ in outputs)
         if call.layer.is_container:
-            # Bad only by itself: not for what it was given, or for what a layer inside has made.
-            if any(record.state == BAD for _, record, _ in inputs) or call.model_call.is_inside(call.layer):
-                return
-            inputs = ()
+            if not bad_output or call.model_call.is_inside(call.layer):
+                return  # What a layer inside has made is reported already.
+            inputs = [judged for judged in inputs if judged[1].state == BAD]
+            if inputs:
+                outputs = ()  # It only passes on what it was given.
+        elif any(record.state == BAD for _, record, _ in outputs):
+            _read_again(inputs, outputs)
         for i, (place, record, source) in enumerate(inputs):
             # Negative infinities alone are a mask, unless they are the data itself and the output is bad.
             if record.state == BAD or (record.state == ONLY_NEGATIVE_INF and bad_output and i == 0):
@@ -160,6 +163,15 @@ class Forward:
             found = call.finding("forward", what, place, source)
             call.model_call.add(found)
             self._sink.layer_event(found)
+
+
+def _read_again(inputs: Sequence[_Judged], outputs: Sequence[_Judged]) -> None:
+    """Reads the finite inputs of a bad output once more: a write through `.data` is not counted as a new version."""
+    for _, record, source in inputs:
+        if record.state == FINITE and isinstance(source, Tensor) and not any(source is t for *_, t in outputs):
+            plain = finite.readable(source)
+            if plain is not None and plain.numel():
+                record.state = examine(plain, False)[0]
 
 
 def _without_tensors(seen: list[SeenTensor]) -> list[_Judged]:

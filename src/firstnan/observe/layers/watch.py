@@ -200,6 +200,10 @@ class LayerWatch:
         self.steps += 1
         self._backward.new_step()
 
+    def step_again(self) -> None:
+        """The same step is about to run again: the calls of each layer are counted from 0 again."""
+        self._thread.count_anew()
+
     def watch_closely(self) -> None:
         """Reads everything for a while, from the next step on: something is or may soon be wrong."""
         self._full_until = self.steps + 1 + _FULL_STEPS
