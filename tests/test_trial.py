@@ -597,6 +597,63 @@ def test_losses_are_compared_with_those_of_the_same_optimizer(place: Path) -> No
     assert all(record.loss < 10 for record in result.losses if record.step != 5)
 
 
+SCALED = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(0)
+    x = torch.randn(160, 8)
+    x[80::4] = 0
+    net = torch.nn.Linear(8, 16, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu")
+    def train(a):
+        optimizer.zero_grad()
+        loss = (net(a).square().sum(1, keepdim=True).sqrt() - 1).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    for a in DataLoader(x, batch_size=4):
+        train(a)
+"""
+SWITCHED = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(0)
+    x = torch.rand(64, 4) + 0.1
+    x[41] = 0
+    a, b = torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)
+    first, second = torch.optim.SGD(a.parameters(), lr=0.01), torch.optim.SGD(b.parameters(), lr=0.01)
+    def train(real):
+        fake = a(torch.randn(8, 2))
+        b.requires_grad_(False)
+        loss = -b(fake).mean()
+        first.zero_grad()
+        loss.backward()
+        first.step()
+        a.requires_grad_(False)
+        b.requires_grad_(True)
+        loss = (b(fake.detach()) - b(real) * torch.log(real.sum(1, keepdim=True))).mean()
+        second.zero_grad()
+        loss.backward()
+        second.step()
+        a.requires_grad_(True)
+    for real in DataLoader(x, batch_size=8):
+        train(real)
+"""
+
+
+@pytest.mark.parametrize("program", [SCALED, SWITCHED])
+def test_a_fix_is_tried_from_the_state_that_the_step_began_with(place: Path, firstnan: Zygote, program: str) -> None:
+    """A scaler has unscaled already; and one half of the model was switched off while the other one is trained."""
+    write(place / "train.py", program)
+    found = firstnan(["run", "--verify", "20", "train.py"], cwd=place).found
+    first = found["remedies"][0]
+    assert (first["failing_step_finite"], first["up_to"]) == (True, "loop"), first["note"]
+
+
 def test_what_counts_as_rounding_depends_on_the_dtype() -> None:
     remedy = Remedy("", "x", loss_change=0.02)
     assert not keeps_numbers(remedy, failing(3))

@@ -30,7 +30,7 @@ from firstnan.observe.forked import NotContinued, is_received
 from firstnan.observe.observer import Decision
 from firstnan.records import Batch, NaNEvent, Noticed, Report
 from firstnan.tensors.finite import is_finite, stat, tensors_in
-from firstnan.tensors.models import drop_gradients, leaves_below, parameters_of
+from firstnan.tensors.models import drop_gradients, leaves_below, switch_on
 from firstnan.tensors.state import restart_scalers
 
 if TYPE_CHECKING:
@@ -433,10 +433,7 @@ class TurnReplay:
             restart_scalers()
         session.gate.reads.forget()
         optimizers = list(session.gate.steps.done)
-        # What has a gradient could be trained when the step began. GANs switch one half off to train the other.
-        self._off += [
-            p for o in optimizers for p in parameters_of(o) if p.grad is not None and p.is_leaf and not p.requires_grad
-        ]
+        self._off += switch_on(optimizers)
         for parameter in self._off:
             parameter.requires_grad_(True)
         for optimizer in optimizers:

@@ -35,7 +35,8 @@ from firstnan.observe.observer import Decision
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
 from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described
-from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of
+from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of, switch_on
+from firstnan.tensors.state import restart_scalers
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
@@ -160,6 +161,10 @@ class _Work:
         self.session, self.turn, self.start = session, turn, start
 
     def run(self, channel: isolation.Channel) -> NoReturn:
+        gate = self.session.gate
+        switch_on(list(gate.steps.done))
+        if gate.scales:
+            restart_scalers()
         try:
             channel.send(self.answer(channel))
         except BaseException as error:

@@ -174,6 +174,19 @@ def largest_gradient(optimizer: Any) -> tuple[Tensor, float]:
     return found[at][0], 1 / math.hypot(*(size / sizes[at] for size in sizes)) ** 2 if sizes[at] else math.nan
 
 
+def switch_on(optimizers: Iterable[Any]) -> list[Tensor]:
+    """Lets backward reach parameters that were switched off since the step began; returns them.
+
+    What has a gradient could be trained before: GANs switch one half off to train the other.
+    """
+    found = [
+        p for o in optimizers for p in parameters_of(o) if p.grad is not None and p.is_leaf and not p.requires_grad
+    ]
+    for parameter in found:
+        parameter.requires_grad_(True)
+    return found
+
+
 def drop_gradients(optimizer: Any) -> None:
     """Makes the next update of this optimizer a no-op."""
     for parameter in parameters_of(optimizer):
