@@ -100,8 +100,12 @@ class StepCounter:
         ref = weakref.ref(optimizer)
         for place in self._places[self._steps_since :]:
             known = self._after.get(place, ref)
-            if len(self._after) < _MOST_PLACES or place in self._after:
-                self._after[place] = ref if known is ref or (known is not None and known() is None) else None
+            if len(self._after) >= _MOST_PLACES and place not in self._after:
+                continue
+            if known is ref or (known is not None and known() is None):
+                self._after[place] = ref
+            elif place is self._places[-1]:  # an earlier one may have been followed by no step at all
+                self._after[place] = None
         self._steps_since += 1
 
     def expect(self, optimizer: Any) -> None:
