@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import re
 import signal
@@ -681,16 +682,16 @@ def test_order_in_the_report() -> None:
 # --- the whole command --------------------------------------------------------------------------------------------
 
 COMMAND = """
+    import pickle
     import sys
     import firstnan.engine.conclude as room
     from firstnan.cli.main import main
-    from firstnan.records import Edit, Remedy
 
     own = room.Evidence.conclude
 
     def conclude(self, *args):
         report = own(self, *args)
-        return report and report.with_(remedies=({remedies},))
+        return report and report.with_(remedies=pickle.loads({remedies!r}))
 
     room.Evidence.conclude = conclude
     sys.exit(main(sys.argv[1:]))
@@ -719,7 +720,7 @@ def command(place: Path, firstnan: Zygote) -> Any:
     write(place / "train.py", LOADED)
 
     def run(*words: str, remedies: tuple[Remedy, ...]) -> Any:
-        write(place / "command.py", COMMAND.format(remedies=", ".join(map(repr, remedies))))
+        write(place / "command.py", COMMAND.format(remedies=pickle.dumps(remedies)))
         return firstnan.python([str(place / "command.py"), "run", *words, "train.py"], cwd=place)
 
     return run

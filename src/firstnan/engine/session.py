@@ -736,6 +736,8 @@ class Session(Observer):
             self.handouts.passed(iterator)
             return
         self._trains_here()
+        if self.microscope.lines is not None:
+            self.microscope.lines.arrived(t for _, t in tensors_in(batch))
         self._remember(iterator, batch)
         if self._restart is not None:
             self._restart.label(self.handouts.latest)

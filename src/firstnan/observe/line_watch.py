@@ -63,6 +63,9 @@ class _Frame:
     """Identity and version of what was finite when it was read last."""
     writes: Counter[str] = field(default_factory=Counter)
     """How often something was written into its large arrays."""
+    line: int = 0
+    noted: int = 0
+    """How many values were noted before the statement that runs: what it calls notes more."""
     returned: tuple[int, ...] | None = None
     """The lines that a non-finite value comes from that a function has returned to the statement that runs."""
     trail: deque[Spot] = field(default_factory=lambda: deque(maxlen=3))
@@ -99,15 +102,22 @@ class LineWatch:
     def source_in(self, tensors: Iterable[Tensor]) -> BadLine | None:
         """The line that made what one of these tensors holds, as a whole or in a row; None if several may have."""
         tensors = list(tensors)
-        came = {i for t in tensors for i in self._noted_in(t) or ()}
+        came = {i for t in tensors for i in self._noted_in(t, 0) or ()}
         found = [self.lines[i] for i in sorted(came) if not self.lines[i].is_literal]
         return found[0] if len({line.spot for line in found}) == 1 else None
 
-    def _noted_in(self, value: Any) -> tuple[int, ...] | None:
-        """The lines that made what a tensor holds, as a whole or in a row; None if none is known."""
+    def arrived(self, tensors: Iterable[Tensor]) -> None:
+        """A library hands these to the program: the statement that takes them has not made what is bad in them."""
+        for t in tensors:
+            if not is_finite(t):
+                self._objects[id(t)] = t, self._noted_in(t, 0) or ()
+
+    def _noted_in(self, value: Any, since: int) -> tuple[int, ...] | None:
+        """The lines that made what a tensor holds, as a whole or in a row; None if none of those noted `since` did."""
         if not isinstance(value, Tensor):
             return None
-        return tuple(dict.fromkeys(i for noted, came in self._values for i in came if _holds(value, noted))) or None
+        notes = self._values[since:]
+        return tuple(dict.fromkeys(i for noted, came in notes for i in came if _holds(value, noted))) or None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -169,6 +179,8 @@ class LineWatch:
             self._returns(frame, known, arg)
         known.trail.append(known.spot)
         known.spot, known.returned = (frame.f_code, frame.f_lasti), None
+        if known.line != frame.f_lineno:  # each turn of a comprehension is an event of the same line
+            known.line, known.noted = frame.f_lineno, len(self._values)
         return self._line
 
     def _assigned(self, frame: FrameType, known: _Frame) -> None:
@@ -227,8 +239,10 @@ class LineWatch:
         """Where a bad value of a statement comes from; None if all that it has read was finite."""
         if known.returned is not None:
             return known.returned
+        if id(value) in self._objects:
+            return self._objects[id(value)][1]
         came = self._read_by(known) if known.bad else None
-        return came if came is not None else self._noted_in(value)
+        return came if came is not None else self._noted_in(value, known.noted)
 
     def _read_by(self, known: _Frame) -> tuple[int, ...] | None:
         """The same without what functions have returned to it."""
