@@ -35,6 +35,8 @@ class StepCounter:
         """The optimizer of the backward call under way, where there are several and that is known."""
         self._after: dict[object, weakref.ref[Any] | None] = {}
         """Place of a backward call -> the optimizer that is stepped after it; None if several share the place."""
+        self._is_shared = False
+        """Whether several optimizers were stepped after backward calls at the place of the one under way."""
         self._places: list[object] = []
         self._users: list[weakref.ref[Any] | None] = []
         self._losses: dict[int, float] = {}
@@ -76,6 +78,7 @@ class StepCounter:
         if self._steps_since:
             self._places, self._users, self._losses, self._steps_since = [], [], {}, 0
         self._expected = self._after.get(place)
+        self._is_shared = self._expected is None and place in self._after
         if len(self._places) < _MOST_PLACES:
             self._places.append(place)
             self._users.append(self._expected)
@@ -115,7 +118,7 @@ class StepCounter:
     def expect_one_of(self, optimizers: list[Any]) -> None:
         """One of these uses the gradients: the one known from earlier steps, or else the one with the fewest steps."""
         known = self._expected() if self._expected is not None else None
-        if known is None and self.total:
+        if known is None and self._is_shared:
             known = self.current_optimizer(updated=False)
         if optimizers and not any(known is one for one in optimizers):
             self.expect(min(optimizers, key=self.of))
