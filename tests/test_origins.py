@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 import textwrap
@@ -120,6 +121,25 @@ def test_bad_data_needs_the_first_step_of_a_second_run_only(firstnan: Zygote, tm
     assert (result.found["step"], batch["index"], batch["elements"][0]["index"]) == (283, 283, 1234)
     assert "starting the program again with the failing batch first" in result.stderr
     assert result.found["replay"] == "the program was run again, with the failing batch first"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_search_for_the_line_that_created_bad_data(tmp_path: Path) -> None:
+    program = "import os, time\nif os.path.exists('again'): time.sleep(60)\nopen('again', 'w')\n" + textwrap.dedent(
+        LONG
+    )
+    (tmp_path / "train.py").write_text(program)
+    words = [sys.executable, "-m", "firstnan", "run", "--verify", "0", "train.py"]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = []
+        for line in process.stderr:
+            told.append(line)
+            if "starting the program again" in line:
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 3
+    assert not any("running the program again" in line for line in told)
+    assert any("the second run did not finish" in line for line in told)
 
 
 def test_the_first_batch_of_a_pass_is_the_failing_one() -> None:

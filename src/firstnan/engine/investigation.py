@@ -397,7 +397,9 @@ class Investigation:
                 first_batch=given,
                 isolated=self.options.isolation,
             ).report
-        except (KeyboardInterrupt, IsolationError):
+        except KeyboardInterrupt:
+            return self._not_repeated(first, None)
+        except IsolationError:
             return None
         if second is None or second.step != 0 or second.origin is None or came_from_outside(second.origin):
             return None
