@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ _LEAST_PART = 0.2
 """The share of an update that has to come from the new gradient, else its factor cannot be told."""
 _MOST_TRIED = 16
 """Updates after which no further rule is tried, if none has fitted."""
+_NEAREST = 8
+"""Trained tensors among which one is chosen while it is undecided who makes the updates."""
 _MOST_WAITED = 32
 """Backward calls before the first step of an optimizer after which nothing is expected any more."""
 
@@ -82,6 +85,11 @@ class HandWritten:
         self.certain = self._changes >= _CERTAIN
         return self._changes if self.certain else None
 
+    def note_a_few(self, roots: list[Tensor]) -> None:
+        """Keeps a part of one of the tensors that backward wrote gradients to, of those nearest to the loss."""
+        nearest = list(islice(leaves_below(roots), _NEAREST))
+        self.note(nearest, [leaf.grad for leaf in nearest])
+
     def _has_changed(self) -> bool:
         part = self._part()
         return part is not None and self._sample is not None and not torch.equal(part, self._sample.values)
@@ -91,13 +99,16 @@ class HandWritten:
     def note(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Keeps a part of the weights and gradients before the program makes its update."""
         self._sample = None
-        fit = [i for i, (t, g) in enumerate(zip(tensors, gradients, strict=True)) if _is_comparable(t, g)]
-        if fit:
+        best = 0
+        for i in range(len(tensors) - 1, -1, -1):
+            tensor, gradient = tensors[i], gradients[i]
+            size = tensor.numel()
             # Of the small ones the largest: a single bias may have no gradient.
-            at = max(fit, key=lambda i: (tensors[i].numel() <= _SAMPLE, min(tensors[i].numel(), _SAMPLE), i))
-            gradient = gradients[at]
-            assert gradient is not None
-            self._sample = _Sample(at, weakref.ref(tensors[at]), _first(tensors[at]).clone(), _first(gradient).clone())
+            rank = _SAMPLE + size if size <= _SAMPLE else _SAMPLE
+            if rank > best and gradient is not None and _is_comparable(tensor, gradient):
+                best, at, chosen = rank, i, gradient
+        if best:
+            self._sample = _Sample(at, weakref.ref(tensors[at]), _first(tensors[at]).clone(), _first(chosen).clone())
 
     def gradients_clipped(self) -> None:
         """The program has scaled its gradients: the update uses those."""
@@ -273,9 +284,9 @@ class _Sample:
     gradient: Tensor
 
 
-def _is_comparable(tensor: Tensor, gradient: Tensor | None) -> bool:
+def _is_comparable(tensor: Tensor, gradient: Tensor) -> bool:
     """Whether a tensor and its gradient can be compared cheaply."""
-    if gradient is None or gradient.shape != tensor.shape or not tensor.numel():
+    if gradient.shape != tensor.shape or not tensor.numel():
         return False
     return all(_is_simple(t) and t.is_contiguous() for t in (tensor, gradient))
 

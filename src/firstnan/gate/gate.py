@@ -169,7 +169,7 @@ class Gate:
 
     def trains(self, roots: list[Tensor], optimizers: list[Any]) -> bool:
         """Whether a loss depends on what one of these optimizers trains."""
-        leaves = {id(leaf) for leaf in leaves_below(roots)}
+        leaves = {id(leaf) for leaf in leaves_below(roots)} if optimizers else ()
         return any(id(p) in leaves for o in optimizers for p in parameters_of(o))
 
     @property
@@ -193,11 +193,15 @@ class Gate:
         if self.in_step is not None:
             # The optimizer called its closure (LBFGS) and uses these gradients at once.
             return self._check_gradients(self.in_step, parameters_of(self.in_step), before_update=False)
-        if self._scaling or not (self.is_by_hand or self.awaits_first_update):
+        if self._scaling:
             return _NONE
-        leaves = self._by_hand.gradients_written(roots)
-        self._by_hand.note(leaves, [leaf.grad for leaf in leaves])
-        return self._check_gradients(None, leaves, before_update=False) if self.is_by_hand else _NONE
+        if self.is_by_hand:
+            leaves = self._by_hand.gradients_written(roots)
+            self._by_hand.note(leaves, [leaf.grad for leaf in leaves])
+            return self._check_gradients(None, leaves, before_update=False)
+        if self.awaits_first_update:
+            self._by_hand.note_a_few(roots)
+        return _NONE
 
     def is_step(self, place: object, outputs: list[Tensor], targets: list[Tensor]) -> bool:
         """Whether a `torch.autograd.grad` is the step of a program without an optimizer."""
