@@ -19,6 +19,7 @@ from firstnan.records import Site
 from firstnan.records.errors import NonFiniteError
 
 Spot = tuple[CodeType, int]
+Spots = tuple[Spot | None, Spot | None, bool]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LIBRARY = tuple(
@@ -26,8 +27,11 @@ _LIBRARY = tuple(
     | {p + os.sep for p in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")) if p}
 )
 _MAX_SOURCE_LINES = 8
+ENGINE = "_engine_run_backward"
+"""torch's function that runs the autograd engine."""
 _ON_OUR_OWN = "_run_on_our_own"
 """The function of ours that calls the user's model by itself; its callers are not where a value is made."""
+_BOUNDARIES = (ENGINE, _ON_OUR_OWN)
 # Frames between an operator and a dispatch mode, in every stack.
 _INTERNAL = (f"torch{os.sep}_dynamo{os.sep}", f"torch{os.sep}_compile.py")
 
@@ -81,26 +85,28 @@ class Ownership:
         installed = max(path.rfind(mark) + len(mark) if mark in path else 0 for mark in _INSTALLED)
         return user > max(library, installed) if user else not (library or installed)
 
-    def spots(self, frame: FrameType | None) -> tuple[Spot | None, Spot | None, bool]:
+    def spots(self, frame: FrameType | None) -> Spots:
         """The nearest user frame; the innermost frame, if that is a library's; and whether the autograd engine is
         between them (then the user frame is only the one that called backward)."""
         inner: Spot | None = None
         engine = False
         known = self._known
         wrapper: tuple[Spot, Spot | None, bool] | None = None
-        while frame is not None:
+        while frame is not None:  # Few instructions for each frame: this runs for every operator.
             code = frame.f_code
             own = known.get(code.co_filename)
             if own or (own is None and self.owns(code)):
-                if not passes_on(code, frame.f_lasti):
-                    return (code, frame.f_lasti), inner, engine
-                wrapper = wrapper or ((code, frame.f_lasti), inner, engine)
-            elif code.co_name == "_engine_run_backward":
+                lasti = frame.f_lasti
+                may_pass_on = code.co_name in _PASSING_ON or code.co_freevars
+                if not may_pass_on or not passes_on(code.co_filename, code, lasti):
+                    return (code, lasti), inner, engine
+                wrapper = wrapper or ((code, lasti), inner, engine)
+            elif code.co_name in _BOUNDARIES:
+                if code.co_name == _ON_OUR_OWN:
+                    return None, inner, engine
                 if wrapper is not None:
                     break
                 engine = True
-            elif code.co_name == _ON_OUR_OWN:
-                return None, inner, engine
             elif inner is None and not _is_internal(code.co_filename):
                 inner = (code, frame.f_lasti)
             frame = frame.f_back
@@ -264,21 +270,16 @@ def _names_written(name: str, line: int, end_line: int) -> frozenset[str]:
 
 
 _OVERRIDES = ("__torch_function__", "__torch_dispatch__")
+_PASSING_ON = (*_OVERRIDES, "__call__")
+"""Methods that may only pass on a call; of other functions, those that are given one by the function around them."""
 
 
-def passes_on(code: CodeType, lasti: int) -> bool:
+@lru_cache(maxsize=1024)
+def passes_on(name: str, code: CodeType, lasti: int) -> bool:
     """Whether this instruction only calls what the function was given, with the arguments that it was given.
 
     Decorators, function modes and tensor subclasses do so; the line that is meant is their caller's.
     """
-    name = code.co_name
-    if not code.co_freevars and name not in _OVERRIDES and name != "__call__":
-        return False
-    return _passes_on(code.co_filename, code, lasti)
-
-
-@lru_cache(maxsize=1024)
-def _passes_on(name: str, code: CodeType, lasti: int) -> bool:
     line, end_line, column, end_column = _positions(code, lasti)
     place = (line, column, end_line, end_column)
     tree = _tree(name)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from firstnan.observe.higher_order import accept, call_chosen_branch
 from firstnan.observe.module_stack import ModuleStack
 from firstnan.observe.patches import Patches
-from firstnan.observe.sites import Ownership
+from firstnan.observe.sites import ENGINE, Ownership, Spots
 from firstnan.records import Role, TensorStat, Trace
 from firstnan.tensors.finite import extremes, readable, shape_of, surely_finite
 from firstnan.tensors.models import Parts, is_safe
@@ -38,7 +38,7 @@ _MAX_DETAILED = 1 << 15  # Findings of one step that hold all statistics; about 
 _MAX_NODES = 1 << 12  # Autograd nodes of one step; see `_node`.
 _graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
-_SHARED_FROM = 256
+_SHARED_FROM = 1024
 """From so many records on, equal calls share an object: it saves memory in long steps, but costs time in short ones."""
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like have no usable sequence number.
 
@@ -83,6 +83,8 @@ class Tracer:
         self._nodes = self._detailed = self._created = 0
         """How many autograd nodes were asked for in this step, and how many findings were made in it."""
         self._last_asked = -1
+        self._backward: tuple[int, Spots] = (-1, (None, None, False))
+        """The number of the backward call that runs, and the place of what the engine computes in it."""
         self._calls: dict[Any, Call] = {}
         self._stats: dict[TensorStat, TensorStat] = {}
         self._mode: _Mode | None = None
@@ -214,7 +216,7 @@ class Tracer:
 
     def forget_healthy(self) -> None:
         """Drops events that no later failure can depend on, so that tracing many steps uses bounded memory."""
-        raised = [i for i, r in enumerate(self.raws) if r.raised]
+        raised = [i for i, raw in enumerate(self.raws) if raw.finding is not None and raw.finding.raised]
         self._sequence.clear()
         self._nodes = self._detailed = self._created = 0
         self._keep(self._ancestors(self.memory.roots() | set(raised[-_MAX_RAISED:])))
@@ -256,7 +258,7 @@ class Tracer:
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operator and records it. Called for every operator, so it has to be fast."""
         op = info(func)
-        if op.ignored or (op.view and not self.marks and not torch.is_grad_enabled()):
+        if op.ignored or (op.view and not self.marks and not _makes_node(args)):
             return func(*args, **kwargs)  # A view shares its storage; it is recorded only where autograd makes a node.
         if len(self.raws) >= self._cleanup_at:
             self._clean_up()
@@ -315,10 +317,14 @@ class Tracer:
     def _append(self, done: _Executed, reads: list[int | None], dirty: dict[int, tuple[int, ...]]) -> None:
         op, results = done.op, done.results
         enabled = torch.is_grad_enabled()
-        grad = enabled and any(t.requires_grad for _, t in done.tensors)
+        grad = False
+        given: list[str] = []
+        for name, t in done.tensors:  # not by comprehensions, each of which is a function call
+            given.append(name)
+            grad = grad or (enabled and t.requires_grad)
+        names = tuple(given)
         raw = Raw()
         raw.region, raw.fingerprint, raw.finding, raw.numbers, raw.ranges = self.region, None, None, tuple(reads), ()
-        names = tuple([name for name, _ in done.tensors])
         forms = tuple([(shape_of(t) if t.is_nested else t.shape, t.dtype) for t in results]) if op.name != "set" else ()
         frame = sys._getframe(3)
         asked = self._nodes < _MAX_NODES
@@ -327,34 +333,35 @@ class Tracer:
         self.raws.append(raw)
         if grad or not enabled:
             self._assign_node(index)
+        memory = self.memory
         # A number may be infinite itself (`masked_fill(mask, -inf)`).
-        known = op.keeps_finite and not dirty and arguments_keep_finite(done.args)
-        quick = _LARGE if grad else _SMALL
-        if raw.call.phase != "forward":
-            quick = -1
+        unread = op.empty or op.view or (op.keeps_finite and not dirty and arguments_keep_finite(done.args))
+        quick = (_LARGE if grad else _SMALL) if raw.call.phase == "forward" else -1
         ranges: list[float | None] = []
-        bad = False
-        for t in results:
-            if op.name == "set":
-                self.memory.arrived(t)
-                continue
-            low, high = (None, None) if op.empty or op.view or known else _ends(t, quick)
+        bad = measured = False
+        for t in results if op.name != "set" else ():
+            low, high = (None, None) if unread else _ends(t, quick)
             ranges += (low, high)
-            wrong = low is not None and high is not None and not (math.isfinite(low) and math.isfinite(high))
-            bad = bad or wrong
+            wrong = False
+            if low is not None and high is not None:
+                measured, wrong = True, not (math.isfinite(low) and math.isfinite(high))
+                bad = bad or wrong
             if op.view:
                 continue
-            key = self.memory.key(t)
+            key = memory.key(t)
             if key is not None:
                 reads.append(key)
                 if op.empty:
-                    self.memory.allocated(key, index)
+                    memory.allocated(key, index)
                 else:
-                    self.memory.wrote(key, t, index, wrong)
+                    memory.wrote(key, t, index, wrong)
                     if dirty and t.dtype is torch.uint8 and op.name == "copy":  # as `deepcopy` copies a buffer
-                        self.memory.copied_bytes(key, t, dirty.get(len(done.tensors) - 1, ()))
+                        memory.copied_bytes(key, t, dirty.get(len(done.tensors) - 1, ()))
+        if op.name == "set":
+            for t in results:
+                memory.arrived(t)
         raw.numbers = tuple(reads)
-        if ranges.count(None) < len(ranges):
+        if measured:
             raw.ranges = tuple(ranges)
         if self.marks:
             outside = [t for w, (_, t) in zip(raw.writers, done.tensors, strict=True) if not self._in_step(w)]
@@ -404,10 +411,18 @@ class Tracer:
         self, raw: Raw, op: OpInfo, names: tuple[str, ...], forms: tuple[Any, ...], grad: bool, frame: Any, ask: bool
     ) -> None:
         """Notes the source line, the layer and the pass in which the operator runs."""
-        spot, inner, engine = self.ownership.spots(frame)
+        task = _graph_task()
+        in_engine = task >= 0 and frame.f_code.co_name == ENGINE
+        if not in_engine or task != self._backward[0]:
+            spots = self.ownership.spots(frame)
+            if in_engine:  # The same for all that this backward call runs.
+                self._backward = task, spots
+        else:
+            spots = self._backward[1]
+        spot, inner, engine = spots
         raw.forward = None
         phase, python_backward, name = "forward", False, None
-        node, running = self._node(ask) if _graph_task() >= 0 else (None, False)
+        node, running = self._node(ask) if task >= 0 else (None, False)
         module = None
         if running:
             recomputing = not engine and spot is not None and _in_checkpoint(frame)
@@ -454,12 +469,17 @@ class Tracer:
         return Trace(Events(self.raws, self.memory, parts or {}))
 
 
+def _makes_node(args: tuple[Any, ...]) -> bool:
+    """Whether autograd makes a node for a view of the first argument."""
+    return torch.is_grad_enabled() and (not args or getattr(args[0], "requires_grad", True))
+
+
 def _in_checkpoint(frame: Any) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.endswith("checkpoint.py") and f"torch{os.sep}utils" in name:
             return True
-        if frame.f_code.co_name == "_engine_run_backward":
+        if frame.f_code.co_name == ENGINE:
             return False
         frame = frame.f_back
     return False
