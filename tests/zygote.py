@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
+import io
 import json
 import os
 import random
@@ -21,11 +23,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 LIMIT = 120.0
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -135,22 +138,55 @@ def become(request: dict[str, Any]) -> None:
 
 
 def act(request: dict[str, Any]) -> None:
-    """Runs the command line, or plain python; leaves as any python process does."""
-    words = request["argv"]
-    if request["plain"]:
-        sys.argv, sys.path[0] = words, os.path.dirname(words[0])
-        runpy.run_path(words[0], run_name="__main__")
+    """Runs the command line, or plain python; leaves as any python process does, as far as the program can tell."""
+    words, loaded = request["argv"], set(sys.modules) - {"__main__"}
+    try:
+        if request["plain"]:
+            sys.argv, sys.path[0] = words, os.path.dirname(words[0])
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            sys.argv, sys.path[0] = ["-m", *words], request["cwd"]
+            runpy._run_module_as_main("firstnan")  # type: ignore[attr-defined] # python's own -m is this call
+    except SystemExit as error:
+        if not isinstance(error.code, int | None):
+            raise
+        code = error.code or 0
     else:
-        sys.argv, sys.path[0] = ["-m", *words], request["cwd"]
-        runpy._run_module_as_main("firstnan")  # type: ignore[attr-defined] # python's own -m is this call
+        code = 0
+    leave(code, loaded)
+
+
+def leave(code: int, loaded: set[str]) -> NoReturn:
+    """Ends this fork: what the program has made is freed, what the server had `loaded` is not.
+
+    Python itself frees everything, and since each object that is touched has to be copied first, this would take longer
+    than most programs do.
+    """
+    threading._shutdown()  # type: ignore[attr-defined] # python's end begins with these two calls
+    atexit._run_exitfuncs()
+    for name, module in list(sys.modules.items()):
+        if name not in loaded and vars(module) is not globals():
+            vars(module).clear()
+    gc.collect()
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for file in [one for one in gc.get_objects() if type(one) in kinds]:
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):  # closed, or nobody reads it: there is an exit code for that
+        sys.exit(code)
+    ctypes.CDLL(None).fflush(None)
+    os._exit(code & 0xFF)
 
 
 def load_everything() -> None:
     """Imports what programs import; nothing is computed, because a pool of threads does not survive a fork."""
     for name in ("numpy", "torch", "torch._dynamo", "torch.distributions", "torch.utils.data", "tqdm"):
         __import__(name)
-    for name in ("firstnan.cli.main", "firstnan.engine.investigation", "firstnan.engine.program_watch"):
-        __import__(name)
+    for name in ("cli.main", "engine.investigation", "engine.program_watch", "engine.step_trial"):
+        __import__(f"firstnan.{name}")
     sys.modules["torch"].set_num_threads(1)
     # Whoever looks at all objects of its process would otherwise have every page of memory copied.
     gc.freeze()
