@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -51,8 +52,10 @@ def _is_ours(function: Any) -> bool:
 def pytest_collection_finish() -> None:
     """The objects of pytest and of thousands of tests are out of sight of whoever visits all objects of the process.
 
-    Programs have no such objects, and a forked child would have to copy each page of memory that it visits.
+    Programs have no such objects, and a forked child would have to copy each page of memory that it visits. Torch
+    imports its compiler, and with it as many objects again, when the first optimizer is made.
     """
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
 
