@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -45,6 +47,17 @@ def _compiler() -> Any:
 def _is_ours(function: Any) -> bool:
     # A coverage tool or a debugger has its own trace function.
     return (getattr(function, "__module__", None) or "").startswith("firstnan")
+
+
+def pytest_collection_finish() -> None:
+    """The objects of pytest and of thousands of tests are out of sight of whoever visits all objects of the process.
+
+    Programs have no such objects, and a forked child would have to copy each page of memory that it visits. Torch
+    imports its compiler, and with it as many objects again, when the first optimizer is made.
+    """
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

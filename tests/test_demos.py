@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from firstnan.cli.demos import Demo, demos, find
+from zygote import Zygote
 
-pytestmark = pytest.mark.slow
+pytest_plugins = ["zygote"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,6 @@ EXPECTED = {
 }
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
-    )
-
-
 def test_every_demo_is_expected_here() -> None:
     assert [demo.name for demo in demos()] == sorted(EXPECTED)
 
@@ -65,21 +55,18 @@ def test_find_knows_names_and_only_names() -> None:
 
 
 @pytest.mark.parametrize("demo", demos(), ids=lambda demo: demo.name)
-def test_demo_fails_under_plain_python(demo: Demo, tmp_path: Path) -> None:
-    done = run(str(demo.path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_demo_fails_under_plain_python(demo: Demo, tmp_path: Path, firstnan: Zygote) -> None:
+    done = firstnan.python([demo.path], cwd=tmp_path)
+    assert done.code == 0, done.stderr
     losses = re.findall(r"loss (\S+?),?(?:\s|$)", done.stdout)
     assert losses
     assert losses[-1] == "nan"
 
 
 @pytest.mark.parametrize("demo", demos(), ids=lambda demo: demo.name)
-def test_demo_is_explained(demo: Demo, tmp_path: Path) -> None:
+def test_demo_is_explained(demo: Demo, tmp_path: Path, firstnan: Zygote) -> None:
     expected = EXPECTED[demo.name]
-    out = tmp_path / "report.json"
-    done = run("-m", "firstnan", "run", "--verify", "0", "--json", str(out), str(demo.path), cwd=tmp_path)
-    assert done.returncode == 3, done.stderr
-    report = json.loads(out.read_text(encoding="utf-8"))
+    report = firstnan(["run", demo.path], cwd=tmp_path).found
     assert report["verdict"] == "nonfinite"
     assert report["cause"]["slug"] in expected.slugs
     assert report["origin"]["phase"] == expected.phase

@@ -28,7 +28,7 @@ from report_samples import divergence, tried
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-# The programs of docs/frameworks are run by tests/frameworks, the examples of docs/causes by tests/test_causes.py.
+# The programs of docs/frameworks are run by tests/frameworks, the examples of docs/causes by tests/test_repairs.py.
 PAGES = sorted(["README.md", *(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
 ALL_PAGES = sorted(
     [*PAGES, "CONTRIBUTING.md", "SECURITY.md", *(path.relative_to(ROOT).as_posix() for path in DOCS.glob("*/*.md"))]

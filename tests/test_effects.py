@@ -151,7 +151,7 @@ WITHOUT_NAMESPACES = {"csv_buffered.py", "clears_folder.py", "queue_process.py"}
 def test_files_show_each_step_once_without_namespaces(
     stage: MakeStage, firstnan: Zygote, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
-    monkeypatch.setitem(firstnan.environment, "FIRSTNAN_ISOLATION", "filter")
+    monkeypatch.setenv("FIRSTNAN_ISOLATION", "filter")  # the stage takes it from here
     test_files_show_each_step_once(stage, case)
 
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
+from torch.nn import Linear, Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from firstnan.tensors.models import find_live_objects
 
@@ -49,3 +56,38 @@ def test_deleted_objects_are_not_found() -> None:
     del one
     gc.collect()
     assert find_live_objects(Kind) == []
+
+
+@pytest.mark.parametrize("collected", [(), (0,), (1,), (2,), (0, 1), (1, 0), (2, 0)])
+def test_a_model_is_found_once_whatever_was_collected_since(collected: tuple[int, ...]) -> None:
+    before, old = find_live_objects(Module), Linear(2, 2)
+    gc.collect()
+    assert ids(find_live_objects(Module)) == ids([*before, old])
+    new = Linear(2, 2)
+    for generation in collected:
+        gc.collect(generation)
+    assert ids(find_live_objects(Module)) == ids([*before, old, new])
+    assert ids(find_live_objects(Optimizer, Linear)) == ids(o for o in (*before, old, new) if isinstance(o, Linear))
+    del old
+    assert ids(find_live_objects(Module)) == ids([*before, new])
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="objects grow old a few at a time")
+def test_old_objects_are_visited_once_until_more_of_them_grow_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Linear(2, 2)
+    gc.collect()
+    visits, all_objects = list[int | None](), gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda age=None: (visits.append(age), all_objects(age))[1])
+    for kind in (Module, LRScheduler, Module):
+        gc.collect(0)
+        found = find_live_objects(kind)
+    assert any(one is model for one in found)
+    assert visits.count(2) == 1
+    assert None not in visits
+    gc.collect(1)
+    find_live_objects(Module)
+    assert visits.count(2) == 2
+
+
+def ids(things: Iterable[Any]) -> list[int]:
+    return sorted(map(id, things))

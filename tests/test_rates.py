@@ -30,6 +30,7 @@ from firstnan.records import (
 from firstnan.repair import propose
 from firstnan.repair.context import SourceFiles
 from firstnan.repair.rates import assigned_rates, changed_at, manual_rates
+from firstnan.repair.source import SourceFile
 from test_turn import program
 from zygote import Zygote
 
@@ -320,6 +321,38 @@ def test_an_assignment_belongs_to_the_optimizer_it_names(tmp_path: Path) -> None
     )
     (found,) = assigned_rates(files, names, "opt_d")
     assert (found.site.line, found.site.code) == (6, 'group["lr"] = fast(step)')
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        'group["lr"] = 0.1',
+        "group['lr'] *= 0.1",
+        'group[ "lr" ] //= 2',
+        'group["lr"] \\\n    = 0.1',
+        '(group["lr"]) = 0.1',
+        'rate = group["lr"] = 0.1',
+        'group["lr"] **= 2 if rate == 1 else 3',
+    ],
+)
+def test_an_assignment_is_found_however_it_is_written(tmp_path: Path, assignment: str) -> None:
+    files, names = sources(tmp_path, f"for group in opt.param_groups:\n{textwrap.indent(assignment, '    ')}\n")
+    (found,) = assigned_rates(files, names, "opt")
+    assert found.site.line == 2
+
+
+def test_files_that_assign_no_rate_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of the program are asked for, and there may be hundreds."""
+    texts = {"reads.py": 'if group["lr"] == 3: print(opt.param_groups[0]["lr"])\n', "other.py": "x = 1\n"}
+    texts["sets.py"] = "def set_rate(o, lr):\n    o.param_groups[0]['lr'] = lr\n"
+    texts["calls.py"] = "from sets import set_rate as put\nput(opt, 0.5)\n"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    parsed, parse = list[str](), SourceFile.parsed
+    monkeypatch.setattr(SourceFile, "parsed", lambda file, text: (parsed.append(Path(file).name), parse(file, text))[1])
+    (found,) = assigned_rates(SourceFiles(), [str(tmp_path / name) for name in texts], "opt")
+    assert (Path(found.site.file).name, found.site.line) == ("calls.py", 2)
+    assert sorted(parsed) == ["calls.py", "sets.py"]
 
 
 def test_a_helper_is_followed_to_its_call(tmp_path: Path) -> None:

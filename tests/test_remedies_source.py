@@ -78,6 +78,15 @@ def test_what_would_be_no_python_is_no_diff() -> None:
     assert diff(source, replace_node(source, node_of(source, "a"), "a")) == ""
 
 
+@pytest.mark.parametrize("file", [__file__, ast.__file__])
+def test_nodes_and_statements_come_in_the_order_of_ast(file: str) -> None:
+    source = SourceFile.read(file)
+    assert source is not None
+    walked = list(dict.fromkeys(ast.walk(source.tree)))
+    assert source.nodes == walked
+    assert source.statements == [node for node in walked if isinstance(node, ast.stmt)]
+
+
 @pytest.mark.parametrize("raw", [b"x = 1\r\nz = f(y)\r\n", b"\xef\xbb\xbfz = f(y)\n", b"z = f(y)"])
 def test_line_ends_and_marks_are_kept(raw: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.py"

@@ -1,4 +1,4 @@
-"""For every cause: a change that its example's report proposes repairs the example, for all of its steps."""
+"""For every cause: its example fails for that reason, and a change that the report proposes repairs it for good."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ MOST = 6
 
 
 @pytest.mark.parametrize("slug", EXAMPLES)
-def test_a_proposed_change_repairs_the_example(slug: str, tmp_path: Path, firstnan: Zygote) -> None:
+def test_an_example_is_explained_by_its_own_cause_and_repaired(slug: str, tmp_path: Path, firstnan: Zygote) -> None:
     script = tmp_path / "train.py"
     source = EXAMPLES[slug].read_text(encoding="utf-8")
     script.write_text(source, encoding="utf-8")
-    report = Report.from_dict(firstnan(["run", "train.py"], cwd=tmp_path).found)
+    result = firstnan(["run", "train.py"], cwd=tmp_path)
+    assert result.cause == slug, result.stderr
+    assert result.found["step"] <= 10
+    assert result.found["cause"]["link"] == f"docs/causes/{slug}.md"
+    assert (Path(__file__).parents[1] / result.found["cause"]["link"]).is_file()
+    assert f"firstnan causes {slug}" in result.stderr
+    report = Report.from_dict(result.found)
     tried = []
     for remedy in [r for r in report.remedies if r.diff][:MOST]:
         for file, content in new_contents(remedy):

@@ -274,6 +274,15 @@ def test_links(tmp_path: Path) -> None:
     assert owns(project / "model.py", tmp_path / "shortcut")
 
 
+def test_links_are_resolved_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has thousands of modules loaded, and each folder above a file is asked for."""
+    resolved, resolve_links = list[str](), os.path.realpath
+    monkeypatch.setattr(os.path, "realpath", lambda path: (resolved.append(str(path)), resolve_links(path))[1])
+    ownership = Ownership()
+    assert all(ownership.owns_file(str(tmp_path / f"{number}.py")) for number in range(30))
+    assert resolved == [str(tmp_path)]
+
+
 def test_equal_code_of_user_and_library_is_kept_apart(tmp_path: Path) -> None:
     ownership = Ownership()
     mine, theirs = code_of(tmp_path / "a.py"), code_of(tmp_path / "site-packages" / "a.py")

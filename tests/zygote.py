@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
+import io
 import json
 import os
 import random
 import runpy
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 LIMIT = 120.0
+MARK = "FIRSTNAN_TEST_MARK"
+"""The variable that all processes of a run have in their environment: 32 characters."""
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
@@ -36,10 +43,10 @@ def ask(address: str, request: dict[str, Any]) -> int:
     with socket.socket(socket.AF_UNIX) as channel:
         channel.connect(address)
         channel.sendall(f"{json.dumps(request)}\n".encode())
-        answer = channel.makefile().readline()
-    if not answer:
+        answers = channel.makefile().readlines()  # the process, and its exit code when it has ended
+    if len(answers) != 2:
         raise ConnectionError("the fork server has died")
-    return int(answer)
+    return int(answers[1])
 
 
 # --- the server ---------------------------------------------------------------------------------------------------
@@ -50,6 +57,7 @@ class Run:
     pid: int
     channel: socket.socket
     deadline: float
+    in_session: bool
 
 
 class Server:
@@ -86,10 +94,12 @@ class Server:
             self.selector.close()
             channel.close()
             return request
-        with contextlib.suppress(PermissionError):  # the fork has done it already and runs something else
-            os.setpgid(pid, pid)
+        if not request["mark"]:
+            with contextlib.suppress(PermissionError):  # the fork has done it already and runs something else
+                os.setpgid(pid, pid)
         ended = os.pidfd_open(pid)
-        self.runs[ended] = Run(pid, channel, time.monotonic() + request["limit"])
+        self.runs[ended] = Run(pid, channel, time.monotonic() + request["limit"], bool(request["mark"]))
+        channel.sendall(f"{pid}\n".encode())
         self.selector.register(ended, selectors.EVENT_READ, self._ended)
         self.selector.register(channel, selectors.EVENT_READ, self._abandoned)
         return None
@@ -97,8 +107,9 @@ class Server:
     def _ended(self, ended: int) -> None:
         """Answers, and leaves nothing of the run behind."""
         run = self.runs.pop(ended)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
+        if not run.in_session:  # else what outlives it is looked for
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(run.pid, 0)[1])
         self.selector.unregister(ended)
         os.close(ended)
@@ -118,8 +129,13 @@ class Server:
 
 def become(request: dict[str, Any]) -> None:
     """Makes this fork look as if it had just been started with these words, in this folder and environment."""
-    with contextlib.suppress(PermissionError):
-        os.setpgid(0, 0)
+    if request["mark"]:
+        os.setsid()
+        show_mark(request["mark"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        with contextlib.suppress(PermissionError):
+            os.setpgid(0, 0)
     writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for number, name in enumerate([os.devnull, request["stdout"], request["stderr"]]):
         opened = os.open(name, writing if number else os.O_RDONLY, 0o600)
@@ -129,28 +145,74 @@ def become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.executable = request["executable"]
+    tempfile.tempdir = None
     # Generators that python seeds afresh in every process.
     random.seed()
     sys.modules["numpy"].random.seed()
 
 
+def show_mark(mark: str) -> None:
+    """Puts this in place of the server's mark in /proc/PID/environ, which forks of this process will have as well.
+
+    The file shows the memory that the process was started with, whatever becomes of its environment.
+    """
+    with open("/proc/self/stat") as file:
+        start = int(file.read().rpartition(")")[2].split()[47])
+    with open("/proc/self/environ", "rb") as file:
+        at = file.read().index(f"{MARK}=".encode()) + len(f"{MARK}=")
+    ctypes.memmove(start + at, mark.encode(), len(mark))
+
+
 def act(request: dict[str, Any]) -> None:
-    """Runs the command line, or plain python; leaves as any python process does."""
-    words = request["argv"]
-    if request["plain"]:
-        sys.argv, sys.path[0] = words, os.path.dirname(words[0])
-        runpy.run_path(words[0], run_name="__main__")
+    """Runs the command line, or plain python; leaves as any python process does, as far as the program can tell."""
+    words, loaded = request["argv"], set(sys.modules) - {"__main__"}
+    try:
+        if request["plain"]:
+            sys.argv, sys.path[0] = words, os.path.dirname(words[0])
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            sys.argv, sys.path[0] = ["-m", *words], request["cwd"]
+            runpy._run_module_as_main("firstnan")  # type: ignore[attr-defined] # python's own -m is this call
+    except SystemExit as error:
+        if not isinstance(error.code, int | None):
+            raise
+        code = error.code or 0
     else:
-        sys.argv, sys.path[0] = ["-m", *words], request["cwd"]
-        runpy._run_module_as_main("firstnan")  # type: ignore[attr-defined] # python's own -m is this call
+        code = 0
+    leave(code, loaded)
+
+
+def leave(code: int, loaded: set[str]) -> NoReturn:
+    """Ends this fork: what the program has made is freed, what the server had `loaded` is not.
+
+    Python itself frees everything, and since each object that is touched has to be copied first, this would take longer
+    than most programs do.
+    """
+    threading._shutdown()  # type: ignore[attr-defined] # python's end begins with these two calls
+    atexit._run_exitfuncs()
+    for name, module in list(sys.modules.items()):
+        if name not in loaded and vars(module) is not globals():
+            vars(module).clear()
+    gc.collect()
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for file in [one for one in gc.get_objects() if type(one) in kinds]:
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):  # closed, or nobody reads it: there is an exit code for that
+        sys.exit(code)
+    ctypes.CDLL(None).fflush(None)
+    os._exit(code & 0xFF)
 
 
 def load_everything() -> None:
     """Imports what programs import; nothing is computed, because a pool of threads does not survive a fork."""
     for name in ("numpy", "torch", "torch._dynamo", "torch.distributions", "torch.utils.data", "tqdm"):
         __import__(name)
-    for name in ("firstnan.cli.main", "firstnan.engine.investigation", "firstnan.engine.program_watch"):
-        __import__(name)
+    for name in ("cli.main", "engine.investigation", "engine.program_watch", "engine.step_trial"):
+        __import__(f"firstnan.{name}")
     sys.modules["torch"].set_num_threads(1)
     # Whoever looks at all objects of its process would otherwise have every page of memory copied.
     gc.freeze()
@@ -205,10 +267,36 @@ out, err = (os.readlink(f"/proc/self/fd/{{n}}") for n in (1, 2))
 env = dict(os.environ)
 if env.get("FIRSTNAN_CHILD", "").isdigit():  # an open file, which the fork does not inherit
     env["FIRSTNAN_CHILD"] = f"/proc/{{os.getpid()}}/fd/{{env['FIRSTNAN_CHILD']}}"
-request = {{"argv": words[at + 3 :], "plain": False, "cwd": os.getcwd(), "env": env, "limit": {limit}}}
+request = {{"argv": words[at + 3 :], "plain": False, "cwd": os.getcwd(), "env": env, "limit": {limit}, "mark": ""}}
 code = ask({address!r}, request | {{"stdout": out, "stderr": err, "executable": __file__}})
 sys.exit(code if code >= 0 else 128 - code)
 """
+
+
+class Forked:
+    """A run that goes on while the test looks at it; as much of `subprocess.Popen` as that needs."""
+
+    def __init__(self, address: str, request: dict[str, Any]) -> None:
+        self.mark = request["mark"]
+        self.returncode: int | None = None
+        self._channel = socket.socket(socket.AF_UNIX)
+        self._channel.connect(address)
+        self._channel.sendall(f"{json.dumps(request)}\n".encode())
+        self._answers = self._channel.makefile()
+        self.pid = int(self._answers.readline())
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if self.returncode is None:
+            if not select.select([self._channel], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            with self._channel, self._answers:
+                self.returncode = int(self._answers.readline())
+        return self.returncode
 
 
 class Zygote:
@@ -227,7 +315,7 @@ class Zygote:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno())],
                 stdin=subprocess.PIPE,
-                env=self.environment,
+                env=self.environment | {MARK: 32 * "-"},
                 pass_fds=[listener.fileno()],
             )
 
@@ -269,10 +357,24 @@ class Zygote:
         out, err = self.folder / f"{self.runs}.out", self.folder / f"{self.runs}.err"
         self.runs += 1
         request = {"argv": words, "plain": report is None, "cwd": str(cwd), "env": self.environment, "limit": limit}
-        request |= {"stdout": str(out), "stderr": str(err), "executable": self.executable}
+        request |= {"stdout": str(out), "stderr": str(err), "executable": self.executable, "mark": ""}
         code = ask(self.address, request)
         written = json.loads(report.read_text()) if report is not None and report.exists() else None
         return Result(code, out.read_text(), err.read_text(), written)
+
+    def start(
+        self, argv: Sequence[str | Path], *, plain: bool, cwd: Path, out: Path, err: Path, env: dict[str, str]
+    ) -> Forked:
+        """Starts `python -m firstnan ARGV`, or `python ARGV`, in a session of its own with a new mark.
+
+        Isolated as any other process is: what it starts is a python of its own, not a fork of the server.
+        """
+        mark = uuid.uuid4().hex
+        out.touch()
+        err.touch()
+        request = {"argv": [str(word) for word in argv], "plain": plain, "cwd": str(cwd), "env": env | {MARK: mark}}
+        request |= {"stdout": str(out), "stderr": str(err), "executable": sys.executable, "mark": mark, "limit": LIMIT}
+        return Forked(self.address, request)
 
     def close(self) -> None:
         assert self.process.stdin is not None, "started with a pipe"

@@ -28,12 +28,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zygote import SOURCE, Zygote
+from zygote import MARK, SOURCE, Forked, Zygote
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT = 90.0
 """Seconds; far more than any run needs on a busy machine, so whatever exceeds it hangs."""
-_MARK = "EFFECTS_TEST_MARK"
 
 
 class Record(NamedTuple):
@@ -122,17 +121,24 @@ def _heed_ctrl_c() -> None:
 
 
 class Running:
-    """A process that was started in a session of its own, with a mark in its environment."""
+    """A process in a session of its own, with a mark in its environment: a fork, unless there are words before it."""
 
-    def __init__(self, words: Sequence[str], stage: Stage) -> None:
+    def __init__(self, words: Sequence[str], stage: Stage, *, plain: bool = False, prefix: Sequence[str] = ()) -> None:
         self.stage = stage
-        self.mark = uuid.uuid4().hex
         self.out, self.err = stage.root / "stdout", stage.root / "stderr"
+        self.process: subprocess.Popen[bytes] | Forked
+        if not prefix:
+            self.process = stage.zygote.start(
+                words, plain=plain, cwd=stage.project, out=self.out, err=self.err, env=stage.environment
+            )
+            self.mark = self.process.mark
+            return
+        self.mark = uuid.uuid4().hex
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                words,
+                [*prefix, sys.executable, "-m", "firstnan", *words],
                 cwd=stage.project,
-                env=stage.environment | {_MARK: self.mark},
+                env=stage.environment | {MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -146,7 +152,7 @@ class Running:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):  # it has ended, or is not ours to read
-                    if f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                    if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
                         alive[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return alive
 
@@ -168,7 +174,7 @@ class Running:
         report = self.stage.report
         return Outcome(
             self.stage.project / self.stage.program.name,
-            self.process.returncode,
+            self.process.wait(0),
             self.out.read_text(),
             self.err.read_text(),
             json.loads(report.read_text()) if report.exists() else None,
@@ -230,14 +236,13 @@ class Stage:
         return self.bare_project
 
     def start(self, *words: object, options: Sequence[str] = (), prefix: Sequence[str] = ()) -> Running:
-        """Starts it under firstnan, in a process like any other: a fork of a server could not be isolated."""
-        door = ["-m", "firstnan", "run", "--json", str(self.report), *options]
-        argv = [*prefix, sys.executable, *door, self.program.name, *(str(word) for word in words)]
-        return Running(argv, self)
+        """Starts it under firstnan; with a `prefix`, which is the command of another program, as its child."""
+        door = ["run", "--json", str(self.report), *options]
+        return Running([*door, self.program.name, *(str(word) for word in words)], self, prefix=prefix)
 
     def start_plain(self, *words: object) -> Running:
         """Starts it as plain python in the folder that is otherwise firstnan's: it has a detector inside."""
-        return Running([sys.executable, self.program.name, *(str(word) for word in words)], self)
+        return Running([str(self.project / self.program.name), *(str(word) for word in words)], self, plain=True)
 
     def run(self, *words: object, options: Sequence[str] = ()) -> Outcome:
         return self.start(*words, options=options).finish()

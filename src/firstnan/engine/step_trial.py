@@ -32,6 +32,7 @@ from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, when_called
 from firstnan.observe.loop_iterator import running_iterator
 from firstnan.observe.observer import Decision
+from firstnan.observe.sites import real_path
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
 from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described
@@ -563,7 +564,7 @@ class _Change:
         changed = {key: code for key, code in new.items() if key in old and not _same(code, old[key])}
         keys = {(code.co_qualname, code.co_firstlineno): key for key, code in old.items()}
         functions = [one for one in gc.get_objects() if type(one) is FunctionType] if changed else []
-        files = {name: os.path.realpath(name) for name in {one.__code__.co_filename for one in functions}}
+        files = {name: real_path(name) for name in {one.__code__.co_filename for one in functions}}
         for function in functions:
             code = function.__code__
             if files[code.co_filename] != path:

@@ -201,6 +201,9 @@ def _forget_ranks() -> None:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
     from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup
+    from torch.nn import Module
+
+    from firstnan.tensors.models import find_live_objects
 
     make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     for group in list(distributed.distributed_c10d._world.pg_map):
@@ -210,7 +213,7 @@ def _forget_ranks() -> None:
         setattr(ProcessGroup, name, _receiving(getattr(ProcessGroup, name), always=name != "broadcast"))
     replicated = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    for module in [one for one in gc.get_objects() if isinstance(one, (replicated, sharded))]:
+    for module in [one for one in find_live_objects(Module) if isinstance(one, (replicated, sharded))]:
         with contextlib.suppress(RuntimeError, AttributeError):  # the program has a hook of its own; an older torch
             if isinstance(module, replicated):
                 module.register_comm_hook(None, lambda state, bucket: _at_once(bucket.buffer()))

@@ -75,7 +75,7 @@ class Ownership:
         if name.startswith("<"):
             # Notebook cells and standard input are the user's; "<string>" is generated code.
             return name.startswith(("<ipython", "<stdin"))
-        path = os.path.realpath(name)
+        path = real_path(name)
         if os.path.dirname(path) + os.sep in self._dirs:
             return True
         # The folder nearest to the file decides: a program may be inside site-packages, and a virtual environment, an
@@ -119,9 +119,23 @@ def _decided(program_dirs: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, 
     return tuple(os.path.realpath(d).rstrip(os.sep) + os.sep for d in program_dirs if d), {}
 
 
+def real_path(name: str) -> str:
+    """The file with links resolved. Thousands of modules share a few hundred folders: each is resolved once."""
+    folder, file = os.path.split(name)
+    if not os.path.isabs(folder) or file in ("", os.curdir, os.pardir):
+        return os.path.realpath(name)
+    path = os.path.join(_real_folder(folder), file)
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+@lru_cache(maxsize=1024)
+def _real_folder(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
 @lru_cache(maxsize=1024)
 def _is_internal(name: str) -> bool:
-    return os.path.realpath(name).startswith(_PACKAGE) or any(mark in name for mark in _INTERNAL)
+    return real_path(name).startswith(_PACKAGE) or any(mark in name for mark in _INTERNAL)
 
 
 def resolve(spot: Spot) -> Site:

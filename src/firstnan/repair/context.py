@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, Literal, TypeVar
@@ -19,15 +20,31 @@ Node_co = TypeVar("Node_co", bound=ast.AST, covariant=True)
 
 
 class SourceFiles:
-    """The files that were opened for one failure, each read once."""
+    """The files that were opened for one failure, each read and parsed once."""
 
     def __init__(self) -> None:
+        self._texts: dict[str, str | None] = {}
         self._open: dict[str, SourceFile | None] = {}
 
     def get(self, file: str) -> SourceFile | None:
         if file not in self._open:
-            self._open[file] = SourceFile.read(file)
+            text = self._text(file)
+            self._open[file] = SourceFile.parsed(file, text) if text is not None else None
         return self._open[file]
+
+    def with_text(self, files: Iterable[str], pattern: str) -> list[SourceFile]:
+        """Those of these files in which the regular expression matches; the others are not parsed.
+
+        A program may have hundreds of files, and to parse one takes a hundred times as long as to search its text.
+        """
+        matches = re.compile(pattern).search
+        found = (self.get(file) for file in dict.fromkeys(files) if matches(self._text(file) or ""))
+        return [source for source in found if source is not None]
+
+    def _text(self, file: str) -> str | None:
+        if file not in self._texts:
+            self._texts[file] = SourceFile.text_of(file)
+        return self._texts[file]
 
     def imported(self, source: SourceFile) -> Iterator[SourceFile]:
         """The program's own files that a file imports: those in its folder, or in a folder around it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from firstnan.repair.source import Function, SourceFile, parameter_names
 
 RATES = ("lr", "learning_rate", "rate", "step_size", "eta", "stepsize", "learningrate")
 UPDATES = ("add_", "sub_", "addcdiv_", "addcmul_")
+_ASSIGNS_RATE = r"""["']lr["']\s*\][\s\\)]*([-+*/%@&|^]|//|\*\*|>>|<<)?=(?!=)"""
+"""The text of every assignment that `_owner` looks for."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,13 @@ class RateSetter:
 
 def assigned_rates(files: SourceFiles, names: Iterable[str], optimizer: str) -> list[RateSetter]:
     """The assignments to `group["lr"]` in these files that may concern the optimizer, by what it is called."""
-    sources = [s for name in dict.fromkeys(names) if (s := files.get(name)) is not None]
-    found: list[tuple[int, RateSetter]] = []
-    for source in sources:
-        for node in source.nodes:
+    names, found = list(names), list[tuple[int, RateSetter]]()
+    for source in files.with_text(names, _ASSIGNS_RATE):
+        for node in source.statements:
             owner = _owner(source, node)
             if owner is not None and isinstance(node, ast.Assign | ast.AugAssign):
                 setter = RateSetter(Location(source, node), Location(source, node.value))
-                found += _through_callers(sources, setter, owner, optimizer)
+                found += _through_callers(files, names, setter, owner, optimizer)
     best = min((fit for fit, _ in found), default=0)
     return [setter for fit, setter in found if fit == best]
 
@@ -93,12 +95,13 @@ def _names(target: ast.AST) -> set[str]:
 
 
 def _through_callers(
-    sources: list[SourceFile], setter: RateSetter, owner: str, optimizer: str
+    files: SourceFiles, names: list[str], setter: RateSetter, owner: str, optimizer: str
 ) -> Iterator[tuple[int, RateSetter]]:
     """How well an assignment fits the optimizer (0 is best); one in a function is followed to the calls of it."""
     source, function = setter.at.source, setter.at.source.function(setter.at.node)
     given = parameter_names(function) if function is not None else set()
     if owner in given and isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        sources = files.with_text(names, re.escape(function.name))
         calls = [(s, c) for s in sources for c in s.calls if s.called_name(c) == function.name]
         for other, call in calls[:8]:
             passed = _passed(function, call)
@@ -134,7 +137,7 @@ def _fit(owner: str, optimizer: str) -> int:
 
 def schedule_calls(files: SourceFiles, names: Iterable[str], kinds: set[str]) -> list[RateSetter]:
     """The calls that make schedules of these classes."""
-    sources = [s for name in dict.fromkeys(names) if (s := files.get(name)) is not None]
+    sources = files.with_text(names, "|".join(map(re.escape, kinds)))
     calls = [(s, c) for s in sources for c in s.calls if s.called_name(c) in kinds]
     return [RateSetter(Location(s, c), Location(s, c)) for s, c in calls]
 
@@ -159,7 +162,7 @@ def returned(function: Function) -> list[ast.expr]:
 def manual_rates(files: SourceFiles, names: Iterable[str]) -> list[RateSetter]:
     """The learning rates of updates that the program writes itself: `w -= rate * w.grad`."""
     found = []
-    for source in (s for name in dict.fromkeys(names) if (s := files.get(name)) is not None):
+    for source in files.with_text(names, "|".join(("grad", "data", *UPDATES))):  # each kind of update has one of them
         for node in source.nodes:
             factor = _update_factor(source, node)
             if factor is not None:
