@@ -25,13 +25,15 @@ from firstnan.tensors.finite import read_all, readable
 from firstnan.tensors.models import Parts
 from firstnan.tracing.headroom import RiskyOperators
 
-_FIRST = 256
-_LEAST = 64
+_FIRST = 32
+_LEAST = 16
 """Steps before the first sample, and between two."""
-_RARER = 8
-"""Between two samples are at least this share of all steps, unless something comes near its limit."""
+_RARER, _MOST = 8, 512
+"""Between two samples is at least an eighth of all steps, or 512, unless something comes near its limit."""
 _SHARE = 0.005
-"""Of the time of training, for all samples together."""
+"""Of the time of training, for all samples together..."""
+_ALLOWANCE = 0.01
+"""...and this many seconds: a training that fails after a few hundred short steps is sampled a few times too."""
 
 
 class StepSamples:
@@ -72,10 +74,11 @@ class StepSamples:
             return
         elapsed, steps = now - self._began, max(updates - self._steps_before, 1)
         often = self._operators.approaching or self._layers.approaching
-        gap = max(_LEAST, 0 if often else min(steps // _RARER, 1 << 16))
+        gap = max(_LEAST, 0 if often else min(steps // _RARER, _MOST))
         self.due = updates + gap
-        if self._cost > _SHARE * elapsed:
-            wait = (self._cost / _SHARE - elapsed) / (elapsed / steps)
+        cost = self._cost - _ALLOWANCE
+        if cost > _SHARE * elapsed:
+            wait = (cost / _SHARE - elapsed) / (elapsed / steps)
             self.due = updates + max(_LEAST, int(wait) + 1)
             return
         if self.active or was_used() or not world().is_alone:

@@ -122,7 +122,7 @@ class Outlook:
     def make(
         self,
         what: Literal["loss", "gradient", "layer", "operator", "variance", "attention"],
-        name: str,
+        name: Callable[[], str],
         kind: str,
         limit: float,
         points: Sequence[Point],
@@ -130,6 +130,7 @@ class Outlook:
     ) -> Forecast | None:
         """The forecast of this rise, if there is one to be made and none holds.
 
+        `name` is asked only then: finding the expression in the source takes longer than a sample.
         `horizon`: how many times as far as the rise has lasted it may reach.
         """
         step, now = points[-1]
@@ -139,7 +140,7 @@ class Outlook:
         if found is None:
             return None
         low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
-        self.forecast = Forecast(what, name, kind, limit, now, max(round(found.steps), 1), low, high, step)
+        self.forecast = Forecast(what, name(), kind, limit, now, max(round(found.steps), 1), low, high, step)
         self._peak = now
         self._made += 1
         return self.forecast
@@ -193,7 +194,7 @@ class Rise:
         if len(self.points) > _MOST_KEPT:
             self.points = self.points[::2]
         if math.log2(value / first) >= _RISEN[self._what] and value >= max(v for _, v in self.points[-4:]):
-            made = self._outlook.make(self._what, "", kind, limit, self.points)
+            made = self._outlook.make(self._what, str, kind, limit, self.points)
             news += [made] if made is not None else []
         return news
 
@@ -201,6 +202,8 @@ class Rise:
 _FEWEST = 5
 """Samples of which a forecast is made."""
 _MOST_SAMPLES, _LAST_SAMPLES = 64, 4
+_MUCH_NEARER = 64.0
+"""Times larger than in the sample before: worth another look soon, far from the limit too."""
 _SAMPLED_HORIZON = 0.5
 """Few samples are continued at most this many times as far as the rise has lasted."""
 
@@ -214,7 +217,7 @@ class Course:
         self.points: list[Point] = []
         self._outlook = Outlook()
         self.nearer = False
-        """Whether the last sample was near the limit, and nearer than the one before."""
+        """Whether the last sample was near the limit and nearer than the one before, or came much nearer."""
 
     def add(
         self,
@@ -241,11 +244,13 @@ class Course:
         if void is not None:
             return void
         points = self.points
-        self.nearer = value > near and bool(points) and value > points[-1][1]
+        before = points[-1][1] if points else math.inf
+        is_near = value > near
+        self.nearer = value > before if is_near else doubles and value > _MUCH_NEARER * before
         points.append((step, value))
         if len(points) > _MOST_SAMPLES:
             del points[1::2]
-        if not self.nearer or self._outlook.forecast is not None:
+        if not (is_near and self.nearer) or self._outlook.forecast is not None:
             return None
         rise = points[min(range(len(points)), key=lambda i: points[i][1]) :]
         if len(rise) < _FEWEST or value < risen * rise[0][1]:
@@ -253,7 +258,7 @@ class Course:
         line = [(t, math.log2(v)) for t, v in rise] if doubles else rise
         if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < _STEADY * slope(thinned(line)):
             return None
-        return self._outlook.make(what, name(), kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
+        return self._outlook.make(what, name, kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
 
 
 _LOW_SCALE = 32.0

@@ -9,6 +9,7 @@ import math
 import threading
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 from firstnan.gate.forecast import LARGEST, Outlook, Point
 from firstnan.records import Forecast, LayerSpan
@@ -22,6 +23,8 @@ _WIDE = 2.0**40
 _RISEN = 8.0
 """And of what has grown by this factor in the steps that are kept."""
 _MOST_SHARES = 64
+_FORGOTTEN = 256
+"""Steps after which a layer that was not called in its type any more is followed in another one."""
 
 
 class LayerSeries:
@@ -55,6 +58,14 @@ class LayerSeries:
         if len(recent) >= 6 * _LENGTH:
             self._shorten()
         return True
+
+    def is_replaced_by(self, step: int, dtype: str) -> bool:
+        """Whether the calls in another type are the ones to follow: they overflow earlier, or have long been the only.
+
+        A layer may run in two types within a step, or in another one while a model is evaluated.
+        """
+        narrower = LARGEST.get(dtype, math.inf) < LARGEST.get(self.dtype, math.inf)
+        return narrower or not self.recent or step > self.recent[-3] + _FORGOTTEN
 
     def _shorten(self) -> None:
         old, self.recent = self.recent[: 3 * _LENGTH], self.recent[3 * _LENGTH :]
@@ -107,8 +118,10 @@ class LayerHistories:
     def add(self, step: int, layer: str, dtype: str, norm: float, size: float, shares: tuple[float, ...]) -> None:
         with self._lock:
             series = self.series.get(layer)
-            if series is None or series.dtype != dtype:
+            if series is None or (series.dtype != dtype and series.is_replaced_by(step, dtype)):
                 series = self.series[layer] = LayerSeries(dtype)
+            elif series.dtype != dtype:
+                return
             news = self._foresee(layer, series, step, size) if series.add(step, norm, size, shares) else None
         if news is not None:
             self._tell(news)
@@ -128,7 +141,9 @@ class LayerHistories:
         points = points[lowest:]
         if not points or size < _RISEN * points[0][1]:
             return None
-        made = series.outlook.make("layer", layer, series.dtype, limit, points, 1.0 if limit < _WIDE else None)
+        made = series.outlook.make(
+            "layer", partial(str, layer), series.dtype, limit, points, 1.0 if limit < _WIDE else None
+        )
         self._warned = layer if made is not None else None
         return made
 
