@@ -228,6 +228,24 @@ def test_a_layer_that_runs_in_two_types_is_followed_in_the_narrower_one() -> Non
     assert [(f.name, f.kind) for f in told] == [("fc", "float16")]
 
 
+def test_a_layer_that_runs_twice_in_a_step_is_judged_by_the_larger_output() -> None:
+    told: list[Forecast] = []
+    layers = LayerHistories(told.append)
+    for t in range(0, 220, 2):
+        layers.add(t, "fc", "float16", 1.0, 1.0, ())
+        layers.add(t, "fc", "float16", 1.0, 2 ** (t / 14), ())
+    assert [(f.name, f.withdrawn) for f in told] == [("fc", None)]
+    for t in range(220, 240, 2):
+        layers.add(t, "fc", "float16", 1.0, 1.0, ())
+    assert told[-1].withdrawn is not None
+
+
+def test_a_denominator_that_falls_ever_faster() -> None:
+    x = torch.ones(4, requires_grad=True)
+    (told,) = told_by_samples(lambda t: 1 / (x * math.exp(-((1.01**t) - 1) / 20)), 900, every=16)
+    assert told.since_step + 5 <= 751 <= told.since_step + (told.high or 0) + 60
+
+
 def test_a_layer_that_has_changed_its_type_is_followed_in_the_new_one() -> None:
     layers = LayerHistories(lambda forecast: None)
     for t in range(600):
@@ -409,12 +427,12 @@ def test_a_program_without_modules_is_sampled_too() -> None:
     assert [h.op for h in samples.nearest()] == ["exp"]
 
 
-def told_by_samples(forward: Any, steps: int, *, model: nn.Module | None = None) -> list[Forecast]:
-    """What is foreseen if every 64th step is sampled."""
+def told_by_samples(forward: Any, steps: int, *, model: nn.Module | None = None, every: int = 64) -> list[Forecast]:
+    """What is foreseen of the sampled steps."""
     samples, told = StepSamples(Ownership((str(Path(__file__).parent),))), list[Forecast]()
     parts = {id(m): (m, name) for name, m in model.named_modules()} if model is not None else {}
     samples.tell_forecasts(told.append, lambda: parts, outputs=True)
-    for step in range(0, steps, 64):
+    for step in range(0, steps, every):
         samples._plain = 1.0
         samples._begin()
         forward(step)

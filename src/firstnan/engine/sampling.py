@@ -6,8 +6,10 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -54,6 +56,8 @@ class StepSamples:
         self._began: float | None = None
         self._steps_before = self._samples = 0
         self._cost = self._since = 0.0
+        self._last_costs: deque[float] = deque(maxlen=5)
+        """Their median counts: the garbage collector may run in any pass."""
         self._plain: float | None = None
         """The time of the forward pass before the sampled one; None while it is not known."""
         self.active = False
@@ -117,7 +121,8 @@ class StepSamples:
             for forecast in self._operators.stop(step):
                 self._tell(forecast)
             if self._samples:  # the first one has done what is done once
-                self._cost += max(time.thread_time() - since - (self._plain or 0.0), 0.0)
+                self._last_costs.append(max(time.thread_time() - since - (self._plain or 0.0), 0.0))
+                self._cost += median(self._last_costs)
             self._samples, self._plain = self._samples + 1, None
         elif since:
             self._plain = time.thread_time() - since

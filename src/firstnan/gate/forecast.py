@@ -258,7 +258,15 @@ class Course:
         line = [(t, math.log2(v)) for t, v in rise] if doubles else rise
         if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < _STEADY * slope(thinned(line)):
             return None
-        return self._outlook.make(what, name, kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
+        made = self._outlook.make(what, name, kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
+        if made is None and doubles and _gets_steeper(line[-_FEWEST:]):  # what came before does not show how fast
+            made = self._outlook.make(what, name, kind, limit, rise[-_FEWEST:], _SAMPLED_HORIZON)
+        return made
+
+
+def _gets_steeper(points: Sequence[Point]) -> bool:
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
+    return slopes[0] > 0 and all(later >= earlier for earlier, later in pairwise(slopes))
 
 
 _LOW_SCALE = 32.0

@@ -122,18 +122,23 @@ class LayerHistories:
                 series = self.series[layer] = LayerSeries(dtype)
             elif series.dtype != dtype:
                 return
-            news = self._foresee(layer, series, step, size) if series.add(step, norm, size, shares) else None
+            news = self._foresee(layer, series, step, size, is_new=series.add(step, norm, size, shares))
         if news is not None:
             self._tell(news)
 
-    def _foresee(self, layer: str, series: LayerSeries, step: int, size: float) -> Forecast | None:
+    def _foresee(self, layer: str, series: LayerSeries, step: int, size: float, *, is_new: bool) -> Forecast | None:
+        """Judges one call: a layer may run several times in a step, and the largest output is that of the step."""
         limit = LARGEST.get(series.dtype)
         if limit is None or not size < math.inf:
             return None
         if self._warned is not None:
-            void = series.outlook.turned(step, size) if self._warned == layer else None
+            if self._warned != layer or not is_new or len(series.recent) < 6:
+                return None
+            void = series.outlook.turned(step, series.recent[-4])  # all calls of the step before
             self._warned = None if void is not None else self._warned
             return void
+        if size < series.recent[-1]:
+            return None
         if size < (limit / NEAR if limit < _WIDE else _WIDE):
             return None
         points = [p for p in series.points() if 0 < p[1] < math.inf]
