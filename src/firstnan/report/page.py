@@ -142,7 +142,12 @@ def prose(text: str) -> Markup:
     parts = _CHARS.prose(text, MOST["text"]).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
-    return Markup("").join(Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts))
+    code = Markup("<code>{}</code>")
+    return Markup("").join(code.format(p) if i % 2 else escape(_arrows(p)) for i, p in enumerate(parts))
+
+
+def _arrows(text: str) -> str:
+    return text.replace(" -> ", " → ")
 
 
 _TOKEN = re.compile(
@@ -426,7 +431,7 @@ class View:
 
     @cached_property
     def curves(self) -> list[tuple[Series, Markup, str]]:
-        return [(series, charts.curve(series, self.trip), growth(series.values)) for series in self.series]
+        return [(series, charts.curve(series, self.trip), _arrows(growth(series.values))) for series in self.series]
 
     @cached_property
     def constant(self) -> str:
@@ -531,7 +536,7 @@ class View:
         history = self.report.history
         found = [("optimizer", history.optimizer)] if history.optimizer else []
         found += [(n, argument(value)) for n, value in history.settings if value is not None and value is not False]
-        for name, site in (("made at", history.made_at), ("stepped at", history.stepped_at)):
+        for name, site in (("optimizer made at", history.made_at), ("optimizer steps at", history.stepped_at)):
             found += [(name, place(site))] if site else []
         return found
 
