@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from firstnan import NaNDetector
 from firstnan.engine.sampling import StepSamples
-from firstnan.gate.forecast import LARGEST, Course, GrowingWeights, Outlook, Rise, SinkingScale, reach, sentence
+from firstnan.gate.forecast import LARGEST, Course, GrowingWeights, Outlook, Rise, SinkingScale, reach
 from firstnan.gate.histories import Track
 from firstnan.gate.layer_histories import LayerHistories
 from firstnan.observe.sites import Ownership
 from firstnan.records import Forecast, NaNEvent
+from firstnan.records.forecast_words import sentence
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]

@@ -23,6 +23,7 @@ from markupsafe import Markup, escape
 from firstnan.diagnose.causes import catalogue
 from firstnan.records import Origin, PathStep, Remedy, Report, SampleValues, Site, TensorStat
 from firstnan.records.codec import encode
+from firstnan.records.forecast_words import sentence
 from firstnan.records.words import cell_name, count, headline, kind, line_of, noticed, number, place, short_path
 from firstnan.report import charts
 from firstnan.report.characters import Charset
@@ -451,8 +452,13 @@ class View:
         return history_head(self.report, len(self.report.history.steps)) if self.report.history.steps else ""
 
     @cached_property
-    def forecast(self) -> list[list[str]]:
-        return _table(extra(self.report, "forecast"))
+    def forecast(self) -> list[str]:
+        """What was expected, and in which step it was known or withdrawn."""
+        return [
+            f"step {f.since_step}: {sentence(f)}"
+            + (f"; withdrawn in step {f.withdrawn}" if f.withdrawn is not None else "")
+            for f in self.report.forecast
+        ]
 
     @cached_property
     def headroom(self) -> list[list[str]]:
