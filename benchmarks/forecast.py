@@ -1358,7 +1358,7 @@ def show(outcomes: Iterable[Outcome], verbose: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--set", choices=("first", "second", "third", "all"), default="all")
+    parser.add_argument("--set", choices=("first", "second", "third", "fourth", "all"), default="all")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)

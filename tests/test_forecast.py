@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from firstnan import NaNDetector
 from firstnan.engine.sampling import StepSamples
-from firstnan.gate.forecast import LARGEST, GrowingWeights, Outlook, Rise, SinkingScale, reach, sentence
+from firstnan.gate.forecast import LARGEST, Course, GrowingWeights, Outlook, Rise, SinkingScale, reach
 from firstnan.gate.histories import Track
 from firstnan.gate.layer_histories import LayerHistories
 from firstnan.observe.sites import Ownership
 from firstnan.records import Forecast, NaNEvent
+from firstnan.records.forecast_words import sentence
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -80,7 +81,9 @@ def test_a_forecast_is_made_once_and_withdrawn_when_it_turns() -> None:
         value = 2 ** (t / 8) if t < 100 else 2 ** (100 / 8 - (t - 100))
         if (turned := outlook.turned(t, value)) is not None:
             void.append(turned)
-        if t >= 20 and (news := outlook.make("layer", "fc", "float16", HALF, [(s, 2 ** (s / 8)) for s in range(t)])):
+        if t >= 20 and (
+            news := outlook.make("layer", lambda: "fc", "float16", HALF, [(s, 2 ** (s / 8)) for s in range(t)])
+        ):
             made.append(news)
         if t == 110:
             break
@@ -216,6 +219,62 @@ def test_only_the_first_layer_of_many_that_grow_is_told() -> None:
     assert told[0].since_step + told[0].low <= 224 <= told[0].since_step + told[0].high + 2
 
 
+def test_a_layer_that_runs_in_two_types_is_followed_in_the_narrower_one() -> None:
+    told: list[Forecast] = []
+    layers = LayerHistories(told.append)
+    for t in range(0, 200, 2):
+        layers.add(t, "fc", "float32", 1.0, 1.0, ())
+        layers.add(t, "fc", "float16", 1.0, 2 ** (t / 14), ())
+        layers.add(t, "fc", "float32", 1.0, 1.0, ())
+    assert [(f.name, f.kind) for f in told] == [("fc", "float16")]
+
+
+def test_a_layer_that_runs_twice_in_a_step_is_judged_by_the_larger_output() -> None:
+    told: list[Forecast] = []
+    layers = LayerHistories(told.append)
+    for t in range(0, 220, 2):
+        layers.add(t, "fc", "float16", 1.0, 1.0, ())
+        layers.add(t, "fc", "float16", 1.0, 2 ** (t / 14), ())
+    assert [(f.name, f.withdrawn) for f in told] == [("fc", None)]
+    for t in range(220, 240, 2):
+        layers.add(t, "fc", "float16", 1.0, 1.0, ())
+    assert told[-1].withdrawn is not None
+
+
+def test_a_denominator_that_falls_ever_faster() -> None:
+    x = torch.ones(4, requires_grad=True)
+    (told,) = told_by_samples(lambda t: 1 / (x * math.exp(-((1.01**t) - 1) / 20)), 900, every=16)
+    assert told.since_step + 5 <= 751 <= told.since_step + (told.high or 0) + 60
+
+
+def test_a_layer_that_has_changed_its_type_is_followed_in_the_new_one() -> None:
+    layers = LayerHistories(lambda forecast: None)
+    for t in range(600):
+        layers.add(t, "fc", "float16" if t < 100 else "float32", 1.0, 1.0, ())
+    assert layers.series["fc"].dtype == "float32"
+
+
+def test_a_place_is_named_only_in_a_forecast() -> None:
+    course, asked = Course(), list[str]()
+
+    def add(step: int, value: float) -> Forecast | None:
+        return course.add("operator", "max", lambda: asked.append("exp") or "exp", step, value, 1e6, near=10.0)
+
+    for t in range(20):
+        assert add(t, 100 + t % 5) is None
+    assert asked == []
+    while add(t := t + 1, 2.0 ** (t - 13)) is None:
+        assert asked == []
+    assert asked == ["exp"]
+
+
+def test_a_great_step_towards_a_limit_is_followed_closely() -> None:
+    course = Course()
+    for step, (value, followed) in enumerate([(1.0, False), (2.0, False), (1e3, True), (1e3, False)]):
+        course.add("operator", "min", str, step, value, 1e38, near=1e10)
+        assert course.nearer == followed
+
+
 # --- real trainings -----------------------------------------------------------------------------------------------
 
 
@@ -336,12 +395,12 @@ def test_without_gradients_nothing_is_sampled() -> None:
 def test_samples_are_rare_and_within_their_share_of_the_time() -> None:
     samples = StepSamples(Ownership())
     samples.step_ended(1)
-    assert samples.due == 257
+    assert samples.due == 33
     samples._cost = 1e9  # one sample that took far too long
     samples.step_ended(257)
     assert not samples.active
     assert samples.due > 1_000_000
-    samples._cost = 0.0
+    samples._cost = 0.009  # little, however short the steps were so far
     samples.step_ended(2000)
     assert samples.active
     assert samples.due == 2001  # this pass is timed, the next one is sampled
@@ -369,12 +428,12 @@ def test_a_program_without_modules_is_sampled_too() -> None:
     assert [h.op for h in samples.nearest()] == ["exp"]
 
 
-def told_by_samples(forward: Any, steps: int, *, model: nn.Module | None = None) -> list[Forecast]:
-    """What is foreseen if every 64th step is sampled."""
+def told_by_samples(forward: Any, steps: int, *, model: nn.Module | None = None, every: int = 64) -> list[Forecast]:
+    """What is foreseen of the sampled steps."""
     samples, told = StepSamples(Ownership((str(Path(__file__).parent),))), list[Forecast]()
     parts = {id(m): (m, name) for name, m in model.named_modules()} if model is not None else {}
     samples.tell_forecasts(told.append, lambda: parts, outputs=True)
-    for step in range(0, steps, 64):
+    for step in range(0, steps, every):
         samples._plain = 1.0
         samples._begin()
         forward(step)

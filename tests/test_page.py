@@ -18,6 +18,7 @@ import pytest
 
 from firstnan.records import (
     Batch,
+    Forecast,
     Histogram,
     History,
     LayerSpan,
@@ -274,6 +275,14 @@ def test_forecasts_are_drawn_and_listed() -> None:
     assert 2.0**100 < last[1] <= 3.4e38
     assert last[0] <= 99 * 1.3
     assert 'class="forecast ahead"' in charts.curve(loss, 99)
+
+
+def test_forecasts_are_sentences() -> None:
+    soon = Forecast("layer", "decoder.ffn.2", "float16", 65504.0, 1200.0, 40, 25, 70, 80)
+    page = render_html(Report("nonfinite", step=99, forecast=(soon, dataclasses.replace(soon, withdrawn=90))))
+    told = "step 80: decoder.ffn.2 reaches the limit of float16 in about 40 steps (25 to 70): it is 1.2e+03"
+    assert page.count(told) == 2
+    assert "keeps growing; withdrawn in step 90" in page
 
 
 def test_long_series_keep_their_extremes_and_their_last_point() -> None:

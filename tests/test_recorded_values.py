@@ -87,7 +87,20 @@ def test_the_values_of_bad_samples_are_few_and_images_are_small() -> None:
     assert values[7].values == (2.0,)
     assert values[7].preview is None
     assert values[9].preview is not None
-    assert base64.b64decode(values[9].preview.pixels)[0] == 0
+    assert base64.b64decode(values[9].preview.pixels)[:3] == b"\xdc\x26\x26"  # what is not finite is red
+
+
+def test_a_grey_image_has_its_bad_pixels_in_red() -> None:
+    images = torch.linspace(0, 1, 2 * 64).reshape(2, 1, 8, 8).clone()
+    images[0, 0, 3, 4] = inf
+    bad, healthy = Cut(images, 2).values(range(2))
+    assert bad.preview is not None
+    assert healthy.preview is not None
+    assert (bad.preview.channels, healthy.preview.channels) == (3, 1)
+    pixels = base64.b64decode(bad.preview.pixels)
+    at = 3 * (3 * 8 + 4)
+    assert pixels[at : at + 3] == b"\xdc\x26\x26"
+    assert pixels.count(b"\xdc\x26\x26") == 1
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 4, 4), (2, 9, 9), (3, 2, 2), (6, 7)])

@@ -477,6 +477,15 @@ def test_numbers_that_only_enter_torch_were_not_created_there() -> None:
     assert "NaN came in with the data, step 7, at train.py:25" in headline(Report("nonfinite", 7, origin=came))
 
 
+def test_what_bad_samples_hold_was_created_in_the_data() -> None:
+    site = Site("data.py", 25, function="__getitem__")
+    result = TensorStat("result", (5,), "float32", nan=1)
+    made = Origin("input", "div", "aten.div", site=site, produced=result, read_at=Site("train.py", 3))
+    report = Report("nonfinite", 7, Batch(18, 16, (11,)), origin=made)
+    assert headline(report) == "NaN created in the data, step 7, at data.py:25"
+    assert "created before the step" in headline(dataclasses.replace(report, batch=None))
+
+
 # --- words that were read wrongly ------------------------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
 from firstnan.engine.waiting import HeldRank
 from firstnan.engine.workers import WorkerReports
-from firstnan.gate.forecast import sentence
 from firstnan.observe.runner import (
     Program,
     before_leaving,
@@ -35,6 +34,7 @@ from firstnan.observe.runner import (
 from firstnan.observe.sites import Ownership
 from firstnan.records import Batch, NaNEvent, Report
 from firstnan.records.files import write_whole
+from firstnan.records.forecast_words import sentence
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import Reach, TrialOutcome, ended_by, last_bad_step
 from firstnan.report import Progress, github_annotation, print_text, write

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.ranks import world
-from firstnan.gate.forecast import sentence, subject
 from firstnan.gate.growth_guard import Alarm
 from firstnan.gate.layer_histories import LayerHistories
 from firstnan.gate.step_counter import StepCounter
 from firstnan.observe.layers import LayerFinding
 from firstnan.records import Forecast, LayerTrack, NaNEvent, Noticed, Report, TensorStat, words
 from firstnan.records.codec import encode
+from firstnan.records.forecast_words import sentence, subject
 from firstnan.tensors.finite import stat
 from firstnan.tensors.models import Models, largest_gradient, parameters_of
 

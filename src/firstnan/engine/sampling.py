@@ -6,8 +6,10 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,13 +27,15 @@ from firstnan.tensors.finite import read_all, readable
 from firstnan.tensors.models import Parts
 from firstnan.tracing.headroom import RiskyOperators
 
-_FIRST = 256
-_LEAST = 64
+_FIRST = 32
+_LEAST = 16
 """Steps before the first sample, and between two."""
-_RARER = 8
-"""Between two samples are at least this share of all steps, unless something comes near its limit."""
+_RARER, _MOST = 8, 512
+"""Between two samples is at least an eighth of all steps, or 512, unless something comes near its limit."""
 _SHARE = 0.005
-"""Of the time of training, for all samples together."""
+"""Of the time of training, for all samples together..."""
+_ALLOWANCE = 0.01
+"""...and this many seconds: a training that fails after a few hundred short steps is sampled a few times too."""
 
 
 class StepSamples:
@@ -52,6 +56,8 @@ class StepSamples:
         self._began: float | None = None
         self._steps_before = self._samples = 0
         self._cost = self._since = 0.0
+        self._last_costs: deque[float] = deque(maxlen=5)
+        """Their median counts: the garbage collector may run in any pass."""
         self._plain: float | None = None
         """The time of the forward pass before the sampled one; None while it is not known."""
         self.active = False
@@ -72,10 +78,11 @@ class StepSamples:
             return
         elapsed, steps = now - self._began, max(updates - self._steps_before, 1)
         often = self._operators.approaching or self._layers.approaching
-        gap = max(_LEAST, 0 if often else min(steps // _RARER, 1 << 16))
+        gap = max(_LEAST, 0 if often else min(steps // _RARER, _MOST))
         self.due = updates + gap
-        if self._cost > _SHARE * elapsed:
-            wait = (self._cost / _SHARE - elapsed) / (elapsed / steps)
+        cost = self._cost - _ALLOWANCE
+        if cost > _SHARE * elapsed:
+            wait = (cost / _SHARE - elapsed) / (elapsed / steps)
             self.due = updates + max(_LEAST, int(wait) + 1)
             return
         if self.active or was_used() or not world().is_alone:
@@ -114,7 +121,8 @@ class StepSamples:
             for forecast in self._operators.stop(step):
                 self._tell(forecast)
             if self._samples:  # the first one has done what is done once
-                self._cost += max(time.thread_time() - since - (self._plain or 0.0), 0.0)
+                self._last_costs.append(max(time.thread_time() - since - (self._plain or 0.0), 0.0))
+                self._cost += median(self._last_costs)
             self._samples, self._plain = self._samples + 1, None
         elif since:
             self._plain = time.thread_time() - since

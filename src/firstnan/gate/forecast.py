@@ -122,7 +122,7 @@ class Outlook:
     def make(
         self,
         what: Literal["loss", "gradient", "layer", "operator", "variance", "attention"],
-        name: str,
+        name: Callable[[], str],
         kind: str,
         limit: float,
         points: Sequence[Point],
@@ -130,6 +130,7 @@ class Outlook:
     ) -> Forecast | None:
         """The forecast of this rise, if there is one to be made and none holds.
 
+        `name` is asked only then: finding the expression in the source takes longer than a sample.
         `horizon`: how many times as far as the rise has lasted it may reach.
         """
         step, now = points[-1]
@@ -139,7 +140,7 @@ class Outlook:
         if found is None:
             return None
         low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
-        self.forecast = Forecast(what, name, kind, limit, now, max(round(found.steps), 1), low, high, step)
+        self.forecast = Forecast(what, name(), kind, limit, now, max(round(found.steps), 1), low, high, step)
         self._peak = now
         self._made += 1
         return self.forecast
@@ -193,7 +194,7 @@ class Rise:
         if len(self.points) > _MOST_KEPT:
             self.points = self.points[::2]
         if math.log2(value / first) >= _RISEN[self._what] and value >= max(v for _, v in self.points[-4:]):
-            made = self._outlook.make(self._what, "", kind, limit, self.points)
+            made = self._outlook.make(self._what, str, kind, limit, self.points)
             news += [made] if made is not None else []
         return news
 
@@ -201,6 +202,8 @@ class Rise:
 _FEWEST = 5
 """Samples of which a forecast is made."""
 _MOST_SAMPLES, _LAST_SAMPLES = 64, 4
+_MUCH_NEARER = 64.0
+"""Times larger than in the sample before: worth another look soon, far from the limit too."""
 _SAMPLED_HORIZON = 0.5
 """Few samples are continued at most this many times as far as the rise has lasted."""
 
@@ -214,7 +217,7 @@ class Course:
         self.points: list[Point] = []
         self._outlook = Outlook()
         self.nearer = False
-        """Whether the last sample was near the limit, and nearer than the one before."""
+        """Whether the last sample was near the limit and nearer than the one before, or came much nearer."""
 
     def add(
         self,
@@ -241,11 +244,13 @@ class Course:
         if void is not None:
             return void
         points = self.points
-        self.nearer = value > near and bool(points) and value > points[-1][1]
+        before = points[-1][1] if points else math.inf
+        is_near = value > near
+        self.nearer = value > before if is_near else doubles and value > _MUCH_NEARER * before
         points.append((step, value))
         if len(points) > _MOST_SAMPLES:
             del points[1::2]
-        if not self.nearer or self._outlook.forecast is not None:
+        if not (is_near and self.nearer) or self._outlook.forecast is not None:
             return None
         rise = points[min(range(len(points)), key=lambda i: points[i][1]) :]
         if len(rise) < _FEWEST or value < risen * rise[0][1]:
@@ -253,7 +258,15 @@ class Course:
         line = [(t, math.log2(v)) for t, v in rise] if doubles else rise
         if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < _STEADY * slope(thinned(line)):
             return None
-        return self._outlook.make(what, name(), kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
+        made = self._outlook.make(what, name, kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
+        if made is None and doubles and _gets_steeper(line[-_FEWEST:]):  # what came before does not show how fast
+            made = self._outlook.make(what, name, kind, limit, rise[-_FEWEST:], _SAMPLED_HORIZON)
+        return made
+
+
+def _gets_steeper(points: Sequence[Point]) -> bool:
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
+    return slopes[0] > 0 and all(later >= earlier for earlier, later in pairwise(slopes))
 
 
 _LOW_SCALE = 32.0
@@ -345,54 +358,3 @@ class GrowingWeights:
             return None
         self.forecast = None
         return replace(forecast, withdrawn=step)
-
-
-def subject(forecast: Forecast) -> str:
-    """`the gradient norm of opt_d`, `decoder.ffn.2`."""
-    if forecast.what == "layer":
-        return forecast.name or "a layer"
-    if forecast.kind in LARGEST and forecast.what == "operator":
-        return f"the result of {forecast.name}"
-    return _SUBJECTS[forecast.what] + (f" of {forecast.name}" if forecast.name else "")
-
-
-_SUBJECTS = {
-    "loss": "the loss",
-    "gradient": "the gradient norm",
-    "scale": "the scale of the gradient scaler",
-    "weights": "the norm of the weights",
-    "operator": "the argument",
-    "variance": "the variance of the input",
-    "attention": "the entropy of the attention",
-}
-
-
-def sentence(forecast: Forecast) -> str:
-    """`decoder.ffn.2 reaches the limit of float16 in about 40 steps (25 to 70): it is 1.2e+03 and keeps growing`."""
-    f = forecast
-    if f.what == "scale":
-        return f"{subject(f)} has sunk to {f.now:g} and falls below {f.limit:g} in about {_steps(f)}"
-    if f.what == "weights":
-        told = "a few updates made them so large" if f.kind == "jump" else "the loss is no better for it"
-        return f"{subject(f)} is {f.now:.3g} times that before training, and {told}: training is likely to diverge"
-    if f.what == "attention":
-        told = f"its entropy is {1 / f.now:.2g} of the largest possible, and keeps falling"
-        return f"the attention at {f.name} gives all weight to one position in about {_steps(f)}: {told}"
-    if f.what == "variance":
-        return (
-            f"{subject(f)} falls below {1 / f.limit:.3g} in about {_steps(f)}: it is {1 / f.now:.3g} and keeps falling"
-        )
-    if f.what == "operator" and f.kind == "min":
-        return (
-            f"{subject(f)} reaches its limit in about {_steps(f)}: it is {1 / f.now:.3g} away from it and comes nearer"
-        )
-    if f.what == "operator" and f.kind == "max":
-        return (
-            f"{subject(f)} reaches its limit of {f.limit:.4g} in about {_steps(f)}: it is {f.now:.3g} and keeps growing"
-        )
-    return f"{subject(f)} reaches the limit of {f.kind} in about {_steps(f)}: it is {f.now:.3g} and keeps growing"
-
-
-def _steps(f: Forecast) -> str:
-    steps = f"{f.in_steps} step{'s' * (f.in_steps != 1)}"
-    return steps if f.low == f.high else f"{steps} ({f.low} to {f.high})"

@@ -9,6 +9,7 @@ import math
 import threading
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 from firstnan.gate.forecast import LARGEST, Outlook, Point
 from firstnan.records import Forecast, LayerSpan
@@ -22,6 +23,8 @@ _WIDE = 2.0**40
 _RISEN = 8.0
 """And of what has grown by this factor in the steps that are kept."""
 _MOST_SHARES = 64
+_FORGOTTEN = 256
+"""Steps after which a layer that was not called in its type any more is followed in another one."""
 
 
 class LayerSeries:
@@ -55,6 +58,14 @@ class LayerSeries:
         if len(recent) >= 6 * _LENGTH:
             self._shorten()
         return True
+
+    def is_replaced_by(self, step: int, dtype: str) -> bool:
+        """Whether the calls in another type are the ones to follow: they overflow earlier, or have long been the only.
+
+        A layer may run in two types within a step, or in another one while a model is evaluated.
+        """
+        narrower = LARGEST.get(dtype, math.inf) < LARGEST.get(self.dtype, math.inf)
+        return narrower or not self.recent or step > self.recent[-3] + _FORGOTTEN
 
     def _shorten(self) -> None:
         old, self.recent = self.recent[: 3 * _LENGTH], self.recent[3 * _LENGTH :]
@@ -107,20 +118,27 @@ class LayerHistories:
     def add(self, step: int, layer: str, dtype: str, norm: float, size: float, shares: tuple[float, ...]) -> None:
         with self._lock:
             series = self.series.get(layer)
-            if series is None or series.dtype != dtype:
+            if series is None or (series.dtype != dtype and series.is_replaced_by(step, dtype)):
                 series = self.series[layer] = LayerSeries(dtype)
-            news = self._foresee(layer, series, step, size) if series.add(step, norm, size, shares) else None
+            elif series.dtype != dtype:
+                return
+            news = self._foresee(layer, series, step, size, is_new=series.add(step, norm, size, shares))
         if news is not None:
             self._tell(news)
 
-    def _foresee(self, layer: str, series: LayerSeries, step: int, size: float) -> Forecast | None:
+    def _foresee(self, layer: str, series: LayerSeries, step: int, size: float, *, is_new: bool) -> Forecast | None:
+        """Judges one call: a layer may run several times in a step, and the largest output is that of the step."""
         limit = LARGEST.get(series.dtype)
         if limit is None or not size < math.inf:
             return None
         if self._warned is not None:
-            void = series.outlook.turned(step, size) if self._warned == layer else None
+            if self._warned != layer or not is_new or len(series.recent) < 6:
+                return None
+            void = series.outlook.turned(step, series.recent[-4])  # all calls of the step before
             self._warned = None if void is not None else self._warned
             return void
+        if size < series.recent[-1]:
+            return None
         if size < (limit / NEAR if limit < _WIDE else _WIDE):
             return None
         points = [p for p in series.points() if 0 < p[1] < math.inf]
@@ -128,7 +146,9 @@ class LayerHistories:
         points = points[lowest:]
         if not points or size < _RISEN * points[0][1]:
             return None
-        made = series.outlook.make("layer", layer, series.dtype, limit, points, 1.0 if limit < _WIDE else None)
+        made = series.outlook.make(
+            "layer", partial(str, layer), series.dtype, limit, points, 1.0 if limit < _WIDE else None
+        )
         self._warned = layer if made is not None else None
         return made
 

@@ -491,7 +491,9 @@ class Preview:
     channels: int
     """1: grey; 3: red, green and blue; 4: with opacity."""
     pixels: str
-    """Row by row, one byte per channel, in base64; the least finite value of the batch is black, the largest white."""
+    """Row by row, one byte per channel, in base64; the least finite value of the batch is black, the largest white.
+
+    Pixels that are not finite are red."""
 
 
 @dataclass(frozen=True, slots=True)

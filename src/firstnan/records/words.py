@@ -123,10 +123,12 @@ def headline(report: Report) -> str:
     at = f", at {place(origin.site)}" if origin.site else ""
     if origin.event is not None and origin.event.raised and not origin.produced:
         return f"{origin.op or 'an operator'} raised an error in {origin.phase}{step}{at}{_layer(origin)}"
-    return f"{kind(origin.produced)} {_creation(origin)}{step}{at}{_layer(origin)}"
+    in_batch = report.batch is not None and bool(report.batch.bad_samples)
+    return f"{kind(origin.produced)} {_creation(origin, in_batch)}{step}{at}{_layer(origin)}"
 
 
-def _creation(origin: Origin) -> str:
+def _creation(origin: Origin, in_batch: bool) -> str:
+    """`in_batch`: whether it is known which samples of the batch have it."""
     label = origin.label or (origin.produced.name if origin.produced and not origin.op else "")
     match origin.phase:
         case "backward" if origin.edits_gradient:
@@ -135,7 +137,9 @@ def _creation(origin: Origin) -> str:
             return "created in the optimizer's update" + (f" of {origin.label}" if origin.label else "")
         case "input" if origin.read_at is not None and came_with_numbers(origin):
             return "came in with the data" + (f" ({label})" if label else "")
-        case "input" if origin.read_at is not None and origin.role in ("buffer", None):
+        case "input" if origin.read_at is not None and (
+            origin.role == "buffer" or (origin.role is None and not in_batch)
+        ):
             return "created before the step" + (f" ({label})" if label else "")
         case "input" if origin.read_at is not None:
             return "created in the data" + (f" ({origin.label})" if origin.label else "")

@@ -23,6 +23,7 @@ from markupsafe import Markup, escape
 from firstnan.diagnose.causes import catalogue
 from firstnan.records import Origin, PathStep, Remedy, Report, SampleValues, Site, TensorStat
 from firstnan.records.codec import encode
+from firstnan.records.forecast_words import sentence
 from firstnan.records.words import cell_name, count, headline, kind, line_of, noticed, number, place, short_path
 from firstnan.report import charts
 from firstnan.report.characters import Charset
@@ -142,7 +143,12 @@ def prose(text: str) -> Markup:
     parts = _CHARS.prose(text, MOST["text"]).split("`")
     if len(parts) % 2 == 0:
         return escape("`".join(parts))
-    return Markup("").join(Markup("<code>{}</code>").format(p) if i % 2 else escape(p) for i, p in enumerate(parts))
+    code = Markup("<code>{}</code>")
+    return Markup("").join(code.format(p) if i % 2 else escape(_arrows(p)) for i, p in enumerate(parts))
+
+
+def _arrows(text: str) -> str:
+    return text.replace(" -> ", " → ")
 
 
 _TOKEN = re.compile(
@@ -426,7 +432,7 @@ class View:
 
     @cached_property
     def curves(self) -> list[tuple[Series, Markup, str]]:
-        return [(series, charts.curve(series, self.trip), growth(series.values)) for series in self.series]
+        return [(series, charts.curve(series, self.trip), _arrows(growth(series.values))) for series in self.series]
 
     @cached_property
     def constant(self) -> str:
@@ -446,8 +452,13 @@ class View:
         return history_head(self.report, len(self.report.history.steps)) if self.report.history.steps else ""
 
     @cached_property
-    def forecast(self) -> list[list[str]]:
-        return _table(extra(self.report, "forecast"))
+    def forecast(self) -> list[str]:
+        """What was expected, and in which step it was known or withdrawn."""
+        return [
+            f"step {f.since_step}: {sentence(f)}"
+            + (f"; withdrawn in step {f.withdrawn}" if f.withdrawn is not None else "")
+            for f in self.report.forecast
+        ]
 
     @cached_property
     def headroom(self) -> list[list[str]]:
@@ -531,7 +542,7 @@ class View:
         history = self.report.history
         found = [("optimizer", history.optimizer)] if history.optimizer else []
         found += [(n, argument(value)) for n, value in history.settings if value is not None and value is not False]
-        for name, site in (("made at", history.made_at), ("stepped at", history.stepped_at)):
+        for name, site in (("optimizer made at", history.made_at), ("optimizer steps at", history.stepped_at)):
             found += [(name, place(site))] if site else []
         return found
 

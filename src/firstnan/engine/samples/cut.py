@@ -124,6 +124,9 @@ class Cut:
         return tuple(_shown(sample, name, rows) for sample in bad[:_MOST_SHOWN] for name, rows in members)
 
 
+_RED = (220, 38, 38)
+
+
 def _shown(sample: int, name: str, rows: Tensor) -> SampleValues:
     t = rows[sample]
     numbers = t.flatten()[:_MOST_VALUES].to("cpu", torch.float64).tolist()
@@ -133,7 +136,7 @@ def _shown(sample: int, name: str, rows: Tensor) -> SampleValues:
 def _preview(t: Tensor, rows: Tensor) -> Preview | None:
     """A small picture of a sample that is an image: channels, height, width; or without channels.
 
-    Its shades are those of the whole batch, so a sample without contrast is seen as one.
+    Its shades are those of the whole batch, so a sample without contrast is seen as one. What is not finite is red.
     """
     if t.dim() == 2 and min(t.shape) >= 8:
         t = t[None]
@@ -149,8 +152,12 @@ def _preview(t: Tensor, rows: Tensor) -> Preview | None:
     low, high = (float(end) for end in torch.aminmax(finite))
     shades = (small - low) / ((high - low) or 1.0) * 255
     pixels = shades.nan_to_num(0.0, 255.0, 0.0).clamp(0, 255).round().to(torch.uint8).movedim(0, -1)
+    bad = ~torch.isfinite(small).all(0)
+    if bool(bad.any()):
+        pixels = pixels[..., :3].expand(-1, -1, 3).clone()
+        pixels[bad] = torch.tensor(_RED, dtype=torch.uint8)
     return Preview(
-        len(along), len(down), t.shape[0], base64.b64encode(bytes(pixels.flatten().tolist())).decode("ascii")
+        len(along), len(down), pixels.shape[-1], base64.b64encode(bytes(pixels.flatten().tolist())).decode("ascii")
     )
 
 
