@@ -76,6 +76,14 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "dataset_indices": None,
         "note": "the random numbers drawn in this step are the reason, not the data: t (line 35) = 199 in row 13",
     },
+    "diffusion_inside": {
+        "bad_samples": [15],
+        "confirmed": False,
+        "dataset_indices": None,
+        "features": [],
+        "note": "the random numbers drawn in this step are the reason, not the data: it fails with other samples too, "
+        "and is finite with other random numbers",
+    },
 }
 
 

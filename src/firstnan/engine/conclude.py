@@ -319,6 +319,13 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
     return rows if 0 < len(rows) <= max(1, size // 2) else None
 
 
+def rows_at(origin: Origin, size: int) -> tuple[int, ...]:
+    """The bad rows at the origin if it has one for each sample and few are bad, whatever they depend on."""
+    event, made = origin.event, origin.produced
+    rows = event.bad_rows if event is not None and made is not None and made.shape[:1] == (size,) else ()
+    return rows if len(rows) <= size // 2 else ()
+
+
 def _reads_batch(event: OpEvent, trace: Trace) -> bool:
     """Whether the event depends on the batch, other than by weights; also if the trace shows nobody who reads it."""
     if event.region != "step":

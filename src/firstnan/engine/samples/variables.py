@@ -24,6 +24,7 @@ _LARGEST = 1 << 26
 _MOST_DRAWN = 4
 _MOST_SEEDS = 3
 DRAWN = "the random numbers drawn in this step are the reason, not the data: "
+FINITE_WITH_OTHERS = "it fails with other samples too, and is finite with other random numbers"
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,11 @@ class Variables:
             return str(error)
         return ""
 
-    def searched(self, suspects: Sequence[int]) -> Generator[Question, bool, SearchResult]:
-        """The search for bad samples, at each place; then whether random numbers of the step are the reason."""
+    def searched(self, suspects: Sequence[int], rows: Sequence[int] = ()) -> Generator[Question, bool, SearchResult]:
+        """The search for bad samples, at each place; then whether random numbers of the step are the reason.
+
+        `rows`: those that are bad at the origin, whatever they depend on.
+        """
         replays = 0
         finding = SearchResult(None)
         for place in self._places:
@@ -167,15 +171,29 @@ class Variables:
             answer: bool | None = None
             while True:
                 try:
-                    rows = next(asking) if answer is None else asking.send(answer)
+                    replaced = next(asking) if answer is None else asking.send(answer)
                 except StopIteration as stop:
                     finding = stop.value
                     break
-                answer = yield Question(rows)
+                answer = yield Question(replaced)
             replays += finding.replays
             if finding.bad and finding.confirmed:
                 break
-        return (yield from self._with_reason(replace(finding, replays=replays)))
+        finding = replace(finding, replays=replays)
+        if not finding.bad and finding.repeated and rows:
+            return (yield from self._drawn_elsewhere(finding, tuple(rows)))
+        return (yield from self._with_reason(finding))
+
+    def _drawn_elsewhere(self, finding: SearchResult, rows: tuple[int, ...]) -> Generator[Question, bool, SearchResult]:
+        """The rows at the origin if random numbers that a function of the step draws are the reason, whatever the data.
+
+        They are not in a variable of the body, so nobody can replace some of them.
+        """
+        for seed in range(_MOST_SEEDS):
+            if (yield Question({}, seed=seed)):
+                asked = finding.replays + seed + 1
+                return replace(finding, bad=rows, note=DRAWN + FINITE_WITH_OTHERS, replays=asked)
+        return replace(finding, replays=finding.replays + _MOST_SEEDS)
 
     def _with_reason(self, finding: SearchResult) -> Generator[Question, bool, SearchResult]:
         """Whether random numbers that the step has drawn are the reason, and which of them."""
