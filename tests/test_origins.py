@@ -76,6 +76,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "dataset_indices": None,
         "note": "the random numbers drawn in this step are the reason, not the data: t (line 35) = 199 in row 13",
     },
+    "inline_slices": {"bad_samples": [3], "confirmed": True, "size": 8},
+    "inline_index": {"bad_samples": [2], "confirmed": True, "size": 8},
     "diffusion_inside": {
         "bad_samples": [15],
         "confirmed": False,
