@@ -24,6 +24,7 @@ from firstnan.engine.conclude import (
     is_numeric,
     not_repeated,
     rows_at,
+    without_guesses,
 )
 from firstnan.engine.loop_replay import Failure, LoopReplay
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
@@ -381,7 +382,7 @@ class TurnReplay:
                 variables.asks = next(asking) if answer is None else asking.send(answer)
             except StopIteration as stop:
                 told = self._told(batch, variables, stop.value)
-                policy.answer(replace(known, report=replace(report, batch=told)))
+                policy.answer(replace(known, report=without_guesses(replace(report, batch=told))))
             policy.working(session)
             answer = not self._fails(code)
         policy.answer(known)

@@ -37,6 +37,7 @@ BAD_DATA = ("nan_input", "nan_label")
 DIVERGENCE = ("divergence_lr", "exploding_gradient")
 UNKNOWN = "no sample is known to be responsible"
 DIVERGED = f"{UNKNOWN}: training diverged"
+FIRST = "training had diverged before this step: these samples only exceed the limit first, others would do so later"
 AS_IT_RAN = "every operator was traced as it ran"
 """How a trace was made if nothing was replayed."""
 
@@ -269,8 +270,10 @@ class Evidence:
 def without_guesses(report: Report) -> Report:
     """Training that diverges, or a gradient that overflows, fails with any sample: only confirmed ones are named."""
     batch, cause = report.batch, report.cause
-    if batch is None or batch.confirmed or not batch.bad_samples or cause is None or cause.slug not in DIVERGENCE:
+    if batch is None or not batch.bad_samples or cause is None or cause.slug not in DIVERGENCE:
         return report
+    if batch.confirmed:
+        return replace(report, batch=replace(batch, note=FIRST)) if cause.slug == "divergence_lr" else report
     note = DIVERGED if cause.slug == "divergence_lr" else UNKNOWN
     kept = Batch(batch.index, batch.size, None, replays=batch.replays, note=note, unit=batch.unit)
     return replace(report, batch=kept)
