@@ -178,7 +178,8 @@ class Variables:
             self._places = [_Place(self._start, values, {}, {}, kept, outside=True)] if values else []
         if not self._places or self._size is None:
             return "the variables that hold its samples are not known"
-        if sum(t.numel() for place in self._places for _, t in tensors_in(place.values)) > _LARGEST:
+        held = [t for place in self._places for _, t in tensors_in(place.values)]
+        if sum(t.numel() for t in (*held, *self._whole.values())) > _LARGEST:
             return "it is too large"
         try:
             for place in self._places:
