@@ -19,6 +19,7 @@ from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership
 from firstnan.records import Origin
 from firstnan.tensors.state import Handout
+from firstnan.tracing.tracer import Tracer
 
 
 class Logs(Dataset[Any]):
@@ -285,3 +286,18 @@ def test_a_generator_and_a_comprehension() -> None:
         return [p for p in parts()]  # noqa: C416  # the loop is the point
 
     assert watch(sample) == (3, "bad")
+
+
+def test_what_the_line_watch_reads_is_not_traced() -> None:
+    tracer = Tracer(Ownership())
+    lines = LineWatch(Ownership(), unseen=tracer.pause)
+
+    def work() -> Tensor:
+        first = torch.arange(6.0).log()
+        second = first + 1
+        return second * 2
+
+    with tracer, lines.watching():
+        work()
+    assert [line.name for line in lines.lines] == ["first"]
+    assert [event.op for event in tracer.trace().events] == ["arange", "log", "add", "mul"]

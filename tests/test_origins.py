@@ -76,6 +76,17 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "dataset_indices": None,
         "note": "the random numbers drawn in this step are the reason, not the data: t (line 35) = 199 in row 13",
     },
+    "json_rows": {"bad_samples": [3], "dataset_indices": [43]},
+    "inline_slices": {"bad_samples": [3], "confirmed": True, "size": 8},
+    "inline_index": {"bad_samples": [2], "confirmed": True, "size": 8},
+    "diffusion_inside": {
+        "bad_samples": [15],
+        "confirmed": False,
+        "dataset_indices": None,
+        "features": [],
+        "note": "the random numbers drawn in this step are the reason, not the data: it fails with other samples too, "
+        "and is finite with other random numbers",
+    },
 }
 
 
@@ -166,6 +177,12 @@ def test_where_it_was_created_and_what_is_said_of_the_samples(firstnan: Zygote, 
     if (unit := batch.get("unit", "sample")) != "sample":
         assert f"{unit} " in result.stderr
         assert "sample" not in result.stderr
+
+
+def test_bad_rows_are_cleaned_in_the_loop_if_their_line_cannot_be_changed(firstnan: Zygote, tmp_path: Path) -> None:
+    result = firstnan(["run", "--verify", "5", PROGRAMS / "json_rows.py"], cwd=tmp_path)
+    first = result.found["remedies"][0]
+    assert (first["title"], first["failing_step_finite"]) == ("Fill in the missing values of each batch", True)
 
 
 def test_a_function_mode_of_the_program_sees_nothing_of_ours(firstnan: Zygote, tmp_path: Path) -> None:

@@ -492,7 +492,7 @@ DATA = """
 
 
 def test_a_fix_of_the_data_is_tried_with_the_failing_batch_first(place: Path) -> None:
-    """The program is not run as far as it came: that may have taken hours."""
+    """The program need not be run as far as it came: that may have taken hours."""
     write(place / "data.py", DATA)
     program, batch = Program("data.py", []), ([360, 361, 362, 363], 400)
     good = change(place / "data.py", "torch.log(counts)", "torch.log(counts.clamp_min(1e-3))")
@@ -503,6 +503,15 @@ def test_a_fix_of_the_data_is_tried_with_the_failing_batch_first(place: Path) ->
     assert (best.edits, best.proven, best.steps_finite_after) == (good.edits, True, 5)
     assert best.note.startswith("in a run whose first batch was the failing one")
     assert (other.tried, other.failing_step_finite) == (True, False)
+
+
+def test_with_the_failing_batch_first_it_is_tried_as_far_as_the_program_came_if_time_allows(place: Path) -> None:
+    write(place / "data.py", DATA)
+    good = change(place / "data.py", "torch.log(counts)", "torch.log(counts.clamp_min(1e-3))")
+    limits, batch = Limits(60, 120, further=60), ([360, 361, 362, 363], 400)
+    trials = Trials(Start(), Program("data.py", []), 5, limits, isolated=False, from_start="long", first_batch=batch)
+    (best,) = trials.run(failing(90, good), lambda _: None).remedies
+    assert (best.proven, best.steps_finite_after) == (True, 90)
 
 
 # --- which one wins -----------------------------------------------------------------------------------------------

@@ -66,7 +66,10 @@ def test_a_divergence_names_only_confirmed_samples(slug: str) -> None:
     assert (told.index, told.size, told.bad_samples, told.dataset_indices) == (8, 32, None, None)
     assert told.note.endswith("training diverged") == (slug == "divergence_lr")
     confirmed = Report("nonfinite", 8, Batch(8, 32, (0,), confirmed=True), cause=cause)
-    assert without_guesses(confirmed) is confirmed
+    kept = without_guesses(confirmed).batch
+    assert kept is not None
+    assert kept.bad_samples == (0,)
+    assert kept.note.startswith("training had diverged before") == (slug == "divergence_lr")
 
 
 def test_the_batch_of_vmap_is_what_it_maps_over() -> None:

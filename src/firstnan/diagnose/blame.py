@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Site, Trace
 from firstnan.records.operator_families import CONSTRUCTORS, FULL, LABEL_PICKS, MASK_KEEPING, WRITES
@@ -112,12 +113,21 @@ class _Walk:
                 user = next((e for e in chain if e.op not in CONSTRUCTORS | {"to"}), chain[0])
                 return (candidate if _overwrites(user, candidate.event) else OriginCandidate(user)), False
         for candidate in on_purpose:
-            for event in self.chain(candidate.event.index):
+            chain = self.chain(candidate.event.index)
+            if (empty := _all_masked(chain)) is not None:
+                return OriginCandidate(empty), True
+            for event in chain:
                 if event.op not in MASK_KEEPING:
                     if candidate.event.op == "log" and event.op not in LABEL_PICKS:
                         return candidate, False
                     return OriginCandidate(event), True
         return OriginCandidate(on_purpose[0].event), True
+
+
+def _all_masked(chain: list[OpEvent]) -> OpEvent | None:
+    """The last logsumexp before the loss: its result is -inf only where every entry of a slice is masked."""
+    kept = list(takewhile(lambda e: e.op in MASK_KEEPING, chain))
+    return next((e for e in reversed(kept) if e.op == "logsumexp"), None)
 
 
 def _overwrites(user: OpEvent, constant: OpEvent) -> bool:

@@ -17,13 +17,21 @@ from torch import Tensor
 
 from firstnan.diagnose.rules import ONLY_COMPILED
 from firstnan.engine import isolation
-from firstnan.engine.conclude import bad_values, came_from_another_rank, came_from_outside, is_numeric, not_repeated
+from firstnan.engine.conclude import (
+    bad_values,
+    came_from_another_rank,
+    came_from_outside,
+    is_numeric,
+    not_repeated,
+    rows_at,
+    without_guesses,
+)
 from firstnan.engine.loop_replay import Failure, LoopReplay
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
 from firstnan.engine.ranks import RECEIVED, world
 from firstnan.engine.samples.cut import Maker
 from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, SearchResult
-from firstnan.engine.samples.variables import DRAWN, Variables
+from firstnan.engine.samples.variables import DRAWN, FINITE_WITH_OTHERS, Variables
 from firstnan.engine.turn import LeftLoop, Turn, data_in, line_in, same_values, with_batch, with_batch_first
 from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, is_received
@@ -367,14 +375,14 @@ class TurnReplay:
         code = turn.compiled(start=self._start, pauses=variables.paused)
         if code is None or not self._fails(code) or variables.learned():
             policy.answer(known)
-        asking = variables.searched(batch.bad_samples or ())
+        asking = variables.searched(batch.bad_samples or (), rows_at(origin, batch.size))
         until, answer = time.monotonic() + _SEARCH_SECONDS, None
         while time.monotonic() < until:
             try:
                 variables.asks = next(asking) if answer is None else asking.send(answer)
             except StopIteration as stop:
                 told = self._told(batch, variables, stop.value)
-                policy.answer(replace(known, report=replace(report, batch=told)))
+                policy.answer(replace(known, report=without_guesses(replace(report, batch=told))))
             policy.working(session)
             answer = not self._fails(code)
         policy.answer(known)
@@ -384,13 +392,14 @@ class TurnReplay:
         handouts, pieces = self._session.handouts, variables.cut
         if found.repeated is False or pieces is None or not found.bad:
             return batch  # the rows at the origin are all that is known
+        by_data = found.note != DRAWN + FINITE_WITH_OTHERS
         told = replace(
             batch,
             size=pieces.size,
             bad_samples=found.bad,
             confirmed=found.confirmed,
-            features=variables.features(found.bad),
-            values=variables.contents(found.bad),
+            features=variables.features(found.bad) if by_data else (),
+            values=variables.contents(found.bad) if by_data else (),
             replays=batch.replays + found.replays,
             note=found.note,
         )

@@ -37,6 +37,7 @@ BAD_DATA = ("nan_input", "nan_label")
 DIVERGENCE = ("divergence_lr", "exploding_gradient")
 UNKNOWN = "no sample is known to be responsible"
 DIVERGED = f"{UNKNOWN}: training diverged"
+FIRST = "training had diverged before this step: these samples only exceed the limit first, others would do so later"
 AS_IT_RAN = "every operator was traced as it ran"
 """How a trace was made if nothing was replayed."""
 
@@ -269,8 +270,10 @@ class Evidence:
 def without_guesses(report: Report) -> Report:
     """Training that diverges, or a gradient that overflows, fails with any sample: only confirmed ones are named."""
     batch, cause = report.batch, report.cause
-    if batch is None or batch.confirmed or not batch.bad_samples or cause is None or cause.slug not in DIVERGENCE:
+    if batch is None or not batch.bad_samples or cause is None or cause.slug not in DIVERGENCE:
         return report
+    if batch.confirmed:
+        return replace(report, batch=replace(batch, note=FIRST)) if cause.slug == "divergence_lr" else report
     note = DIVERGED if cause.slug == "divergence_lr" else UNKNOWN
     kept = Batch(batch.index, batch.size, None, replays=batch.replays, note=note, unit=batch.unit)
     return replace(report, batch=kept)
@@ -317,6 +320,13 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
     if len(rows) == MOST_ROWS < size and origin.phase != "input":
         return None  # the list may go on: the trace keeps only the first of them
     return rows if 0 < len(rows) <= max(1, size // 2) else None
+
+
+def rows_at(origin: Origin, size: int) -> tuple[int, ...]:
+    """The bad rows at the origin if it has one for each sample and few are bad, whatever they depend on."""
+    event, made = origin.event, origin.produced
+    rows = event.bad_rows if event is not None and made is not None and made.shape[:1] == (size,) else ()
+    return rows if len(rows) <= size // 2 else ()
 
 
 def _reads_batch(event: OpEvent, trace: Trace) -> bool:

@@ -100,7 +100,8 @@ def _suspects(batch: Any, size: int) -> Iterator[int]:
 
 def _watched(make: Callable[[], Any], ownership: Ownership) -> tuple[Any, bool, Made | None]:
     """What `make` returns, whether that holds a non-finite value, and the line that created it."""
-    tracer, lines = Tracer(ownership), LineWatch(ownership)
+    tracer = Tracer(ownership)
+    lines = LineWatch(ownership, unseen=tracer.pause)
     tracer.at(region="data")
     with tracer, lines.watching():
         value = make()

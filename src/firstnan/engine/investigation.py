@@ -404,8 +404,12 @@ class Investigation:
         if second is None or second.step != 0 or second.origin is None or came_from_outside(second.origin):
             return None
         self._first_batch = given
+        # Where the line that created it cannot be changed, the data can still be cleaned where the loop gets it.
+        known = {remedy.diff for remedy in second.remedies}
+        others = tuple(remedy for remedy in first.remedies if remedy.diff and remedy.diff not in known)
         return replace(
             second,
+            remedies=second.remedies + others,
             step=first.step,
             batch=first.batch,
             noticed=first.noticed,

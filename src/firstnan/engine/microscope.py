@@ -146,7 +146,7 @@ class Microscope:
 
     def watch_lines(self, seconds: float = _MOST_SECONDS) -> None:
         """Watches the lines of the program too, until its first step."""
-        self.lines = LineWatch(self.ownership, seconds)
+        self.lines = LineWatch(self.ownership, seconds, self.unseen)
         self.lines.begin()
 
     def watch_threads(self) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from firstnan.diagnose.unusual_data import with_doubt
 from firstnan.engine import children, isolation, turn_search
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
@@ -1100,7 +1101,7 @@ class Session(Observer):
         if self._journal is not None and report.noticed is not None and report.noticed.what == "output":
             self._told = False  # no update follows
             report = self._outside_training(report)
-        report = self._told_of(report)
+        report = with_doubt(self._told_of(report))
         if self._capsules is None or self._journal is None:
             return report
         first = self.calls.first if self.calls is not None else None

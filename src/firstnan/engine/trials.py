@@ -171,15 +171,16 @@ class Trials:
         return self._tried_from_start(remedy, report, contents)
 
     def _tried_with_batch_first(self, remedy: Remedy, report: Report, contents: dict[str, bytes]) -> Remedy:
-        """The result of some steps of the changed program, the first of them with the failing batch."""
+        """The result of as many steps of the changed program as it came, the first of them with the failing batch."""
         bad, began = last_bad_step(report), time.monotonic()
         seconds = min(max(self.limits.one, _QUICKLY), max(self.until - began, 1.0))
+        reach = Reach(self.steps, bad + 1, min(self.limits.further, seconds / 2))
         try:
             data, in_time = self.start.try_out(
                 self.program,
                 contents,
                 step=0,
-                reach=Reach(self.steps),
+                reach=reach,
                 seconds=seconds,
                 first_batch=self._first_batch,
                 isolated=self._isolated,
@@ -191,7 +192,7 @@ class Trials:
         if outcome is not None:  # in the steps of the run that failed
             later = None if outcome.bad_step is None else outcome.bad_step + bad
             passed = outcome.passed + bad
-            outcome = replace(outcome, passed=passed, bad_step=later, at_step=True, ended="", losses=(), latest=())
+            outcome = replace(outcome, passed=passed, bad_step=later, at_step=True, losses=(), latest=())
         result = judged(remedy, outcome, report, "" if in_time else f"stopped after {seconds:.0f} s")
         return replace(result, note="; ".join(part for part in (_BATCH_FIRST, result.note) if part))
 

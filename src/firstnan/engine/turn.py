@@ -106,6 +106,28 @@ class Turn:
         }
         return (names | members) - self.assigned
 
+    def subscripted(self) -> set[str]:
+        """Variables of which the body reads only some rows: `x` where it has nothing but `x[i]`."""
+        parts = [n for n in ast.walk(self.loop) if isinstance(n, ast.Subscript) and not _has_all_rows(n.slice)]
+        inside = {id(n.value) for n in parts}
+        loads = [n for n in ast.walk(self.loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        return {n.id for n in loads} - {n.id for n in loads if id(n) not in inside}
+
+    def selected(self) -> dict[str, ast.expr]:
+        """Those of them with the same index everywhere, which the body does not compute itself."""
+        found: dict[str, dict[str, ast.expr]] = {}
+        for n in ast.walk(self.loop):
+            if isinstance(n, ast.Subscript) and isinstance(n.value, ast.Name):
+                found.setdefault(n.value.id, {})[ast.unparse(n.slice)] = n.slice
+        computed = {n.id for n in _stored(self.loop.body)}
+        return {
+            name: index
+            for name in self.subscripted() - self.assigned
+            if len(found[name]) == 1
+            for index in found[name].values()
+            if computed.isdisjoint(n.id for n in ast.walk(index) if isinstance(n, ast.Name))
+        }
+
     def compiled(
         self,
         source: str | None = None,
@@ -323,6 +345,14 @@ def _loops_around(tree: ast.Module, code: CodeType, line: int) -> list[_Loop]:
 
     look(tree, code.co_name == "<module>")
     return found
+
+
+def _has_all_rows(index: ast.expr) -> bool:
+    """Whether an index leaves the rows as they are: `[:, 0]`, `[:]`, `[...]`."""
+    first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
+    if isinstance(first, ast.Slice):
+        return not (first.lower or first.upper or first.step)
+    return isinstance(first, ast.Constant) and first.value in (None, Ellipsis)
 
 
 def _stored(nodes: Sequence[ast.AST]) -> Iterator[ast.Name]:

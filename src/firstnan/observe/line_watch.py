@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
@@ -75,8 +75,15 @@ class _Frame:
 class LineWatch:
     """Checks the variables of user code after each line, and what functions return; at most for so many seconds."""
 
-    def __init__(self, ownership: Ownership, seconds: float = math.inf) -> None:
+    def __init__(
+        self,
+        ownership: Ownership,
+        seconds: float = math.inf,
+        unseen: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`unseen`: a context that hides our own reads from a tracer that records the same code."""
         self.ownership = ownership
+        self._unseen = unseen
         self.lines: list[BadLine] = []
         self._frames: dict[int, _Frame] = {}
         self._made_at: dict[Spot, list[int]] = {}
@@ -146,6 +153,11 @@ class LineWatch:
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self.ownership.owns(frame.f_code) or monotonic() > self._until:
             return None
+        with self._unseen():
+            self._called(frame)
+        return self._line
+
+    def _called(self, frame: FrameType) -> None:
         before = self._frames.get(id(frame))
         goes_on = frame.f_code.co_flags & _GENERATORS and before is not None and before.spot[0] is frame.f_code
         if not goes_on:
@@ -154,7 +166,6 @@ class LineWatch:
             caller = self._frames.get(id(frame.f_back))
             came = self._read_by(caller) if caller is not None else None
             self._begin(frame, known, came or ())
-        return self._line
 
     def _begin(self, frame: FrameType, known: _Frame, came: tuple[int, ...]) -> None:
         """Notes what is non-finite before the first line of a function that is watched."""
@@ -169,6 +180,12 @@ class LineWatch:
         if self._events % 256 == 0 and monotonic() > self._until:
             self.end()
             return None
+        with self._unseen():
+            self._reached(frame, event, arg)
+        return self._line
+
+    def _reached(self, frame: FrameType, event: str, arg: Any) -> None:
+        """A line, or a function, has ended."""
         known = self._frames.get(id(frame))
         if known is None:
             known = self._frames[id(frame)] = _Frame((frame.f_code, frame.f_lasti))
@@ -181,7 +198,6 @@ class LineWatch:
         known.spot, known.returned = (frame.f_code, frame.f_lasti), None
         if known.line != frame.f_lineno:  # each turn of a comprehension is an event of the same line
             known.line, known.noted = frame.f_lineno, len(self._values)
-        return self._line
 
     def _assigned(self, frame: FrameType, known: _Frame) -> None:
         """Notes which variables the last line has made bad."""

@@ -451,7 +451,7 @@ def _power(at: FailingOperation) -> Iterator[Guard]:
     if len(at.expr.args) < 2:
         return
     base, exponent = at.expr.args[:2]
-    if _is_integer_count(at.stat("self")):
+    if _is_count(at, "self"):
         yield at.count(base)
     power = literal_value(exponent)
     steep = power is not None and power <= -1
@@ -615,16 +615,26 @@ def _is_count(at: FailingOperation, name: str) -> bool:
                 return True
             if op.op == "sum" and any(_is_binary(at, i.stat, i.producer) for i in op.inputs):
                 return True
+            if op.op in ("index_add", "scatter_add") and _counts_rows(at, op):
+                return True
     return False
 
 
+def _counts_rows(at: FailingOperation, op: OpEvent) -> bool:
+    """Whether ones are added to zeros, as for the degrees of nodes."""
+    given = [i for i in op.inputs if i.name in ("self", "source", "src")]
+    return len(given) == 2 and all(_is_binary(at, i.stat, i.producer) for i in given)
+
+
 def _is_binary(at: FailingOperation, stat: TensorStat | None, producer: int | None) -> bool:
-    """Zeros and ones, by its statistics or because it was converted from booleans."""
+    """Zeros and ones, by its statistics, because it was made so, or because it was converted from booleans."""
     if stat is not None and (stat.binary or stat.dtype == "bool" or stat.dtype.startswith("int")):
         return True
     if producer is None:
         return False
     made = at.context.failure.trace.events[producer]
+    if made.op in ("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros"):
+        return True
     return any(o.dtype == "bool" for o in made.outputs) or (
         made.op in ("_to_copy", "to", "float", "unsqueeze", "view", "expand")
         and any(i.stat is not None and i.stat.dtype == "bool" for i in made.inputs)

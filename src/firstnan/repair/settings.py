@@ -211,6 +211,22 @@ def _same_name(source: SourceFile, name: ast.Name, use: ast.AST) -> bool:
     return here is source.tree and not hidden
 
 
+@remedies_for("overflow", "exp_overflow", "exploding_gradient", "divergence_lr")
+def line_search(context: FailureContext) -> Iterator[Remedy]:
+    """A line search for LBFGS, which otherwise takes steps of full length whatever the loss becomes."""
+    setup = OptimizerSetup(context)
+    if setup.call is None or setup.history.optimizer != "LBFGS" or setup.settings.get("line_search_fn"):
+        return
+    source, call = setup.call
+    if source.called_name(call) == "LBFGS":
+        quote = max("\"'", key=source.text.count)
+        why = (
+            "LBFGS without a line search takes its steps in full, even where the loss explodes. This one shortens them."
+        )
+        edit = set_argument(source, call, "line_search_fn", f"{quote}strong_wolfe{quote}")
+        yield context.remedy("Let LBFGS search along its direction", why, edit, kind="setting")
+
+
 _NO_STEPS = "A schedule without steps divides by 0."
 PEAKS = {"OneCycleLR": 1, "CyclicLR": 2}
 """Schedules with a peak, and its position among their arguments."""

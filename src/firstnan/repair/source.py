@@ -525,7 +525,7 @@ def as_patch(edits: Iterable[Edit], source_of: Callable[[str], SourceFile | None
         source = source_of(file)
         if source is None:
             return (), ""
-        group = [*_import_of_torch(source, group), *group]
+        group = [*_missing_imports(source, group), *group]
         try:
             new = edited(source.content, group)
             ast.parse(new)
@@ -541,18 +541,18 @@ def as_patch(edits: Iterable[Edit], source_of: Callable[[str], SourceFile | None
     return tuple(whole), diff
 
 
-def _import_of_torch(source: SourceFile, edits: list[Edit]) -> list[Edit]:
-    """`import torch` at the top of the file if new code needs it and the file does not bind the name."""
-    if not any(re.search(r"(?<![\w.])torch\.", e.new) for e in edits) or source.imported("torch", source.tree):
-        return []
+def _missing_imports(source: SourceFile, edits: list[Edit]) -> list[Edit]:
+    """Imports at the top of the file for modules that new code needs and whose names the file does not bind."""
+    used = [name for name in ("math", "torch") if any(re.search(rf"(?<![\w.]){name}\.", e.new) for e in edits)]
+    missing = [name for name in used if not source.imported(name, source.tree)]
     body = source.tree.body
     documented = bool(body) and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     future = [n for n in body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
     first = next((n for n in body[documented:] if n not in future), None)
-    if first is None:
+    if first is None or not missing:
         return []
     at = source.line_start(first.lineno)
-    return [source.edit(at, at, "import torch\n")]
+    return [source.edit(at, at, "".join(f"import {name}\n" for name in missing))]
 
 
 def _block(source: SourceFile, node: ast.AST, lines: Iterable[str]) -> str:

@@ -78,6 +78,11 @@ class LogForm:
         if expr.op == "exp" and expr.args:
             self.name = "the exponent itself"
             return parenthesized(source, expr.args[0])
+        if expr.op == "cosh" and expr.args and _cheap(source, expr.args[0]):
+            self.name = "logaddexp"
+            x, minus = source.code(expr.args[0]), f"-{parenthesized(source, expr.args[0])}"
+            add, log = (source.spell(name, self.use) for name in ("torch.logaddexp", "math.log"))
+            return f"({add}({x}, {minus}) - {log}(2))"
         if expr.op == "sum" and expr.args:
             return self._sum_of_exp(expr)
         if expr.op == "div":
@@ -171,7 +176,7 @@ def logarithm_of_a_known_function(context: FailureContext) -> Iterator[Remedy]:
 @remedies_for("exp_overflow", "overflow", "low_precision_overflow", "where_grad_trap", "zero_over_zero")
 def exponential_inside_a_known_formula(context: FailureContext) -> Iterator[Remedy]:
     location = context.location
-    if location is None or location.expr.op not in ("exp", "div", "sum") or not location.expr.args:
+    if location is None or location.expr.op not in ("exp", "cosh", "div", "sum") or not location.expr.args:
         return
     source, node = location.source, location.node
     for other in source.within(node):

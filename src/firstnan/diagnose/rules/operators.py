@@ -781,7 +781,12 @@ def masked_by_hand(failure: Failure) -> Finding | None:
 
 @rule("masked_label")
 def masked_label(failure: Failure) -> Finding | None:
-    if failure.op not in LABEL_PICKS | LOSS_ARITHMETIC or not failure.inf or failure.nan or failure.reads_nan:
+    if (
+        failure.op not in LABEL_PICKS | LOSS_ARITHMETIC | {"logsumexp"}
+        or not failure.inf
+        or failure.nan
+        or failure.reads_nan
+    ):
         return None
     if failure.event is not None and failure.event.born:
         return None
@@ -793,6 +798,12 @@ def masked_label(failure: Failure) -> Finding | None:
     if not intended:
         return None
     entries = f" ({counted(masked, 'masked entry', 'masked entries')})" if masked else ""
+    if failure.op == "logsumexp":
+        why = (
+            f"`{failure.code}` reduces a slice in which every entry is masked with -inf{entries}. No class is left "
+            "that the labels allow, so the loss is infinite."
+        )
+        return Finding(why, 0.9, failure.input_lines())
     why = (
         f"`{failure.code}` picks the log-probability of a class that is masked with -inf{entries}. The loss is "
         "infinite because the mask and the labels contradict each other."

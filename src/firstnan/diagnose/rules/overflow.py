@@ -105,6 +105,8 @@ def exp_overflow(failure: Failure) -> Finding | None:
     if failure.op not in EXPONENTIALS or not failure.inf or failure.fed_by_nonfinite:
         return None
     top = failure.highest("self")
+    if failure.op in ("cosh", "sinh"):  # on both sides of 0
+        top = max((largest(s) or 0.0 for s in failure.stats("self")), default=top)
     edge = math.log2(failure.limit) if failure.op == "exp2" else math.log(failure.limit)
     why = (
         f"`{failure.code}` computes {failure.op} of {number(top)}, but in {failure.dtype or 'this type'} "

@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,7 @@ _LARGEST = 1 << 26
 _MOST_DRAWN = 4
 _MOST_SEEDS = 3
 DRAWN = "the random numbers drawn in this step are the reason, not the data: "
+FINITE_WITH_OTHERS = "it fails with other samples too, and is finite with other random numbers"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class _Place:
     """Those with random numbers that the step has drawn, and the line."""
     comes_from: _Roots
     """Those computed from such numbers -> from which."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Those of which the body reads a part: `data[i : i + 8]` -> its index. Their values are that part."""
+    outside: bool = False
+    """The data is there before the loop, so the body does not fetch it again."""
 
 
 class Variables:
@@ -66,6 +71,8 @@ class Variables:
         self._versions: list[int] = []
         self._before: RandomState | None = None
         self._place = _Place(start, {}, {}, {})
+        self._whole: dict[str, Tensor] = {}
+        """The tensors of which the body reads a part, as they are before any row is replaced."""
         self._learning = True
         self.cut: Cut | None = None
         self.asks: Question | None = None
@@ -77,13 +84,20 @@ class Variables:
         elif self.asks is not None and self.asks.seed is not None:
             if number == self._start:
                 seed_all(self.asks.seed, own_generators(sys._getframe()))
-        elif number == self._place.number and self.asks is not None and self.cut is not None:
-            made = self.cut.replaced(self.asks.rows)
-            for name, value in made.items():
-                if self.asks.only is None or name in self.asks.only:
-                    _put(self._turn.names, name, value)
-                else:
-                    _put(self._turn.names, name, copy_batch(self.cut.batch[name]))
+                if self._place.outside:
+                    self._replace({}, None)
+        elif number == self._place.number and self.asks is not None:
+            self._replace(self.asks.rows, self.asks.only)
+
+    def _replace(self, rows: Replaced, only: frozenset[str] | None) -> None:
+        """Puts the data into its variables, with these rows replaced in all or some of them."""
+        assert self.cut is not None
+        for name, value in self.cut.replaced(rows).items():
+            new = value if only is None or name in only else copy_batch(self.cut.batch[name])
+            if name in self._place.parts:
+                part, new = new, self._whole[name].clone()
+                new[self._place.parts[name]] = part
+            _put(self._turn.names, name, new)
 
     def _learn(self, number: int) -> None:
         state, before = RandomState.now(), self._before
@@ -123,9 +137,22 @@ class Variables:
         else:
             self._places[1:] = [place]
 
+    def _parts(self) -> dict[str, Any]:
+        """Tensors from outside of which the body reads one part only, that its counters select -> the index."""
+        found = {name: _evaluated(index, self._turn.names) for name, index in self._turn.selected().items()}
+        return {
+            name: index
+            for name, index in found.items()
+            if index is not None and _is_within(index, _get(self._turn.names, name))
+        }
+
     def _data(self, names: set[str]) -> dict[str, Any]:
         """Those of these variables that hold finite data with one row per sample."""
-        found = {name: value for name in sorted(names) if self._is_fit(value := _get(self._turn.names, name))}
+        return self._fit({name: _get(self._turn.names, name) for name in sorted(names)})
+
+    def _fit(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Those of these values that are finite data with one row per sample."""
+        found = {name: value for name, value in values.items() if self._is_fit(value)}
         if not found:
             return {}
         if self._size is None:
@@ -143,11 +170,16 @@ class Variables:
         """Ends the first run: empty, or why there is nothing to replace."""
         self._learning = False
         if not self._places:  # the data is there before the loop
-            values = copy_batch(self._data(self._turn.read()))
-            self._places = [_Place(self._start, values, {}, {})] if values else []
+            parts = self._parts()
+            self._whole = {name: _get(self._turn.names, name) for name in parts}
+            selected = {name: self._whole[name][index] for name, index in parts.items()}
+            values = copy_batch(self._fit(selected) or self._data(self._turn.read() - self._turn.subscripted()))
+            kept = {name: index for name, index in parts.items() if name in values}
+            self._places = [_Place(self._start, values, {}, {}, kept, outside=True)] if values else []
         if not self._places or self._size is None:
             return "the variables that hold its samples are not known"
-        if sum(t.numel() for place in self._places for _, t in tensors_in(place.values)) > _LARGEST:
+        held = [t for place in self._places for _, t in tensors_in(place.values)]
+        if sum(t.numel() for t in (*held, *self._whole.values())) > _LARGEST:
             return "it is too large"
         try:
             for place in self._places:
@@ -156,8 +188,11 @@ class Variables:
             return str(error)
         return ""
 
-    def searched(self, suspects: Sequence[int]) -> Generator[Question, bool, SearchResult]:
-        """The search for bad samples, at each place; then whether random numbers of the step are the reason."""
+    def searched(self, suspects: Sequence[int], rows: Sequence[int] = ()) -> Generator[Question, bool, SearchResult]:
+        """The search for bad samples, at each place; then whether random numbers of the step are the reason.
+
+        `rows`: those that are bad at the origin, whatever they depend on.
+        """
         replays = 0
         finding = SearchResult(None)
         for place in self._places:
@@ -167,15 +202,29 @@ class Variables:
             answer: bool | None = None
             while True:
                 try:
-                    rows = next(asking) if answer is None else asking.send(answer)
+                    replaced = next(asking) if answer is None else asking.send(answer)
                 except StopIteration as stop:
                     finding = stop.value
                     break
-                answer = yield Question(rows)
+                answer = yield Question(replaced)
             replays += finding.replays
             if finding.bad and finding.confirmed:
                 break
-        return (yield from self._with_reason(replace(finding, replays=replays)))
+        finding = replace(finding, replays=replays)
+        if not finding.bad and finding.repeated and rows:
+            return (yield from self._drawn_elsewhere(finding, tuple(rows)))
+        return (yield from self._with_reason(finding))
+
+    def _drawn_elsewhere(self, finding: SearchResult, rows: tuple[int, ...]) -> Generator[Question, bool, SearchResult]:
+        """The rows at the origin if random numbers that a function of the step draws are the reason, whatever the data.
+
+        They are not in a variable of the body, so nobody can replace some of them.
+        """
+        for seed in range(_MOST_SEEDS):
+            if (yield Question({}, seed=seed)):
+                asked = finding.replays + seed + 1
+                return replace(finding, bad=rows, note=DRAWN + FINITE_WITH_OTHERS, replays=asked)
+        return replace(finding, replays=finding.replays + _MOST_SEEDS)
 
     def _with_reason(self, finding: SearchResult) -> Generator[Question, bool, SearchResult]:
         """Whether random numbers that the step has drawn are the reason, and which of them."""
@@ -216,6 +265,30 @@ class Variables:
 
 
 _VARIABLE = re.compile(r"^batch\['([^']+)'\]")
+
+
+_ARITHMETIC = ast.Name | ast.Constant | ast.BinOp | ast.UnaryOp | ast.Slice | ast.operator | ast.unaryop | ast.Load
+
+
+def _evaluated(index: ast.expr, names: dict[str, Any]) -> Any:
+    """The index that an expression of whole numbers selects, `i * 8 : i * 8 + 8` or `i`; None if it is another."""
+    inside = list(ast.walk(index))
+    if not all(isinstance(n, _ARITHMETIC) for n in inside):
+        return None
+    if any(type(names.get(n.id)) is not int for n in inside if isinstance(n, ast.Name)):
+        return None
+    call = ast.Call(ast.Name("slice", ast.Load()), [], [])
+    if isinstance(index, ast.Slice):
+        call.args = [end or ast.Constant(None) for end in (index.lower, index.upper, index.step)]
+    code = ast.fix_missing_locations(ast.Expression(call if isinstance(index, ast.Slice) else index))
+    return eval(compile(code, "<index>", "eval"), {"__builtins__": {"slice": slice}}, names)
+
+
+def _is_within(index: Any, value: Any) -> bool:
+    """Whether the index selects something with rows from the value."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return False
+    return isinstance(index, slice) or (type(index) is int and value.dim() > 1 and -len(value) <= index < len(value))
 
 
 def _names(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:

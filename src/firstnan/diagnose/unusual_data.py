@@ -1,0 +1,40 @@
+"""Says when the numbers of a bad sample are themselves doubtful: then a guard in the code hides what the data shows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from firstnan.records import Batch, Feature, Report
+from firstnan.records.words import number
+
+FAR = 10.0
+"""How many times larger than that of any other sample a number is, at least, to be doubtful."""
+BAD_DATA = ("nan_input", "nan_label")
+
+
+def with_doubt(report: Report) -> Report:
+    """The report whose cause also says that a number of the bad sample may be wrong, if one is far from all others."""
+    batch, cause = report.batch, report.cause
+    if batch is None or cause is None or cause.slug in BAD_DATA or not batch.confirmed:
+        return report
+    found = max(((_factor(f), f) for f in batch.features), key=lambda pair: pair[0], default=None)
+    if found is None or found[0] < FAR:
+        return report
+    return replace(report, cause=replace(cause, why=f"{cause.why} {_doubt(found[1], batch)}"))
+
+
+def _factor(feature: Feature) -> float:
+    """How many times larger than any number of the other samples there; 0 if that says nothing."""
+    usual = max(abs(feature.low), abs(feature.high))
+    return abs(feature.value) / usual if usual and math.isfinite(feature.value) else 0.0
+
+
+def _doubt(feature: Feature, batch: Batch) -> str:
+    where = feature.member + (str(list(feature.index)) if feature.index else "")
+    spread = number(feature.low) + ("" if feature.low == feature.high else f" … {number(feature.high)}")
+    return (
+        f"{batch.unit.capitalize()} {feature.sample} has {where} = {number(feature.value)}, all others have {spread} "
+        "there. If that number is wrong (another unit, a fill value), correct the data: a bound in the code only hides "
+        "it."
+    )
