@@ -1,5 +1,5 @@
-"""Of several batches whose gradients accumulate, the one whose gradients were bad is named; or it is said that none is
-known."""
+"""Which batch of several a step has used, and whose gradients were bad where those of several accumulate; if that
+cannot be known, none is named."""
 
 from __future__ import annotations
 
@@ -122,6 +122,35 @@ def test_a_loader_that_fetches_ahead(train: Callable[..., None], bad: int) -> No
     report = fails(train, Ahead(data(bad)))
     assert report.batch is not None
     assert (report.step, report.batch.index, report.batch.dataset_indices) == (bad // 16, bad // SIZE, (bad,))
+
+
+def test_a_loader_that_copies_and_has_the_same_labels_in_each_batch() -> None:
+    """As accelerate's do with a stream: what all batches share tells none of them apart."""
+    torch.manual_seed(0)
+    x, weight, labels = torch.randn(32, 4), torch.ones(32), torch.arange(32) % 2
+    weight[22] = 0.0
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = Ahead(DataLoader(TensorDataset(x, labels, weight), batch_size=SIZE))
+
+    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        weight = batch.pop("weight")
+        losses = torch.nn.functional.cross_entropy(net(batch["x"]), batch["labels"], reduction="none")
+        return (losses / weight).mean()
+
+    def train(given: Data) -> None:
+        batch = dict(zip(("x", "labels", "weight"), (t.clone() for t in given), strict=True))
+        del given
+        loss_of(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(NonFiniteError) as error, NaNDetector(net, optimizer):
+        for _ in map(train, loader):
+            pass
+    report = error.value.report
+    assert report.batch is not None
+    assert (report.step, report.batch.index) == (5, 5)
 
 
 def test_of_two_bad_batches_the_first_is_named() -> None:

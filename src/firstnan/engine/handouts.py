@@ -577,18 +577,18 @@ def _used_of(batches: list[Any], used: list[Any]) -> int | None:
     touched = [{i for i, own in enumerate(members) if not own.isdisjoint(read)} for read in held]
     if not any(touched):  # the loader may have copied it
         copies = [[t for t in read.values() if not t.requires_grad] for read in held]
-        touched = [{i for i, batch in enumerate(batches) if _are_copied(batch, read)} for read in copies]
+        counts = [[_copied(batch, read) for batch in batches] for read in copies]
+        most = max((max(one) for one in counts), default=0)  # many batches have the same labels, or a mask of ones
+        touched = [{i for i, n in enumerate(one) if n == most > 0} for one in counts]
     alone = [i for one in touched if len(one) == 1 for i in one]
     return min(alone or [i for one in touched for i in one], default=None)
 
 
-def _are_copied(batch: Any, used: list[Tensor]) -> bool:
-    """Whether a tensor of the batch is among these with the same numbers."""
+def _copied(batch: Any, used: list[Tensor]) -> int:
+    """How many tensors of the batch are among these with the same numbers."""
     members = [t for _, t in tensors_in(batch) if 1 < t.numel() <= _MOST_COMPARED and t.is_cpu]
-    return any(
-        t.shape == other.shape and t.dtype == other.dtype and other.is_cpu and _is_equal(t, other)
-        for t in members
-        for other in used
+    return sum(
+        any(t.shape == o.shape and t.dtype == o.dtype and o.is_cpu and _is_equal(t, o) for o in used) for t in members
     )
 
 
