@@ -248,7 +248,9 @@ def measure(framework: str, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("frameworks", nargs="*", choices=[*TRAIN], default=[*TRAIN])
+    parser.add_argument(
+        "frameworks", nargs="*", metavar="FRAMEWORK", help=f"of {', '.join(TRAIN)}; all if none is given"
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--own", action="store_true", help="measure the time inside firstnan's own functions")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -256,7 +258,7 @@ def main() -> None:
     if options.folder:
         TRAIN[options.frameworks[0]](options.rounds, options.folder)
         return
-    for framework in options.frameworks:
+    for framework in options.frameworks or TRAIN:
         if options.own:
             print(f"{framework}: {1 + own(framework):.4f}", flush=True)
             continue

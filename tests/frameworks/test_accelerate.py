@@ -64,6 +64,25 @@ def test_accumulation_makes_one_step_of_two_batches() -> None:
     assert (report.step, report.batch.index, report.batch.dataset_indices) == (2, 5, (41,))
 
 
+def test_of_accumulated_batches_the_one_with_the_bad_gradient_is_named() -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net = torch.nn.Linear(4, 1)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), data())
+    with pytest.raises(NonFiniteError) as error, NaNDetector(model, optimizer):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = ((model(x).squeeze(1) - y) ** 2 * y).sqrt().mean()  # born: derivative
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    report = error.value.report
+    assert report.origin is not None
+    assert report.origin.site is not None
+    assert (report.origin.site.line, report.step) == (line_of(HERE, "born: derivative"), 1)
+    assert report.batch is not None
+    assert (report.batch.index, report.batch.bad_samples, report.batch.dataset_indices) == (5, (1,), (41,))
+
+
 PROGRAM = """\
 import torch
 from accelerate import Accelerator

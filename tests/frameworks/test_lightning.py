@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,28 @@ def test_accumulation_clipping_and_precision(tmp_path: Path, options: Any) -> No
     with pytest.raises(NonFiniteError) as error:
         trainer(tmp_path, FirstNaN(), **options).fit(Regression(), loader())
     check(error.value.report, step=2 if "accumulate_grad_batches" in options else 5)
+
+
+class Roots(Regression):
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return ((self.net(x).squeeze(1) - y) ** 2 * y).sqrt().mean()  # born: derivative
+
+
+@pytest.mark.parametrize("way", ["callback", "detector"])
+def test_of_accumulated_batches_the_one_with_the_bad_gradient_is_named(tmp_path: Path, way: str) -> None:
+    model = Roots()
+    fit = trainer(tmp_path, *([FirstNaN()] if way == "callback" else []), accumulate_grad_batches=4)
+    around = NaNDetector(model) if way == "detector" else contextlib.nullcontext()
+    with pytest.raises(NonFiniteError) as error, around:
+        fit.fit(model, loader())
+    report = error.value.report
+    assert report.origin is not None
+    assert report.origin.site is not None
+    assert (report.origin.site.line, report.step) == (line_of(HERE, "born: derivative"), 1)
+    assert report.batch is not None
+    assert (report.batch.index, report.batch.bad_samples, report.batch.dataset_indices) == (5, (1,), (41,))
+    assert report.batch.confirmed
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from marks import line_of
 
-from firstnan import NonFiniteError, Report
+from firstnan import NaNDetector, NonFiniteError, Report
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -89,6 +90,33 @@ def test_train_ends_with_the_report(tmp_path: Path, options: Any) -> None:
     assert report.reproduced == "deterministic"  # with the same units dropped
     assert any("logging_nan_inf_filter" in note for note in report.notes)
     assert all(torch.isfinite(p).all() for p in training.model.parameters())
+
+
+class InOrder(transformers.Trainer):  # type: ignore[name-defined, misc]
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        weight = inputs.pop("weight")
+        losses = torch.nn.functional.cross_entropy(model(**inputs).logits, inputs["labels"], reduction="none")
+        return (losses * weight).sqrt().mean()  # born: derivative
+
+
+@pytest.mark.parametrize("way", ["callback", "detector"])
+def test_of_accumulated_batches_the_one_with_the_bad_gradient_is_named(tmp_path: Path, way: str) -> None:
+    callbacks = [FirstNaNCallback()] if way == "callback" else []
+    training = trainer(tmp_path, *callbacks, kind=InOrder, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    around = NaNDetector(training.model) if way == "detector" else contextlib.nullcontext()
+    with pytest.raises(NonFiniteError) as error, around:
+        training.train()
+    report = error.value.report
+    assert report.origin is not None
+    assert report.origin.site is not None
+    assert (report.origin.site.line, report.step) == (line_of(HERE, "born: derivative"), 2)
+    assert report.batch is not None
+    assert (report.batch.index, report.batch.bad_samples, report.batch.dataset_indices) == (9, (1,), (37,))
+    assert report.batch.confirmed
+    assert any("logging_nan_inf_filter" in note for note in report.notes)
 
 
 def test_training_goes_on_without_the_bad_step(tmp_path: Path) -> None:
@@ -217,3 +245,4 @@ def test_the_command_finds_the_line_of_the_dataset(run: Callable[..., Any]) -> N
     assert ended.code == 3, ended.stderr
     assert ended.report.origin.site.line == line_of(PROGRAM, "born")
     assert ended.report.batch.dataset_indices == (37,)
+    assert sum("logging_nan_inf_filter" in note for note in ended.report.notes) == 1

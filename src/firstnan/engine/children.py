@@ -66,6 +66,8 @@ class Answer:
     """Whether all of the step was replayed, not only its last statements."""
     layers: tuple[NaNEvent, ...] = ()
     """What the layer watch has seen in the replay."""
+    part: int | None = None
+    """Which batch of a step with several is to blame; None if that is not known."""
 
     @property
     def worth(self) -> int:
@@ -86,7 +88,7 @@ class Answering(Policy):
         self._parent = os.getpid()
 
     def known(self, session: Session, report: Report) -> None:
-        self._channel.send(Answer(report, layers=session.layers_seen()))
+        self._channel.send(Answer(report, layers=session.layers_seen(), part=session.handouts.part))
 
     def working(self, session: Session) -> None:
         self._channel.send(None)
@@ -101,7 +103,7 @@ class Answering(Policy):
         return given  # with a scale another operator may overflow first, which is the scaler's to handle
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
-        self.answer(Answer(report, before_update, layers=session.layers_seen()))
+        self.answer(Answer(report, before_update, layers=session.layers_seen(), part=session.handouts.part))
 
     def answer(self, answer: Any) -> NoReturn:
         self.tell(answer)
@@ -210,6 +212,8 @@ def _ways(session: Session, failure: Failure) -> Iterator[Way]:
     ended = trip.noticed.what in ("exception", "value")  # the loop was left
     if trip.before_update and not ended and session.can_replay_loop(apart=True):
         yield lambda: session.replay_by_loop(failure)
+    if trip.noticed.what == "gradient":
+        yield from (way.run for way in session.accumulated(failure))
     if trip.noticed.what not in ("parameter", "state", "buffer"):  # the weights are those that the step began with
         calls = [TurnReplay(session, failure, c).run for c in with_batch_first(failure.calls, session.handouts.latest)]
         if session.handouts.is_ahead:  # the loop's body would take the next batch
@@ -272,6 +276,8 @@ class TurnReplay:
         self._code: CodeType | None = None
         self._rehearsing = False
         self._batch = batch
+        self._batches = session.handouts.parts(session.backwards)
+        """The batches of the step, in their order, if that is known."""
         self.error: BaseException | None = None
         """What has ended a turn that is not traced."""
         self._elsewhere = self._updates = False
@@ -291,7 +297,7 @@ class TurnReplay:
         policy.leave()
 
     def _run(self) -> None:
-        session, microscope, turn = self._session, self._session.microscope, self._turn
+        session, turn = self._session, self._turn
         if self._explained is not None:
             session.turn_replayed_by(self)
             for phase in (WATCHING, TRIPPED, REPLAYING):
@@ -325,15 +331,7 @@ class TurnReplay:
             except BaseException as error:
                 self.error = error
             return
-        tracer = microscope.start(in_step=True)
-        if session.handouts.latest is not None:
-            microscope.mark_batch(session.handouts.latest.batch, None)
-        else:
-            tracer.at(region="body")  # nobody knows where the batch ends and the step begins
-            microscope.watch_lines(_WATCHED)  # the body makes its own data, often with numpy
-        for name, value in list(turn.names.items()):
-            if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):
-                microscope.mark_value(value, name)
+        self.begin_trace(session.handouts.latest.batch if session.handouts.latest is not None else None)
         try:
             turn.run(self._code)
         except LeftLoop:
@@ -343,6 +341,19 @@ class TurnReplay:
                 self._raised(error)
         if self._explained is not None:
             self._search_samples(self._explained)
+
+    def begin_trace(self, batch: Any) -> None:
+        """Records every operator from now on; the batch and the variables of the turn are data."""
+        microscope = self._session.microscope
+        tracer = microscope.start(in_step=True)
+        if batch is not None:
+            microscope.mark_batch(batch, None)
+        else:
+            tracer.at(region="body")  # nobody knows where the batch ends and the step begins
+            microscope.watch_lines(_WATCHED)  # the body makes its own data, often with numpy
+        for name, value in list(self._turn.names.items()):
+            if isinstance(value, Tensor) and not value.requires_grad and microscope.is_unnamed(value):
+                microscope.mark_value(value, name)
 
     def _data_of_step(self) -> dict[str, Tensor]:
         """The data in the variables that the body assigns."""
@@ -403,7 +414,7 @@ class TurnReplay:
             replays=batch.replays + found.replays,
             note=found.note,
         )
-        latest = handouts.latest
+        latest = handouts.blamed
         if latest is not None and not found.note.startswith(DRAWN):
             told = Maker.of(handouts.iterator_of(latest)).located(told, latest.indices)
         return told
@@ -438,6 +449,7 @@ class TurnReplay:
         if not self._start:
             self._turn.restore_given(session.handouts.latest)
         session.replay_begins()
+        session.forget_backwards()
         if session.gate.scales:
             restart_scalers()
         session.gate.reads.forget()
@@ -462,7 +474,9 @@ class TurnReplay:
         self._asked += 1
         if latest is None or asked >= max(self._session.handouts.batches_of_step, 1) * (self._rehearsals + 1):
             raise LeftLoop
-        return (latest.batch if self._batch is None else self._batch,)
+        if self._batch is not None:
+            return (self._batch,)
+        return (self._batches[asked % len(self._batches)].batch if self._batches else latest.batch,)
 
     def drops(self, optimizer: Any) -> bool:
         return self._rehearsing
@@ -519,6 +533,7 @@ class TurnReplay:
         self._failed = True
         if not self._traced:
             raise SystemExit
+        self._session.blame_part(trip.noticed)
         how = HOW if not self._turn.is_function else _CALLED.format(name=self._turn.code.co_name)
         self._settling = True
         report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, how)
@@ -526,7 +541,8 @@ class TurnReplay:
         if report is not None:
             if not self._session.drew_the_same() or not self._is_as_bad(trip):
                 report = report.with_other_numbers()
-            self._explained = Answer(report, trip.before_update, self.whole, self._session.layers_seen())
+            part = self._session.handouts.part
+            self._explained = Answer(report, trip.before_update, self.whole, self._session.layers_seen(), part)
             raise LeftLoop
 
     def _reads_the_same(self) -> bool:
@@ -561,5 +577,5 @@ def answer_left(session: Session, replay: Any) -> NoReturn:
     if isinstance(replay, LoopReplay) and session.phase in (SEARCHING, REPLAYING):
         report = replay.left()
         if report.origin is not None:
-            policy.answer(Answer(report, layers=session.layers_seen()))
+            policy.answer(Answer(report, layers=session.layers_seen(), part=session.handouts.part))
     policy.leave()

@@ -171,7 +171,7 @@ class Evidence:
 
     def _look_into_dataset(self, verdict: Verdict, trace: Trace) -> tuple[Verdict, Trace]:
         """For bad data from a Dataset: the line in the Dataset that creates it, if it is created again."""
-        origin, handout = verdict.origin, self.handouts.latest
+        origin, handout = verdict.origin, self.handouts.blamed
         iterator = self.handouts.latest_iterator() if self.handouts.latest_iterator else None
         if origin is None or origin.phase != "input" or handout is None or not came_from_outside(origin):
             return verdict, trace
@@ -195,8 +195,9 @@ class Evidence:
         if "lift_fresh" not in origin.aten:
             return verdict
         line = self.lines.source_of(origin.site.file, origin.site.line)
-        if line is None and self.handouts.latest is not None:  # it went through a library, as rows of a table do
-            line = self.lines.source_in(t for _, t in tensors_in(self.handouts.latest.batch))
+        blamed = self.handouts.blamed
+        if line is None and blamed is not None:  # it went through a library, as rows of a table do
+            line = self.lines.source_in(t for _, t in tensors_in(blamed.batch))
         if line is None:
             return verdict
         made, arrived = made_by(line), replace(origin.produced, name=origin.label) if origin.produced else None
@@ -244,7 +245,7 @@ class Evidence:
 
     def batch(self, origin: Origin | None, trace: Trace, given: int | None = None) -> Batch | None:
         """The failing batch; without a loader only the number of samples the model was `given` is known."""
-        latest = self.handouts.latest
+        latest = self.handouts.blamed
         batch, index = (latest.batch, latest.index) if latest is not None else (None, None)
         size = sample_count(batch, latest.indices) if latest is not None else given
         if latest is None and size is not None and not _are_averaged(size, trace):
@@ -260,7 +261,7 @@ class Evidence:
 
     def _in_dataset(self, batch: Batch) -> Batch:
         """The batch with the dataset indices of its bad samples, if torch put it together."""
-        latest = self.handouts.latest
+        latest = self.handouts.blamed
         iterator = self.handouts.iterator_of(latest) if latest is not None else None
         if latest is None or iterator is None or not batch.bad_samples:
             return batch

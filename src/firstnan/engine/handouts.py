@@ -128,8 +128,13 @@ class Handouts:
         """Whether the loader was asked for a batch more than the step uses."""
         self.in_parts = False
         """Whether backward is called more than once between two batches, as where those of a step are fetched first."""
-        self._part: tuple[int, RandomState] | None = None
-        """The number of batches at the last backward call then, and the random state: the next part begins with it."""
+        self._random_in_parts: tuple[int, deque[RandomState]] = 0, deque(maxlen=_MOST_BATCHES)
+        """The number of batches at the last backward calls then, and the random states: the next parts begin there."""
+        self._random_at_fetch: list[RandomState] = []
+        """The random states when the batches of the failing step were fetched."""
+        self._part: Handout | None = None
+        """The batch that is to blame, where several were used in the failing step."""
+        self._part_number = 0
 
     # While the program is healthy.
 
@@ -163,7 +168,7 @@ class Handouts:
             self._before = _known(self.latest)
         if self.latest is not None and self.latest.updates != updates:
             self._earlier = self.latest.updates, self.latest.index
-        self.latest, self._at_end = handout, None
+        self.latest, self._at_end, self._part = handout, None, None
         if source is not self._latest_source:
             self.latest_iterator, self._latest_source = weakref.ref(iterator), source
         return handout
@@ -191,7 +196,7 @@ class Handouts:
             latest.buffers = self._step_buffers(updates)
         source.count += 1
         self.number += 1
-        self._at_end = None
+        self._at_end = self._part = None
         return True
 
     def exhausted(self, iterator: Any, updates: int) -> None:
@@ -204,7 +209,9 @@ class Handouts:
         """The program calls backward, and may do so again before it fetches another batch."""
         self.in_parts = True
         if self._draws:
-            self._part = self.number, RandomState.now(self._generators)
+            if self._random_in_parts[0] != self.number:
+                self._random_in_parts = self.number, deque(maxlen=_MOST_BATCHES)
+            self._random_in_parts[1].append(RandomState.now(self._generators))
 
     def body_ended(self) -> None:
         """The program is done with the batch: checks whether it drew random numbers."""
@@ -241,8 +248,8 @@ class Handouts:
 
     def _beginning(self, earlier: int) -> tuple[RandomState, list[tuple[Slot, Tensor, Tensor]]] | None:
         """Random state and buffers from the start of the step, or from so many steps earlier."""
-        if self.latest is not None:
-            return self.latest.random, self.latest.buffers
+        if self.blamed is not None:
+            return self.blamed.random, self.blamed.buffers
         return self._turns[-1 - earlier] if len(self._turns) > earlier else None
 
     def has_drawn(self) -> bool:
@@ -355,7 +362,7 @@ class Handouts:
         """Drops every batch."""
         self.sources.clear()
         self._generators = []
-        self._before = self._earlier = None
+        self._before = self._earlier = self._part = None
         self.latest = self.latest_iterator = self._latest_source = None
 
     # After a trip.
@@ -369,6 +376,7 @@ class Handouts:
         latest = self.latest
         if latest is None:
             return False
+        self._random_at_fetch = [h.random for h in self._fetched_in_step()]
         if self._at_end is not None and self._at_end[0] is latest:
             _, latest.random, latest.buffers = self._at_end
         used, members = list(used), latest.batch if isinstance(latest.batch, list | tuple) else [latest.batch]
@@ -388,8 +396,62 @@ class Handouts:
     def _begin_at_part(self, latest: Handout) -> None:
         """A batch that was fetched together with others is used after the backward call of the one before it."""
         together = self.is_ahead or (self._latest_source is not None and len(self._latest_source.recent) > 1)
-        if together and self._part is not None and self._part[0] == self.number:
-            latest.random = self._part[1]
+        number, states = self._random_in_parts
+        if together and states and number == self.number:
+            latest.random = states[-1]
+
+    @property
+    def blamed(self) -> Handout | None:
+        """The batch of the failing step that is to blame; the latest one unless another was found."""
+        return self._part or self.latest
+
+    @property
+    def batches_since_blamed(self) -> int:
+        """How many batches of the failing step were used after the one that is to blame."""
+        return self.latest.index - self._part.index if self._part is not None and self.latest is not None else 0
+
+    def blame(self, part: int, backwards: int) -> None:
+        """In a step with so many backward calls, the gradients became non-finite with its batch number `part`."""
+        parts = self.parts(backwards)
+        self._part, self._part_number = parts[part] if part < len(parts) > 1 else None, part
+
+    @property
+    def part(self) -> int | None:
+        """The number of the batch that was blamed among those of its step; None if none was."""
+        return self._part_number if self._part is not None else None
+
+    def _fetched_in_step(self) -> list[Handout]:
+        latest, source = self.latest, self._latest_source
+        return [h for h in source.recent if latest is not None and h.updates == latest.updates] if source else []
+
+    def parts(self, backwards: int) -> list[Handout]:
+        """The batches that a step with so many backward calls has used, in their order; empty if they are not known.
+
+        A loader that fetches ahead has fetched the first of them before the last update.
+        """
+        latest, source, fetched = self.latest, self._latest_source, self._fetched_in_step()
+        if latest is None or source is None or not fetched or len(self.of_this_step()) != 1:
+            return []
+        count, states = len(fetched), list(self._random_at_fetch)
+        if self._at_end is not None and self._at_end[0] is latest and backwards == count + 1:
+            count, states = count + 1, [*states, self._at_end[1]]
+        if backwards < count or backwards % count or len(states) != count:
+            return []
+        number, later = self._random_in_parts
+        if self.in_parts and number == self.number and len(later) >= backwards:
+            each = backwards // count
+            states = [states[len(fetched) - 1], *(later[i - backwards - 1] for i in range(each, backwards, each))]
+        known = {one[1]: one for one in (source.carried, *map(_known, fetched)) if one is not None}
+        used = [known.get(index) for index in range(latest.index - count + 1, latest.index + 1)]
+        return (
+            [
+                Handout(one[0], one[1], latest.updates, random, fetched[0].buffers, tensor_versions(one[0]), one[2])
+                for one, random in zip(used, states, strict=True)
+                if one is not None
+            ]
+            if None not in used
+            else []
+        )
 
     def _newest_first(self, latest: Handout) -> list[_Known]:
         """What the same loader has handed out for this step, and the last one before."""
@@ -433,14 +495,19 @@ class Handouts:
 
     def latest_first(self) -> list[Handout]:
         """The batches of the current step, the latest first; only that one if there are many."""
-        if self.latest is None:
+        first = self.blamed
+        if first is None:
             return []
-        others = [h for step in self.of_this_step() for h in step if h is not self.latest]
-        return [self.latest, *others] if len(others) < _MOST_SEARCHED else [self.latest]
+        others = [h for step in self.of_this_step() for h in step if h is not first]
+        if self._part is not None:  # the same batch, as it was handed out
+            first = next((h for h in others if h.index == first.index), first)
+            return [first]
+        return [first, *others] if len(others) < _MOST_SEARCHED else [first]
 
     def previous(self) -> Any:
         """The batch before the latest of the same loader; None if it is not known."""
-        return self._before[0] if self._before is not None and not self.is_ahead else None
+        known = self._before is not None and not self.is_ahead and self._part is None
+        return self._before[0] if known and self._before is not None else None
 
     def batch_after(self, updates: int) -> Batch | None:
         """What is known of the batch that was handed out after so many updates, if that was in the step before."""
@@ -460,16 +527,18 @@ class Handouts:
 
     def iterator_of(self, handout: Handout) -> Any:
         """The iterator that handed out this batch; None if it is gone."""
+        if handout is self._part and self.latest_iterator is not None:
+            return self.latest_iterator()
         return next((it for it, s in list(self.sources.items()) if any(h is handout for h in s.recent)), None)
 
     def first_batch(self) -> FirstBatch | None:
         """The samples of the latest batch, if it came from a dataset that gives any sample at any time."""
-        latest = self.latest
-        dataset = getattr(self.iterator_of(latest), "_dataset", None) if latest is not None else None
-        if latest is None or dataset is None or not isinstance(latest.indices, list):
+        blamed = self.blamed
+        dataset = getattr(self.iterator_of(blamed), "_dataset", None) if blamed is not None else None
+        if blamed is None or dataset is None or not isinstance(blamed.indices, list):
             return None
         try:
-            return FirstBatch(tuple(int(i) for i in latest.indices), len(dataset))
+            return FirstBatch(tuple(int(i) for i in blamed.indices), len(dataset))
         except Exception:  # other keys than numbers, or no length
             return None
 
@@ -508,18 +577,18 @@ def _used_of(batches: list[Any], used: list[Any]) -> int | None:
     touched = [{i for i, own in enumerate(members) if not own.isdisjoint(read)} for read in held]
     if not any(touched):  # the loader may have copied it
         copies = [[t for t in read.values() if not t.requires_grad] for read in held]
-        touched = [{i for i, batch in enumerate(batches) if _are_copied(batch, read)} for read in copies]
+        counts = [[_copied(batch, read) for batch in batches] for read in copies]
+        most = max((max(one) for one in counts), default=0)  # many batches have the same labels, or a mask of ones
+        touched = [{i for i, n in enumerate(one) if n == most > 0} for one in counts]
     alone = [i for one in touched if len(one) == 1 for i in one]
     return min(alone or [i for one in touched for i in one], default=None)
 
 
-def _are_copied(batch: Any, used: list[Tensor]) -> bool:
-    """Whether a tensor of the batch is among these with the same numbers."""
+def _copied(batch: Any, used: list[Tensor]) -> int:
+    """How many tensors of the batch are among these with the same numbers."""
     members = [t for _, t in tensors_in(batch) if 1 < t.numel() <= _MOST_COMPARED and t.is_cpu]
-    return any(
-        t.shape == other.shape and t.dtype == other.dtype and other.is_cpu and _is_equal(t, other)
-        for t in members
-        for other in used
+    return sum(
+        any(t.shape == o.shape and t.dtype == o.dtype and o.is_cpu and _is_equal(t, o) for o in used) for t in members
     )
 
 

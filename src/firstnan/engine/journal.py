@@ -76,7 +76,6 @@ class Journal:
         self._names_layers = names_layers
         self.epoch = epoch
         self._batch: int | None = None
-        self._notes: tuple[str, ...] = ()
         self._replaying: Callable[[], bool] = lambda: False
         self._trains: Callable[[], bool] = lambda: True
         self._calls: Callable[[], int] = lambda: 0
@@ -98,10 +97,6 @@ class Journal:
     def batch_begins(self, number: int) -> None:
         """The number of the batch, as a framework counts it."""
         self._batch = number
-
-    def add_to_reports(self, *notes: str) -> None:
-        """Every report from now on has these notes too."""
-        self._notes += notes
 
     def add(self, event: NaNEvent, *, level: int | None = None) -> None:
         latest, trains, in_step = self.handouts.latest, self._trains(), event.step is not None
@@ -295,10 +290,14 @@ class Journal:
             self._name_layer(report)
         events = [e for e in self.events if e.step == report.step][:_EVENTS_IN_REPORT]
         history = replace(report.history, layers=self._tracks()) if self._names_layers else report.history
-        if report.batch is not None and self._batch is not None:
-            report = replace(report, batch=replace(report.batch, index=self._batch))
-        notes = (*report.notes, *(note for note in self._notes if note not in report.notes))
-        return replace(report, events=tuple(events), history=history, rank=here.rank, world_size=here.size, notes=notes)
+        if (
+            report.batch is not None
+            and self._batch is not None
+            and not (report.batch.index is None and report.batch.note)
+        ):
+            index = self._batch - self.handouts.batches_since_blamed
+            report = replace(report, batch=replace(report.batch, index=index))
+        return replace(report, events=tuple(events), history=history, rank=here.rank, world_size=here.size)
 
     def _tracks(self) -> tuple[LayerTrack, ...]:
         """The layers that grew most, in the order in which they began to grow; then the others, as they first ran."""

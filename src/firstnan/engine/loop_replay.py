@@ -129,7 +129,8 @@ class LoopReplay:
         session.gate.reads.forget()
         self._microscope.drop_gradients()
         session.enter(phase)
-        session.backwards, self._finite = 0, False
+        session.forget_backwards()
+        self._finite = False
         self._hide()
         session.policy.working(session)
         if phase is not SEARCHING:
@@ -218,6 +219,7 @@ class LoopReplay:
             self._compared(trip)
         else:
             same = session.drew_the_same()
+            session.blame_part(trip.noticed)
             report = self._microscope.conclude(trip.noticed, trip.tensors, [], HOW) or self.failure.report
             if not same:
                 self._settle(report.with_other_numbers(), trip.before_update)

@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 
 from firstnan.diagnose.unusual_data import with_doubt
-from firstnan.engine import children, isolation, turn_search
+from firstnan.engine import children, isolation, parts_replay, turn_search
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.divergence import diverged
 from firstnan.engine.handouts import FirstBatch, Handouts
+from firstnan.engine.hidden_losses import hidden_by
 from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
+from firstnan.engine.parts_replay import PartsReplay
 from firstnan.engine.policies import (
     COMPARING,
     REPLAYING,
@@ -55,7 +57,7 @@ from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Notic
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
-from firstnan.tensors.models import Parts, drop_gradients
+from firstnan.tensors.models import Parts, drop_gradients, parameters_of
 from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, restore_buffers
 
 if TYPE_CHECKING:
@@ -150,11 +152,15 @@ class Session(Observer):
         self._loops: tuple[LoopTurn, ...] = ()
         self._tripped_in: int | None = None
         """How far the program's loops were at the last trip, and the step that it was in."""
+        self._hidden_by = ""
+        """Why the program's own logs do not show the failure at hand."""
         self._investigated = 0
         self._closely = True
         """Whether the failure at hand is investigated."""
         self.backwards = self._batches_at_backward = 0
         """How many backward calls the current step has made."""
+        self._bad_after: int | None = None
+        """The backward call of a traced step after which the gradients were non-finite for the first time."""
         self._updated = False
         """Whether the update of a dropped step has come."""
         self._dropped: dict[int, int] = {}
@@ -602,9 +608,24 @@ class Session(Observer):
         if not self._compiled and self.gate.steps.total == 0 and compiles():
             # Not known yet; the first update shows it. Where reads wait for a device, one more would cost too much.
             self._compiled = [o for o in list(self.gate.steps.done) if self.gate.reads_freely(o)]
-        return self.gate.uses_gradients_at_once or bool(self._compiled)
+        return self.gate.uses_gradients_at_once or bool(self._compiled) or self._judges_backward()
+
+    def _judges_backward(self) -> bool:
+        """Whether the gradients are read after each backward call: if several accumulate, this tells which was bad."""
+        return self.microscope.running or isinstance(self._replay, PartsReplay)
+
+    def bad_gradients(self) -> list[Tensor]:
+        parameters = [p for optimizer in list(self.gate.steps.done) for p in parameters_of(optimizer)]
+        return [p.grad for p in parameters if p.grad is not None and not is_finite(p.grad)]
 
     def after_backward(self, roots: list[Tensor]) -> None:
+        if self._judges_backward() and self._bad_after is None:
+            bad = self.bad_gradients()
+            self._bad_after = self.backwards if bad else None
+            if isinstance(self._replay, PartsReplay):
+                self._replay.backward_ended(bad)
+        if not self.gate.uses_gradients_at_once and not self._compiled:
+            return
         if self._compiled and self.gate.in_step is None:
             self._check_before_compiled_update(roots)
             return
@@ -710,7 +731,17 @@ class Session(Observer):
     def _remember(self, iterator: Any, batch: Any) -> None:
         before = self.handouts.latest.updates if self.handouts.latest is not None else None
         if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
-            self.backwards = 0
+            self.forget_backwards()
+
+    def forget_backwards(self) -> None:
+        """A step begins."""
+        self.backwards, self._bad_after = 0, None
+
+    def blame_part(self, noticed: Noticed) -> None:
+        """Of several batches of the step, blames the one after whose backward call the gradients were bad first."""
+        parts = len(self.handouts.parts(self.backwards))
+        if noticed.what == "gradient" and self._bad_after is not None and parts > 1:
+            self.handouts.blame((self._bad_after - 1) * parts // self.backwards, self.backwards)
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """The next batch of a loader; during a replay, the batches of the failing step again."""
@@ -859,7 +890,9 @@ class Session(Observer):
         self._loops = loops_of(turns, owns)
         report = replace(self.known(trip, anew=closely), loops=self._loops)
         self._tripped_in = report.step
+        self._hidden_by = hidden_by(sys._getframe())
         if self.live.on:
+            self.blame_part(trip.noticed)
             self._traced_as_it_ran(Failure(trip, place, report))
             return
         self._told = True
@@ -937,6 +970,8 @@ class Session(Observer):
                 answer = replace(answer, report=replace(answer.report, loops=loops))
             if answer is None or self.in_child:
                 return answer
+            if answer.part is not None:
+                self.handouts.blame(answer.part, self.backwards)
             answer = with_compiler(self, failure, answer)
             return children.with_drawn(self, failure, turn_search.with_samples(self, failure, answer))
         except KeyboardInterrupt:
@@ -1014,9 +1049,13 @@ class Session(Observer):
 
     def begin_turn(self) -> None:
         """A turn of the loop is about to run again."""
-        self.backwards = 0
+        self.forget_backwards()
         if self._schedules is not None:
             self._schedules.restore()
+
+    def accumulated(self, failure: Failure) -> Iterator[PartsReplay]:
+        """Replays that tell which batch of a step with several is to blame."""
+        return parts_replay.ways(self, failure)
 
     def has_source(self, trip: Trip) -> bool:
         """Whether a replay that needs no loop can explain this."""
@@ -1056,7 +1095,7 @@ class Session(Observer):
         """The investigation is over and the policy decides. `finite`: the step was good in the end."""
         if isinstance(self.policy, Answering):
             whole = not isinstance(self._replay, TurnReplay) or self._replay.whole
-            self.policy.answer(Answer(report, before_update, whole, self.layers_seen()))
+            self.policy.answer(Answer(report, before_update, whole, self.layers_seen(), self.handouts.part))
         if isinstance(self._replay, LoopReplay) and (why := isolation.unavailable()) and not isolation.is_off():
             report = replace(report, notes=(*report.notes, _IN_PROCESS.format(why)))
         self.microscope.stop()
@@ -1101,13 +1140,23 @@ class Session(Observer):
         if self._journal is not None and report.noticed is not None and report.noticed.what == "output":
             self._told = False  # no update follows
             report = self._outside_training(report)
-        report = with_doubt(self._told_of(report))
+        report = with_doubt(self._told_of(self._without_wrong_batch(report)))
         if self._capsules is None or self._journal is None:
             return report
         first = self.calls.first if self.calls is not None else None
         undo = self.recovery.undo_update if self.recovery is not None and self.policy.undoes else None
         random = first.random if first is not None else None
         return self._capsules.settled(report, before_update, undo, self.buffers_before(), random)
+
+    def _without_wrong_batch(self, report: Report) -> Report:
+        """The report of a bad gradient that several batches have added to: if nothing tells which, none is named."""
+        parts = self.handouts.parts(self.backwards) if self.handouts.part is None else []
+        gradient = report.noticed is not None and report.noticed.what == "gradient" and report.step == self._tripped_in
+        if len(parts) < 2 or not gradient or report.batch is None or report.batch.confirmed:
+            return report
+        indices = f"{parts[0].index} to {parts[-1].index}"
+        note = f"one of the {len(parts)} batches of this step ({indices}); which one is not known"
+        return replace(report, batch=Batch(note=note))
 
     def _keep_report(self, report: Report, before: Report | None = None) -> None:
         """Keeps the report of a failure; with `before`, the same failure's report with more in it."""
@@ -1130,6 +1179,8 @@ class Session(Observer):
 
     def _told_of(self, report: Report) -> Report:
         report = replace(report, forecast=tuple(self.gate.forecasts), headroom=self.headroom())
+        if self._hidden_by and self._hidden_by not in report.notes:
+            report = replace(report, notes=(*report.notes, self._hidden_by))
         if self._journal is not None:
             return self._journal.completed(report)
         here = world()

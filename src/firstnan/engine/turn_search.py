@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from firstnan.engine import isolation
 from firstnan.engine.children import Answer, Answering, TurnReplay, heard
 from firstnan.engine.loop_replay import Failure
+from firstnan.engine.parts_replay import PartsReplay
 from firstnan.engine.samples.search import ENDED, SampleSearch, begin_search
 from firstnan.engine.turn import Turn, holds_batch, with_batch_first
 
@@ -28,7 +29,9 @@ def with_samples(session: Session, failure: Failure, answer: Answer) -> Answer:
     """The answer, with the samples that are responsible if they can be found this way."""
     report, latest = answer.report, session.handouts.latest
     searched = report.batch is not None and report.batch.replays and not report.batch.note.startswith(ENDED)
-    if answer.worth < 3 or searched or latest is None or not session.policy.searches or not answer.before_update:
+    if answer.worth < 3 or searched or latest is None or not session.policy.searches:
+        return answer
+    if not answer.before_update and answer.part is None:
         return answer
     for turn in islice(_candidates(session, failure), _MOST):
         search = begin_search(report, session.handouts, only_latest=True)
@@ -57,14 +60,16 @@ def _candidates(session: Session, failure: Failure) -> Iterator[Turn]:
 
 def _ask(session: Session, failure: Failure, turn: Turn, search: SampleSearch) -> None:
     """Runs the turn with the samples that the search asks for, and tells it what came of that."""
-    latest, child = session.handouts.latest, isolation.fork()
+    first, child = session.handouts.latest_first()[0], isolation.fork()
     if child is None:
         search.left_by(OSError("no process could be forked"))
         return
     if isinstance(child, isolation.Channel):
         policy = Answering(session.policy, child)
         session.continue_as_child(policy)
-        replay = TurnReplay(session, failure, turn, traced=False, batch=search.batch(latest))  # type: ignore[arg-type]
+        replay: TurnReplay = TurnReplay(session, failure, turn, traced=False, batch=search.batch(first))
+        if session.handouts.part is not None:
+            replay = PartsReplay(session, failure, turn, batch=search.batch(first))
         failed = replay.fails_again()
         error = replay.error
         numbers = replay.failed_by(error)

@@ -6,11 +6,6 @@ from typing import Any
 
 from firstnan.integrations.callback import TrainingCallback
 
-_FILTER = (
-    "the Trainer's logging_nan_inf_filter is on: its logs show a usual loss in place of a NaN or Inf, so they would "
-    "not have shown this"
-)
-
 
 class FirstNaNCallback(TrainingCallback):
     """Finds and explains the first NaN or Inf of a Trainer.
@@ -25,9 +20,7 @@ class FirstNaNCallback(TrainingCallback):
     base = "TrainerCallback"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        notes = (_FILTER,) if getattr(args, "logging_nan_inf_filter", False) else ()
         session = self.begin(kwargs["model"], kwargs["optimizer"]).session
-        session.journal.add_to_reports(*notes)
         session.when_stopped(self.abandon)  # `on_train_end` does not come after an error
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
