@@ -1,6 +1,6 @@
 """A fourth set of programs for `forecast.py`, on which no rule was made: written before it was changed last.
 
-python benchmarks/forecast_unseen.py [--only NAME...] [--verbose]
+python benchmarks/forecast_fourth.py [--only NAME...] [--verbose]
 """
 
 from __future__ import annotations
