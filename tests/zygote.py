@@ -81,7 +81,8 @@ class Server:
                         return dict(request)
             for run in self.runs.values():
                 if run.deadline <= time.monotonic():
-                    os.killpg(run.pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(run.pid, signal.SIGKILL)
 
     def _accept(self, listener: socket.socket) -> dict[str, Any] | None:
         channel, _ = listener.accept()
@@ -94,12 +95,13 @@ class Server:
             self.selector.close()
             channel.close()
             return request
-        if not request["mark"]:
+        if not request.get("mark"):
             with contextlib.suppress(PermissionError):  # the fork has done it already and runs something else
                 os.setpgid(pid, pid)
         ended = os.pidfd_open(pid)
-        self.runs[ended] = Run(pid, channel, time.monotonic() + request["limit"], bool(request["mark"]))
-        channel.sendall(f"{pid}\n".encode())
+        self.runs[ended] = Run(pid, channel, time.monotonic() + request["limit"], bool(request.get("mark")))
+        with contextlib.suppress(BrokenPipeError):  # whoever asked has ended meanwhile
+            channel.sendall(f"{pid}\n".encode())
         self.selector.register(ended, selectors.EVENT_READ, self._ended)
         self.selector.register(channel, selectors.EVENT_READ, self._abandoned)
         return None
@@ -118,7 +120,8 @@ class Server:
             run.channel.sendall(f"{code}\n".encode())
 
     def _abandoned(self, channel: socket.socket) -> None:
-        os.killpg(next(run.pid for run in self.runs.values() if run.channel is channel), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or no more
+            os.killpg(next(run.pid for run in self.runs.values() if run.channel is channel), signal.SIGKILL)
         self._ended(next(ended for ended, run in self.runs.items() if run.channel is channel))
 
     def _leave(self, _: int) -> None:
@@ -129,7 +132,7 @@ class Server:
 
 def become(request: dict[str, Any]) -> None:
     """Makes this fork look as if it had just been started with these words, in this folder and environment."""
-    if request["mark"]:
+    if request.get("mark"):
         os.setsid()
         show_mark(request["mark"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -267,7 +270,7 @@ out, err = (os.readlink(f"/proc/self/fd/{{n}}") for n in (1, 2))
 env = dict(os.environ)
 if env.get("FIRSTNAN_CHILD", "").isdigit():  # an open file, which the fork does not inherit
     env["FIRSTNAN_CHILD"] = f"/proc/{{os.getpid()}}/fd/{{env['FIRSTNAN_CHILD']}}"
-request = {{"argv": words[at + 3 :], "plain": False, "cwd": os.getcwd(), "env": env, "limit": {limit}, "mark": ""}}
+request = {{"argv": words[at + 3 :], "plain": False, "cwd": os.getcwd(), "env": env, "limit": {limit}}}
 code = ask({address!r}, request | {{"stdout": out, "stderr": err, "executable": __file__}})
 sys.exit(code if code >= 0 else 128 - code)
 """
@@ -357,7 +360,7 @@ class Zygote:
         out, err = self.folder / f"{self.runs}.out", self.folder / f"{self.runs}.err"
         self.runs += 1
         request = {"argv": words, "plain": report is None, "cwd": str(cwd), "env": self.environment, "limit": limit}
-        request |= {"stdout": str(out), "stderr": str(err), "executable": self.executable, "mark": ""}
+        request |= {"stdout": str(out), "stderr": str(err), "executable": self.executable}
         code = ask(self.address, request)
         written = json.loads(report.read_text()) if report is not None and report.exists() else None
         return Result(code, out.read_text(), err.read_text(), written)
