@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from firstnan.engine.turn import LeftLoop, Turn, turns_around, turns_in_traceback
+from firstnan.observe.forked import NotContinued
 
 
 def program(folder: Path, text: str) -> tuple[dict[str, Any], Callable[[CodeType], bool]]:
@@ -160,15 +161,60 @@ def test_private_names_get_their_class(tmp_path: Path) -> None:
     assert turn.names["self"]._Trainer__count == 2
 
 
-def test_generators_are_left_out(tmp_path: Path) -> None:
+def test_nobody_takes_what_a_body_yields(tmp_path: Path) -> None:
     text = """
+        seen = []
         def numbers():
             for i in range(2):
+                seen.append(i)
                 here()
-                yield i
+                got = yield i
+                rest = yield from (n for n in range(3) if not seen.append("inner"))
         list(numbers())
         """
-    assert first_turns(tmp_path, text) == []
+    turn = first_turns(tmp_path, text)[0]
+    turn.names["seen"].clear()
+    names = rerun(turn)
+    assert (names["seen"], names["got"], names["rest"]) == ([0, "inner", "inner", "inner"], None, None)
+
+
+def test_a_body_that_awaits_runs_without_the_other_tasks(tmp_path: Path) -> None:
+    text = """
+        import asyncio
+        seen = []
+        async def train(queue):
+            for i in range(2):
+                if i == 0:
+                    here()
+                await asyncio.sleep(0)
+                queue.put_nowait(i)
+                seen.append(await queue.get())
+        async def main():
+            await train(asyncio.Queue())
+        asyncio.run(main())
+        """
+    turn = first_turns(tmp_path, text)[0]
+    turn.names["seen"].clear()
+    turn.names["here"] = lambda: None
+    assert rerun(turn)["seen"] == [0]
+
+
+def test_what_an_asynchronous_loop_goes_through_next_is_not_known(tmp_path: Path) -> None:
+    text = """
+        import asyncio
+        async def stream():
+            for i in range(2):
+                yield i
+        async def main():
+            async for i in stream():
+                here()
+                await asyncio.sleep(0)
+        asyncio.run(main())
+        """
+    turn = first_turns(tmp_path, text)[0]
+    assert (turn.line, turn.given) == (7, {"i"})
+    with pytest.raises(NotContinued):
+        next(turn.following())
 
 
 def test_the_frames_that_an_exception_has_left(tmp_path: Path) -> None:

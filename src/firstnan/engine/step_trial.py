@@ -27,7 +27,7 @@ from firstnan.engine import isolation
 from firstnan.engine.children import Answering, TurnReplay, messages
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
-from firstnan.engine.turn import LeftLoop, Turn, names_in, parsed, same_values, unpacked
+from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked
 from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, when_called
 from firstnan.observe.loop_iterator import running_iterator
@@ -478,6 +478,8 @@ def _iterator_of(turn: Turn, loop: ast.For) -> Any:
 
 def _rest_of(turn: Turn, loop: ast.For) -> Iterator[dict[str, Any]]:
     """What the loop goes through after the value it has now: its source is asked again, up to there."""
+    if is_suspended(loop.iter):
+        raise NotContinued("what the loop would go through next is not known")
     names = names_in(loop.target)
     now = {name: turn.names.get(name) for name in names}
     values = eval(compile(ast.Expression(loop.iter), turn.file, "eval"), turn.names)

@@ -6,18 +6,21 @@ Only for a forked child, since it runs the program's code on the program's own o
 from __future__ import annotations
 
 import ast
+import asyncio
 import copy
+import gc
 import inspect
 import linecache
 import os
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 
+from firstnan.observe.forked import NotContinued
 from firstnan.observe.loop_iterator import latest_value, running_iterator
 from firstnan.records import LoopTurn
 from firstnan.tensors.finite import nested_values, tensors_in
@@ -31,8 +34,12 @@ _RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "ip
 _MOST_STARTS = 12
 _MOST_FUNCTIONS = 8
 _PAUSE = "__firstnan_pause__"
+_ITERATE = "__firstnan_iterate__"
+_AWAITED = 5.0
+"""Seconds after which a body that awaits something is given up: the other tasks are not in the child."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_Loop = ast.For | ast.While
+_Loop = ast.For | ast.While | ast.AsyncFor
+_Block = ast.With | ast.AsyncWith | ast.Try | ast.If
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -58,7 +65,7 @@ class Turn:
         """The variables that the body starts with: the arguments of a function, or what the loop itself assigns."""
         if isinstance(self.loop, ast.FunctionDef):
             return set(_arguments(self.code))
-        return {n.id for n in _stored([self.loop.target])} if isinstance(self.loop, ast.For) else set()
+        return {n.id for n in _stored([self.loop.target])} if isinstance(self.loop, ast.For | ast.AsyncFor) else set()
 
     @property
     def line(self) -> int:
@@ -73,7 +80,7 @@ class Turn:
     def first_line(self, start: int) -> int:
         """The line of the first statement that `start` does not leave out."""
         statement = _cuts(self.loop.body, self.at)[start][0]
-        if not start or not isinstance(statement, ast.With | ast.Try | ast.If):
+        if not start or not isinstance(statement, _Block):
             return statement.lineno
         return min(n.lineno for n in ast.walk(statement) if isinstance(n, ast.stmt) and n is not statement)
 
@@ -139,7 +146,8 @@ class Turn:
         once = ast.For(ast.Name("_", ast.Store()), ast.Tuple([ast.Constant(None)], ast.Load()), list(body), [])
         tree = _Adapted(owner, next(iter(_arguments(self.code)), "")).visit(ast.Module([once], []))
         ast.copy_location(once, loop)
-        code = compile(ast.fix_missing_locations(tree), self.file, "exec", dont_inherit=True)
+        tree = ast.fix_missing_locations(tree)
+        code: CodeType = compile(tree, self.file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         return code.replace(co_name=self.code.co_name, co_qualname=self.code.co_qualname)
 
     def restore_given(self, handout: Any) -> None:
@@ -181,9 +189,11 @@ class Turn:
 
     def run(self, code: CodeType) -> None:
         """Runs one turn; raises what the body raises, and `LeftLoop` if it leaves its loop."""
-        self.names["__firstnan_left__"] = LeftLoop
+        self.names["__firstnan_left__"], self.names[_ITERATE] = LeftLoop, _iterated
         with torch._C._EnableTorchFunction():  # it is off while we work inside of a mode of the program's
-            exec(code, self.names)
+            body = eval(code, self.names)
+            if inspect.iscoroutine(body):
+                _awaited(body)
 
     @property
     def returns(self) -> bool:
@@ -197,6 +207,9 @@ class Turn:
 
     def following(self) -> Iterator[dict[str, Any]]:
         """The loop's own variables in its next turns, as far as they can be known: numbers from a range go on."""
+        asked = self.loop.test if isinstance(self.loop, ast.While) else None
+        if isinstance(self.loop, ast.AsyncFor) or is_suspended(asked):
+            raise NotContinued("what the loop would go through next is not known")
         if isinstance(self.loop, ast.While):
             test = compile(ast.Expression(self.loop.test), self.file, "eval")
             while eval(test, self.names):
@@ -216,13 +229,53 @@ class Turn:
                 yield {name: value}
 
 
+def _iterated(values: Any) -> Any:
+    """What `yield from` evaluates to, without anybody who takes the values."""
+    iterator = iter(values)
+    while True:
+        try:
+            next(iterator)
+        except StopIteration as stop:
+            return stop.value
+
+
+def _awaited(body: Coroutine[Any, Any, None]) -> None:
+    """Runs a body that awaits something, in an event loop of its own: the program's has its tasks and connections."""
+    for one in gc.get_objects():
+        if issubclass(type(one), asyncio.mixins._LoopBoundMixin):  # a queue or a lock; it belongs to one event loop
+            one._loop = None  # type: ignore[attr-defined]
+
+    async def limited() -> None:
+        limit = asyncio.timeout(_AWAITED)
+        try:
+            async with limit:
+                await body
+        except TimeoutError:
+            if limit.expired():
+                raise NotContinued("there the program waits for another task") from None
+            raise
+
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(limited())
+    finally:
+        asyncio._set_running_loop(running)
+
+
+def is_suspended(node: ast.AST | None) -> bool:
+    """Whether something here waits for others, or hands a value to them."""
+    return node is not None and any(isinstance(n, ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(node))
+
+
 class LeftLoop(BaseException):  # the program must not catch it
     """The body has left its loop."""
 
 
 class _Adapted(ast.NodeTransformer):
-    """The body outside its loop or function: `break` and `return` leave it, private names get their class's prefix,
-    and `super()` its arguments."""
+    """The body outside its loop or function: `break` and `return` leave it, nobody takes what it yields, private names
+    get their class's prefix, and `super()` its arguments."""
 
     def __init__(self, owner: str, first: str = "") -> None:
         """`first`: the name of the function's first argument."""
@@ -236,7 +289,10 @@ class _Adapted(ast.NodeTransformer):
     def visit_While(self, node: ast.While) -> ast.AST:
         return self._inner_loop(node)
 
-    def _inner_loop(self, node: ast.For | ast.While) -> ast.AST:
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> ast.AST:
+        return self._inner_loop(node)
+
+    def _inner_loop(self, node: _Loop) -> ast.AST:
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1
@@ -249,6 +305,15 @@ class _Adapted(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         return ast.copy_location(ast.Raise(ast.Name("__firstnan_left__", ast.Load()), None), node)
+
+    def visit_Yield(self, node: ast.Yield) -> ast.AST:
+        self.generic_visit(node)
+        parts = ast.Tuple([node.value or ast.Constant(None), ast.Constant(None)], ast.Load())
+        return ast.copy_location(ast.Subscript(parts, ast.Constant(1), ast.Load()), node)
+
+    def visit_YieldFrom(self, node: ast.YieldFrom) -> ast.AST:
+        self.generic_visit(node)
+        return ast.copy_location(ast.Call(ast.Name(_ITERATE, ast.Load()), [node.value], []), node)
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return ast.copy_location(ast.Pass(), node)  # the variables are in one place here
@@ -340,7 +405,7 @@ def _cuts(body: list[ast.stmt], line: int) -> list[list[ast.stmt]]:
         found.append(body[i:])
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             inner = getattr(statement, "body", None)
-            if isinstance(statement, ast.With | ast.Try | ast.If) and inner:
+            if isinstance(statement, _Block) and inner:
                 found += [[_with_body(statement, rest), *body[i + 1 :]] for rest in _cuts(inner, line)[1:]]
             break
     return found
@@ -350,7 +415,7 @@ def _after(body: list[ast.stmt], line: int) -> list[ast.stmt]:
     """What a body does after its statement on this line; also inside a `with`, `try` or `if`."""
     for i, statement in enumerate(body):
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
-            inner = statement.body if isinstance(statement, ast.With | ast.Try | ast.If) else []
+            inner = statement.body if isinstance(statement, _Block) else []
             left = _after(inner, line)
             return [*([_with_body(statement, left)] if left else []), *body[i + 1 :]]
     return []
@@ -363,7 +428,7 @@ def _places(body: list[ast.stmt], line: int) -> list[tuple[list[ast.stmt], int]]
         found.append((body, i))
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             inner = getattr(statement, "body", None)
-            if isinstance(statement, ast.With | ast.Try | ast.If) and inner:
+            if isinstance(statement, _Block) and inner:
                 found += _places(inner, line)[1:]
             break
     return found
@@ -530,11 +595,7 @@ def _turns_of(frame: FrameType, line: int) -> list[Turn]:
     loops = _loops_around(tree, code, line) if tree is not None and line else []
     is_module = frame.f_locals is frame.f_globals
     names = frame.f_globals if is_module else {**frame.f_globals, **frame.f_locals}
-    return [
-        Turn(code.co_filename, loop, line, code, names)
-        for loop in loops
-        if not any(isinstance(n, ast.Yield | ast.YieldFrom | ast.Await) for n in _own_nodes(loop))
-    ]
+    return [Turn(code.co_filename, loop, line, code, names) for loop in loops]
 
 
 def _is_left_out(code: CodeType) -> bool:
