@@ -237,3 +237,36 @@ def test_numbers_of_a_range_go_on_and_a_while_loop_needs_none(tmp_path: Path) ->
     assert next(endless.following()) == {}
     (other,) = first_turns(tmp_path, "for word in ['a']:\n    here()\n")
     assert list(other.following()) == []
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for i in range(10):",
+        "for i in list(range(10)):",
+        "for i, _ in enumerate([0] * 10):",
+        "i = 0\nwhile i < 10:",
+    ],
+)
+def test_the_turns_of_a_step_that_takes_several(tmp_path: Path, loop: str) -> None:
+    after = "    i += 1\n" if "while" in loop else ""
+    text = f"""
+seen, found = [], []
+def train():
+{textwrap.indent(loop, "    ")}
+        seen.append(i)
+        if i == 6:
+            here()
+            found.append(turns[0][0].with_step(3))
+            found.append(turns[0][0].with_step(9))
+    {after}
+train()
+"""
+    step, beyond = program(tmp_path, text)[0]["found"]
+    assert [names["i"] for names in step.of_step] == [4, 5, 6]
+    assert beyond is None or "while" in loop  # where a loop without a range has begun is not known
+    seen: list[int] = step.names["seen"]
+    seen.clear()
+    step.names["here"], step.names["turns"] = lambda: None, [[step]]
+    step.run_step(step.compiled())
+    assert seen == [4, 5, 6]

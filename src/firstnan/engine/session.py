@@ -153,7 +153,7 @@ class Session(Observer):
         self._investigated = 0
         self._closely = True
         """Whether the failure at hand is investigated."""
-        self.backwards = self._batches_at_backward = 0
+        self.backwards = self._batches_at_backward = self._backwards_at_update = 0
         """How many backward calls the current step has made."""
         self._updated = False
         """Whether the update of a dropped step has come."""
@@ -508,6 +508,7 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.update_ended()
             return
+        self._backwards_at_update = self.backwards
         if self.gate.news:
             self._tell_forecasts()
         self._told, told = False, self._told
@@ -1012,6 +1013,11 @@ class Session(Observer):
 
     def turn_replayed_by(self, replay: TurnReplay) -> None:
         self._replay = replay
+
+    @property
+    def backwards_since_update(self) -> int:
+        """How often backward was called since the last update; only for a loop without a loader."""
+        return self.backwards - self._backwards_at_update
 
     def begin_turn(self) -> None:
         """A turn of the loop is about to run again."""

@@ -24,7 +24,7 @@ from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from firstnan.engine import isolation
-from firstnan.engine.children import Answering, TurnReplay, messages
+from firstnan.engine.children import Answering, TurnReplay, messages, whole_step
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
 from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked
@@ -105,6 +105,9 @@ class StepTrials:
             for start in turn.starts:
                 if self._ask(_FailsAgain(self.session, self.failure, turn, start)):
                     return turn, start
+            step = whole_step(self.session, turn)
+            if step is not None and self._ask(_FailsAgain(self.session, self.failure, step, 0)):
+                return step, 0
         return None
 
     def _ask(self, work: _Work) -> Any:
@@ -385,7 +388,7 @@ class _Tried(_Work):
         seen, left = self._seen, False
         try:
             with when_called(self._change.replaced, seen.changed_is_called):
-                self.turn.run(first)
+                self.turn.run_step(first)
             self.session.handouts.stop_again()
             seen.turns += 1
             for names in following(self.turn, self.session):

@@ -14,7 +14,7 @@ import linecache
 import os
 from collections import UserDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -55,6 +55,8 @@ class Turn:
     """The function, or module, whose loop it is."""
     names: dict[str, Any]
     """The variables; in a module its own, in a function a copy together with the module's."""
+    of_step: tuple[dict[str, Any], ...] = ()
+    """The loop's own variables in each turn of a step that takes several, this one included."""
 
     @property
     def is_function(self) -> bool:
@@ -173,11 +175,48 @@ class Turn:
             return {}
         return {name: value for name, value in given.items() if name in overwritten}
 
-    def _latest_of_loop(self, loop: ast.For) -> dict[str, Any]:
-        """The loop's own variables as its iterator has given them, if that can tell."""
+    def with_step(self, count: int) -> Turn | None:
+        """The same with the turns of its step before it, `count` in all; None if they cannot be known."""
+        found = [self._own_before(before) for before in reversed(range(count))]
+        known = tuple(names for names in found if names is not None)
+        return replace(self, of_step=known) if len(known) == count else None
+
+    def _own_before(self, before: int) -> dict[str, Any] | None:
+        """The loop's own variables so many turns before this one."""
+        loop = self.loop
+        if isinstance(loop, ast.While):
+            counted = _counted(self)
+            if counted is None:
+                return None
+            name = counted[0]
+            done = any(
+                isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name) and n.target.id == name
+                for n in _own_nodes(loop)
+                if n.__dict__.get("lineno", self.at) < self.at
+            )
+            return {name: self.names[name] - before - done}
+        if not isinstance(loop, ast.For):
+            return None
+        counter = _counter(loop)
+        if counter is None:
+            return self._latest_of_loop(loop, before) or None
+        values, now = self._range(counter[1]), self.names.get(counter[0])
+        if values is None or not isinstance(now, int) or now not in values or values.index(now) < before:
+            return None
+        return {counter[0]: values[values.index(now) - before]}
+
+    def _range(self, expression: ast.expr) -> range | None:
+        try:
+            values = eval(compile(ast.Expression(expression), self.file, "eval"), self.names)
+        except Exception:
+            return None
+        return values if isinstance(values, range) else None
+
+    def _latest_of_loop(self, loop: ast.For, before: int = 0) -> dict[str, Any]:
+        """The loop's own variables as its iterator has given them, or so many turns before, if that can tell."""
         tree = parsed("".join(linecache.getlines(self.file)))
         iterator = running_iterator(tree, loop, self.code) if tree is not None else None
-        found, names = latest_value(iterator), dict[str, Any]()
+        found, names = latest_value(iterator, before), dict[str, Any]()
         if found is None or not all(
             isinstance(n, ast.Name | ast.Tuple | ast.List | ast.expr_context) for n in ast.walk(loop.target)
         ):
@@ -186,6 +225,14 @@ class Turn:
         code = compile(ast.fix_missing_locations(ast.Module([assign], [])), self.file, "exec")
         exec(code, {"__firstnan_given__": found[0]}, names)
         return names
+
+    def run_step(self, code: CodeType) -> None:
+        """Runs the turn, and before it those of the same step."""
+        for names in self.of_step[:-1]:
+            self.names.update(names)
+            self.run(code)
+        self.names.update(self.of_step[-1] if self.of_step else {})
+        self.run(code)
 
     def run(self, code: CodeType) -> None:
         """Runs one turn; raises what the body raises, and `LeftLoop` if it leaves its loop."""
@@ -219,12 +266,8 @@ class Turn:
         if counter is None:
             return
         name, expression = counter
-        try:
-            values = eval(compile(ast.Expression(expression), self.file, "eval"), self.names)
-        except Exception:
-            return
-        now = self.names.get(name)
-        if isinstance(values, range) and isinstance(now, int) and now in values:
+        values, now = self._range(expression), self.names.get(name)
+        if values is not None and isinstance(now, int) and now in values:
             for value in values[values.index(now) + 1 :]:
                 yield {name: value}
 
@@ -243,7 +286,7 @@ def _awaited(body: Coroutine[Any, Any, None]) -> None:
     """Runs a body that awaits something, in an event loop of its own: the program's has its tasks and connections."""
     for one in gc.get_objects():
         if issubclass(type(one), asyncio.mixins._LoopBoundMixin):  # a queue or a lock; it belongs to one event loop
-            one._loop = None  # type: ignore[attr-defined]
+            one._loop = None
 
     async def limited() -> None:
         limit = asyncio.timeout(_AWAITED)
