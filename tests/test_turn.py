@@ -270,3 +270,34 @@ train()
     step.names["here"], step.names["turns"] = lambda: None, [[step]]
     step.run_step(step.compiled())
     assert seen == [4, 5, 6]
+
+
+def test_a_message_that_nobody_answers_does_not_end_the_turn(tmp_path: Path) -> None:
+    text = """
+        seen, alone = [], False
+        def send(text):
+            if alone:
+                raise AssertionError("no answer")
+        def check(number):
+            if number == 4:
+                raise ValueError("another error")
+        for i in range(3):
+            send("begin")
+            seen.append(i)
+            if i == 2:
+                here()
+            send("end")
+            check(i)
+        """
+    (turn,) = first_turns(tmp_path, text)
+    turn.names |= {"alone": True, "here": lambda: None, "i": 2}
+    turn.names["seen"].clear()
+    code = turn.compiled()
+    assert code is not None
+    for i in (2, 3):
+        turn.names["i"] = i
+        turn.run(code)
+    assert turn.names["seen"] == [2, 3]
+    turn.names["i"] = 4
+    with pytest.raises(ValueError, match="another error"):
+        turn.run(code)

@@ -12,6 +12,7 @@ import gc
 import inspect
 import linecache
 import os
+import sys
 from collections import UserDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ _MOST_STARTS = 12
 _MOST_FUNCTIONS = 8
 _PAUSE = "__firstnan_pause__"
 _ITERATE = "__firstnan_iterate__"
+_EXCUSE = "__firstnan_excuse__"
 _AWAITED = 5.0
 """Seconds after which a body that awaits something is given up: the other tasks are not in the child."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -146,7 +148,8 @@ class Turn:
             body = _after(loop.body, at or self.at) or [ast.copy_location(ast.Pass(), loop)]
         owner = self.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
         once = ast.For(ast.Name("_", ast.Store()), ast.Tuple([ast.Constant(None)], ast.Load()), list(body), [])
-        tree = _Adapted(owner, next(iter(_arguments(self.code)), "")).visit(ast.Module([once], []))
+        first = next(iter(_arguments(self.code)), "")
+        tree = _Adapted(owner, first, before=at or self.at).visit(ast.Module([once], []))
         ast.copy_location(once, loop)
         tree = ast.fix_missing_locations(tree)
         code: CodeType = compile(tree, self.file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
@@ -237,6 +240,7 @@ class Turn:
     def run(self, code: CodeType) -> None:
         """Runs one turn; raises what the body raises, and `LeftLoop` if it leaves its loop."""
         self.names["__firstnan_left__"], self.names[_ITERATE] = LeftLoop, _iterated
+        self.names.setdefault(_EXCUSE, Excuses()).begin()
         with torch._C._EnableTorchFunction():  # it is off while we work inside of a mode of the program's
             body = eval(code, self.names)
             if inspect.iscoroutine(body):
@@ -270,6 +274,33 @@ class Turn:
         if values is not None and isinstance(now, int) and now in values:
             for value in values[values.index(now) + 1 :]:
                 yield {name: value}
+
+
+class Excuses:
+    """Which errors of statements that are there for their effects alone come from nobody answering in the child.
+
+    In the failing turn such a statement has raised nothing before the failing one: where it does so now, the program
+    would have gone on. The same error is excused later, too.
+    """
+
+    def __init__(self) -> None:
+        self._places: set[tuple[CodeType, int]] = set()
+        self._turns = 0
+
+    def begin(self) -> None:
+        self._turns += 1
+
+    def __call__(self, before: bool) -> bool:
+        """Whether the error that is handled is excused; `before`: its statement comes before the failing one."""
+        at = sys.exc_info()[2]
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        if at is None:
+            return False
+        place = at.tb_frame.f_code, at.tb_lineno
+        if before and self._turns == 1:
+            self._places.add(place)
+        return place in self._places
 
 
 def _iterated(values: Any) -> Any:
@@ -320,8 +351,9 @@ class _Adapted(ast.NodeTransformer):
     """The body outside its loop or function: `break` and `return` leave it, nobody takes what it yields, private names
     get their class's prefix, and `super()` its arguments."""
 
-    def __init__(self, owner: str, first: str = "") -> None:
-        """`first`: the name of the function's first argument."""
+    def __init__(self, owner: str, first: str = "", before: int = 0) -> None:
+        """`first`: the name of the function's first argument. `before`: the line of the failing statement."""
+        self._before = before
         self._prefix = f"_{owner.lstrip('_')}" if owner and owner != "<locals>" else ""
         self._first = first
         self._depth = 0
@@ -357,6 +389,18 @@ class _Adapted(ast.NodeTransformer):
     def visit_YieldFrom(self, node: ast.YieldFrom) -> ast.AST:
         self.generic_visit(node)
         return ast.copy_location(ast.Call(ast.Name(_ITERATE, ast.Load()), [node.value], []), node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        """A statement for its effect alone, such as a message to a server, may fail where nobody answers."""
+        self.generic_visit(node)
+        call = node.value.value if isinstance(node.value, ast.Await) else node.value
+        if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Name) and call.func.id == _PAUSE):
+            return node
+        before = ast.Constant((node.end_lineno or node.lineno) < self._before)
+        excuse = ast.Call(ast.Name(_EXCUSE, ast.Load()), [before], [])
+        otherwise = ast.If(ast.UnaryOp(ast.Not(), excuse), [ast.Raise(None, None)], [])
+        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [otherwise])
+        return ast.copy_location(ast.Try([node], [handler], [], []), node)
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return ast.copy_location(ast.Pass(), node)  # the variables are in one place here
