@@ -447,6 +447,19 @@ def test_ctrl_c_in_a_terminal_reaches_every_process(stage: MakeStage) -> None:
     check(wrong, outcome.wrong_answer(FAILS_AT), outcome.leftovers())
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_program_that_only_takes_note_of_a_signal(stage: MakeStage, sent: signal.Signals) -> None:
+    """Ctrl-C skips the trials all the same; they would take a minute."""
+    on = stage("stops_softly.py")
+    run = on.start()
+    _testing(run, on.project)
+    began = time.monotonic()
+    os.kill(run.process.pid, sent)
+    outcome = run.finish(limit=60)
+    wrong = expect(time.monotonic() - began < 30, "the trials went on") + outcome.wrong_answer(9)
+    check(wrong, outcome.leftovers())
+
+
 def _wrong_files_of_slow_steps(on: Stage, bare: Path, *, interrupted: bool) -> list[str]:
     """Up to the failing step, or to the one that was interrupted before it."""
     step = len(lines("begun.txt")(on.project)) - 1 if interrupted else FAILS_AT

@@ -290,7 +290,7 @@ def test_a_message_that_nobody_answers_does_not_end_the_turn(tmp_path: Path) -> 
             check(i)
         """
     (turn,) = first_turns(tmp_path, text)
-    turn.names |= {"alone": True, "here": lambda: None, "i": 2}
+    turn.names.update({"alone": True, "here": lambda: None})
     turn.names["seen"].clear()
     code = turn.compiled()
     assert code is not None

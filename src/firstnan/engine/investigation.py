@@ -33,7 +33,7 @@ from firstnan.observe.runner import (
     when_imported,
 )
 from firstnan.observe.sites import Ownership
-from firstnan.observe.timers import timers_stopped
+from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped
 from firstnan.records import Batch, NaNEvent, Report
 from firstnan.records.files import write_whole
 from firstnan.repair.patch import choose, how_to_apply, portable
@@ -353,7 +353,8 @@ class Investigation:
             step = "" if output or first.step is None else f" in step {first.step}"
             say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
         try:
-            run = self._second_run(None if output else first.step)
+            with own_handlers_interrupt():
+                run = self._second_run(None if output else first.step)
         except KeyboardInterrupt:
             run = None
         except IsolationError as error:
@@ -396,14 +397,15 @@ class Investigation:
             "(its output is hidden; Ctrl-C skips this)"
         )
         try:
-            second = self.start.run_again(
-                self.options.program,
-                step=0,
-                what="step",
-                seconds=trials.Limits.after(min(self.seconds, trials.PATIENCE)).one,
-                first_batch=given,
-                isolated=self.options.isolation,
-            ).report
+            with own_handlers_interrupt():
+                second = self.start.run_again(
+                    self.options.program,
+                    step=0,
+                    what="step",
+                    seconds=trials.Limits.after(min(self.seconds, trials.PATIENCE)).one,
+                    first_batch=given,
+                    isolated=self.options.isolation,
+                ).report
         except KeyboardInterrupt:
             return self._not_repeated(first, None)
         except IsolationError:
@@ -598,7 +600,7 @@ class Investigation:
             first_batch=self._first_batch,
         )
         try:
-            with self.ranks.termination.interrupts():
+            with self.ranks.termination.interrupts(), own_handlers_interrupt():
                 attempts.run(report, lambda tried: self._keep(tried, progress))
         except KeyboardInterrupt:
             pass  # what was tried until now is in the report

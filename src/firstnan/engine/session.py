@@ -50,7 +50,7 @@ from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership, place_of
-from firstnan.observe.timers import timers_stopped
+from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped
 from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
@@ -932,20 +932,25 @@ class Session(Observer):
 
     def _asked(self, failure: Failure) -> Answer | None:
         self.failure = failure
+        ends = isinstance(self.policy, EndProgram) and not self.in_worker
         try:
-            answer = children.ask(self, failure)
-            if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
-                loops = loops_of(failure.turns, self.microscope.ownership.owns)
-                answer = replace(answer, report=replace(answer.report, loops=loops))
-            if answer is None or self.in_child:
-                return answer
-            answer = with_compiler(self, failure, answer)
-            return children.with_drawn(self, failure, turn_search.with_samples(self, failure, answer))
+            with own_handlers_interrupt() if ends else contextlib.nullcontext():
+                return self._answer_of_children(failure)
         except KeyboardInterrupt:
             if not isinstance(self.policy, EndProgram):
                 raise
             self.policy.interrupt()
             return Answer(replace(failure.report, notes=(*failure.report.notes, _INTERRUPTED)))
+
+    def _answer_of_children(self, failure: Failure) -> Answer | None:
+        answer = children.ask(self, failure)
+        if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
+            loops = loops_of(failure.turns, self.microscope.ownership.owns)
+            answer = replace(answer, report=replace(answer.report, loops=loops))
+        if answer is None or self.in_child:
+            return answer
+        answer = with_compiler(self, failure, answer)
+        return children.with_drawn(self, failure, turn_search.with_samples(self, failure, answer))
 
     def known(self, trip: Trip, *, anew: bool = True) -> Report:
         """What is known without a replay; `anew`: the models are looked at again, for tensors they got since."""
