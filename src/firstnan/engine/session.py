@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -835,12 +836,29 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.tripped(trip, place)
         elif self.phase is WATCHING and self.policy.tripped(self, trip) and not self._told and not self._is_held():
-            if self.values is not None and self.values.leaves_out(trip):
+            if self.values is not None and self._is_left_out(trip):
                 return
             others = [other for other in list(_active) if other is not self]
             self.is_detected = any(other._detects(trip, optimizer) for other in others)
             with timers_stopped():
                 self._tripped(trip, place)
+
+    def _is_left_out(self, trip: Trip) -> bool:
+        """Whether the program leaves out the update itself; asks a child."""
+        assert self.values is not None
+        try:
+            with timers_stopped(), self._interruptible():
+                return self.values.leaves_out(trip)
+        except KeyboardInterrupt:
+            if not isinstance(self.policy, EndProgram):
+                raise
+            self.policy.interrupt()
+            return False
+
+    def _interruptible(self) -> AbstractContextManager[None]:
+        """Ctrl-C ends the investigation if the program ends after it anyway."""
+        ends = isinstance(self.policy, EndProgram) and not self.in_worker
+        return own_handlers_interrupt() if ends else contextlib.nullcontext()
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
@@ -932,9 +950,10 @@ class Session(Observer):
 
     def _asked(self, failure: Failure) -> Answer | None:
         self.failure = failure
-        ends = isinstance(self.policy, EndProgram) and not self.in_worker
         try:
-            with own_handlers_interrupt() if ends else contextlib.nullcontext():
+            if isinstance(self.policy, EndProgram) and self.policy.interrupted:
+                raise KeyboardInterrupt
+            with self._interruptible():
                 return self._answer_of_children(failure)
         except KeyboardInterrupt:
             if not isinstance(self.policy, EndProgram):
