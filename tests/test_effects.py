@@ -293,10 +293,33 @@ def test_a_training_outside_the_main_thread(stage: MakeStage, how: str) -> None:
     read, done = lines("steps.log"), lines("done.txt")
     if how in ("fork", "spawn"):  # another process is watched, but never ended: it may owe a result
         wrong = expect(read(on.project) == read(bare), "the other process was disturbed") + outcome.wrong_answer(8)
+        fixes = outcome.report["remedies"] if outcome.report is not None else []
+        wrong += expect(any(fix["failing_step_finite"] for fix in fixes), f"no fix was tried there: {fixes}")
     else:
         wrong = differences(read(on.project), read(bare), 8) + outcome.wrong_answer(8)
     if how != "pool":  # what a pool's thread raises comes out again in the main program, which ends there
         wrong += expect(len(done(on.project)) == 1, "the main program did not end as it does")
+    check(wrong, on.new_files(), outcome.leftovers())
+
+
+@pytest.mark.parametrize("how", ["yields", "awaits", "goes through"])
+def test_a_loop_that_others_interrupt_is_not_run_from_its_start(stage: MakeStage, how: str) -> None:
+    on = stage("suspended.py")
+    bare = on.bare(how)
+    outcome = on.run(how)
+    read = lines("steps.log")
+    wrong = differences(read(on.project), read(bare), 9) + outcome.wrong_answer(9)
+    again = outcome.report["replay"] if outcome.report is not None else ""
+    wrong += expect(again == "the loop's body was run again", f"replay: {again}")
+    check(wrong, on.new_files(), outcome.leftovers())
+
+
+def test_an_alarm_clock_stands_still_during_the_investigation(stage: MakeStage) -> None:
+    on = stage("alarm.py")
+    bare = on.bare(1000)
+    outcome = on.run(1.5)
+    read = lines("steps.log")
+    wrong = differences(read(on.project), read(bare), 9) + outcome.wrong_answer(9)
     check(wrong, on.new_files(), outcome.leftovers())
 
 
@@ -422,6 +445,19 @@ def test_ctrl_c_in_a_terminal_reaches_every_process(stage: MakeStage) -> None:
     outcome = run.finish(limit=60)
     wrong = _wrong_files_of_slow_steps(on, bare, interrupted=False)
     check(wrong, outcome.wrong_answer(FAILS_AT), outcome.leftovers())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_program_that_only_takes_note_of_a_signal(stage: MakeStage, sent: signal.Signals) -> None:
+    """Ctrl-C skips the trials all the same; they would take a minute."""
+    on = stage("stops_softly.py")
+    run = on.start()
+    _testing(run, on.project)
+    began = time.monotonic()
+    os.kill(run.process.pid, sent)
+    outcome = run.finish(limit=60)
+    wrong = expect(time.monotonic() - began < 30, "the trials went on") + outcome.wrong_answer(9)
+    check(wrong, outcome.leftovers())
 
 
 def _wrong_files_of_slow_steps(on: Stage, bare: Path, *, interrupted: bool) -> list[str]:

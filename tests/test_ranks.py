@@ -311,6 +311,28 @@ REPLICAS = """
 """
 
 
+ACCUMULATES = """
+    import contextlib
+
+    model, step = DDP(net), 0
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for micro in range(40):
+        a, b = torch.rand(4, 6, generator=draw), torch.rand(4, 6, generator=draw)
+        if micro == 21 and rank == 1:
+            b = a.clone()
+        last = micro % 4 == 3
+        with contextlib.nullcontext() if last else model.no_sync():
+            net.eval()
+            loss = (model(a) - model(b)).square().sum(1).sqrt().mean()  # backward
+            loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+    dist.barrier()
+"""
+
+
 @dataclass(frozen=True)
 class Job:
     """Starts the ranks of a program as a launcher does, in forks of a process that has torch already."""
@@ -515,6 +537,15 @@ def test_a_rank_that_differs_from_its_own_replay(job: Job, where: str) -> None:
         assert "only the first time, not when replayed, on rank 1" in results[1][1]
     else:  # the gradients of all ranks are averaged before anybody sees them
         assert "which one is not known" in found["cause"]["why"]
+
+
+def test_a_gradient_of_an_earlier_micro_batch(job: Job) -> None:
+    """The turn that comes to the update is finite: the step takes four turns of the loop."""
+    job(ACCUMULATES)
+    found = job.answer()
+    assert (found["rank"], found["step"], found["origin"]["line"]) == (1, 5, job.line("backward"))
+    assert [one["what"] for one in found["ranks"]] == ["received", "created"]
+    assert found["remedies"][0]["failing_step_finite"]
 
 
 def test_the_first_stage_of_a_pipeline(job: Job) -> None:

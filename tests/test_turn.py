@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from firstnan.engine.turn import LeftLoop, Turn, turns_around, turns_in_traceback
+from firstnan.observe.forked import NotContinued
 
 
 def program(folder: Path, text: str) -> tuple[dict[str, Any], Callable[[CodeType], bool]]:
@@ -160,15 +161,60 @@ def test_private_names_get_their_class(tmp_path: Path) -> None:
     assert turn.names["self"]._Trainer__count == 2
 
 
-def test_generators_are_left_out(tmp_path: Path) -> None:
+def test_nobody_takes_what_a_body_yields(tmp_path: Path) -> None:
     text = """
+        seen = []
         def numbers():
             for i in range(2):
+                seen.append(i)
                 here()
-                yield i
+                got = yield i
+                rest = yield from (n for n in range(3) if not seen.append("inner"))
         list(numbers())
         """
-    assert first_turns(tmp_path, text) == []
+    turn = first_turns(tmp_path, text)[0]
+    turn.names["seen"].clear()
+    names = rerun(turn)
+    assert (names["seen"], names["got"], names["rest"]) == ([0, "inner", "inner", "inner"], None, None)
+
+
+def test_a_body_that_awaits_runs_without_the_other_tasks(tmp_path: Path) -> None:
+    text = """
+        import asyncio
+        seen = []
+        async def train(queue):
+            for i in range(2):
+                if i == 0:
+                    here()
+                await asyncio.sleep(0)
+                queue.put_nowait(i)
+                seen.append(await queue.get())
+        async def main():
+            await train(asyncio.Queue())
+        asyncio.run(main())
+        """
+    turn = first_turns(tmp_path, text)[0]
+    turn.names["seen"].clear()
+    turn.names["here"] = lambda: None
+    assert rerun(turn)["seen"] == [0]
+
+
+def test_what_an_asynchronous_loop_goes_through_next_is_not_known(tmp_path: Path) -> None:
+    text = """
+        import asyncio
+        async def stream():
+            for i in range(2):
+                yield i
+        async def main():
+            async for i in stream():
+                here()
+                await asyncio.sleep(0)
+        asyncio.run(main())
+        """
+    turn = first_turns(tmp_path, text)[0]
+    assert (turn.line, turn.given) == (7, {"i"})
+    with pytest.raises(NotContinued):
+        next(turn.following())
 
 
 def test_the_frames_that_an_exception_has_left(tmp_path: Path) -> None:
@@ -191,3 +237,67 @@ def test_numbers_of_a_range_go_on_and_a_while_loop_needs_none(tmp_path: Path) ->
     assert next(endless.following()) == {}
     (other,) = first_turns(tmp_path, "for word in ['a']:\n    here()\n")
     assert list(other.following()) == []
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for i in range(10):",
+        "for i in list(range(10)):",
+        "for i, _ in enumerate([0] * 10):",
+        "i = 0\nwhile i < 10:",
+    ],
+)
+def test_the_turns_of_a_step_that_takes_several(tmp_path: Path, loop: str) -> None:
+    after = "    i += 1\n" if "while" in loop else ""
+    text = f"""
+seen, found = [], []
+def train():
+{textwrap.indent(loop, "    ")}
+        seen.append(i)
+        if i == 6:
+            here()
+            found.append(turns[0][0].with_step(3))
+            found.append(turns[0][0].with_step(9))
+    {after}
+train()
+"""
+    step, beyond = program(tmp_path, text)[0]["found"]
+    assert [names["i"] for names in step.of_step] == [4, 5, 6]
+    assert beyond is None or "while" in loop  # where a loop without a range has begun is not known
+    seen: list[int] = step.names["seen"]
+    seen.clear()
+    step.names["here"], step.names["turns"] = lambda: None, [[step]]
+    step.run_step(step.compiled())
+    assert seen == [4, 5, 6]
+
+
+def test_a_message_that_nobody_answers_does_not_end_the_turn(tmp_path: Path) -> None:
+    text = """
+        seen, alone = [], False
+        def send(text):
+            if alone:
+                raise AssertionError("no answer")
+        def check(number):
+            if number == 4:
+                raise ValueError("another error")
+        for i in range(3):
+            send("begin")
+            seen.append(i)
+            if i == 2:
+                here()
+            send("end")
+            check(i)
+        """
+    (turn,) = first_turns(tmp_path, text)
+    turn.names.update({"alone": True, "here": lambda: None})
+    turn.names["seen"].clear()
+    code = turn.compiled()
+    assert code is not None
+    for i in (2, 3):
+        turn.names["i"] = i
+        turn.run(code)
+    assert turn.names["seen"] == [2, 3]
+    turn.names["i"] = 4
+    with pytest.raises(ValueError, match="another error"):
+        turn.run(code)

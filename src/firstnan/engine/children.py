@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 HOW = "the loop's body was run again"
 _CALLED = "the function {name} was called again"
 _MOST_TURNS = 2
+_MOST_IN_STEP = 256
 _WATCHED = 5.0
 """Seconds for which the lines of a body are watched: a child that takes much longer than the step is given up."""
 _COMPARED = 1 << 22
@@ -219,6 +220,8 @@ def _ways(session: Session, failure: Failure) -> Iterator[Way]:
         if session.handouts.is_ahead:  # the loop's body would take the next batch
             yield from calls
         for turn in failure.turns[:_MOST_TURNS]:
+            if trip.noticed.what == "gradient" and (step := whole_step(session, turn)) is not None:
+                yield TurnReplay(session, failure, step).run
             for start in turn.starts:
                 if start and session.handouts.has_drawn():  # maybe not in the statements that are left out
                     yield TurnReplay(session, failure, turn, start=start, random=True).run
@@ -228,6 +231,14 @@ def _ways(session: Session, failure: Failure) -> Iterator[Way]:
             yield from calls
     if session.has_source(trip):
         yield lambda: session.settle(session.replayed_at_once(failure.report, trip), trip.before_update)
+
+
+def whole_step(session: Session, turn: Turn) -> Turn | None:
+    """The turn with those before it that belong to the same step, if gradients are accumulated over several."""
+    count = session.backwards_since_update
+    if session.handouts.latest is not None or not 1 < count <= _MOST_IN_STEP:
+        return None
+    return turn.with_step(count)
 
 
 class TurnReplay:
@@ -267,6 +278,8 @@ class TurnReplay:
         self._closes = False
         """Whether an update computes its loss through a closure, so it cannot be left out."""
         self.whole = not start and not turn.is_function
+        self._is_step = bool(turn.of_step) or session.backwards_since_update <= 1
+        """Whether the step has no backward call in turns before this one."""
         self._random = random or not start
         self._bad: list[tuple[tuple[int, ...], int]] = []
         self._settling = False
@@ -327,13 +340,13 @@ class TurnReplay:
         self._rehearsing = False
         if not self._traced:
             try:
-                turn.run(self._code)
+                turn.run_step(self._code)
             except BaseException as error:
                 self.error = error
             return
         self.begin_trace(session.handouts.latest.batch if session.handouts.latest is not None else None)
         try:
-            turn.run(self._code)
+            turn.run_step(self._code)
         except LeftLoop:
             pass
         except BaseException as error:
@@ -482,7 +495,8 @@ class TurnReplay:
         return self._rehearsing
 
     def decide(self, optimizer: Any, closure: bool) -> Decision:
-        if world().size > 1 and self._batch is None and not self._rehearsing and self._reads_the_same():
+        unchanged = self._batch is None and not (self._rehearsing or self._searching)
+        if world().size > 1 and unchanged and self._reads_the_same():
             self._was_finite(optimizer)
         if self._batch is not None and not closure:
             raise SystemExit  # it was finite
@@ -494,6 +508,8 @@ class TurnReplay:
         """The step has come to its update on this rank alone; there will be no second run to tell more."""
         failure, session = self.failure, self._session
         if failure.place == ("gradient update", id(optimizer)):
+            if not self._is_step:
+                return
             session.settle(came_from_another_rank(failure.report), before_update=True)
         elif failure.trip.noticed.what == "loss" and self.whole:
             own = failure.is_own(session.microscope)

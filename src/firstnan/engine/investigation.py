@@ -32,6 +32,7 @@ from firstnan.observe.runner import (
     when_imported,
 )
 from firstnan.observe.sites import Ownership
+from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped
 from firstnan.records import Batch, NaNEvent, Report
 from firstnan.records.files import write_whole
 from firstnan.records.forecast_words import sentence
@@ -59,7 +60,8 @@ _FINITE = "the second run did not fail in the same way"
 _SAME_LOSS = 1e-3
 _ELSEWHERE = "but the program started {}, which was not watched; FIRSTNAN=1 python instead of firstnan run watches both"
 _UNFINISHED = "the second run did not finish"
-_IN_WORKER = "it happened in a process that the program has started, which was not ended; the fixes were not tried"
+_IN_WORKER = "it happened in a process that the program has started, which was not ended"
+_NOT_HERE = "it happened in another process of the program"
 _OWN_STATE = (
     "the step was finite when replayed in the first run, so it depends on other program state, such as a counter or a "
     "cache"
@@ -139,7 +141,7 @@ class Investigation:
             before_replacing(lambda name: say(f"the program replaces itself with {name}, which is not watched"))
             before_starting(self._started_by_program)
         if self.order is None:
-            self.workers.watch_spawned(program_directories(self.options.program))
+            self.workers.watch_spawned(program_directories(self.options.program), tries=self._tries)
         when_imported("torch", self._torch_imported)
 
     def replays_here(self) -> bool:
@@ -171,7 +173,8 @@ class Investigation:
 
     def end(self) -> int | None:
         try:
-            return self._end()
+            with timers_stopped():
+                return self._end()
         finally:
             if self.watch is not None and self.watch.session.values is not None:
                 # Torch still knows our functions. The program's variables are to be freed as usual: that flushes files.
@@ -195,8 +198,7 @@ class Investigation:
                 if watch.policy.unresolved and not self._interrupted:
                     self._run_again(watch)
         if self.order is None and self.report.verdict == "clean" and (found := self.workers.first()) is not None:
-            why = "it happened in another process of the program"
-            remedies = tuple(replace(remedy, note=why) for remedy in found.remedies)
+            remedies = tuple(r if r.tried or r.note else replace(r, note=_NOT_HERE) for r in found.remedies)
             self.report = found.with_(remedies=remedies, notes=(*found.notes, _IN_WORKER))
             self._tried = True
         code = self._tell_of_restart()
@@ -284,6 +286,11 @@ class Investigation:
                 released=self._released,
             )
 
+    @property
+    def _tries(self) -> bool:
+        """Whether fixes may be tried."""
+        return self.options.verify != 0 and (self.options.verify is not None or self.options.replay == "auto")
+
     def _compared_replicas(self) -> Replicas | None:
         if not self.options.check_replicas or self.order is not None:
             return None
@@ -346,7 +353,8 @@ class Investigation:
             step = "" if output or first.step is None else f" in step {first.step}"
             say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
         try:
-            run = self._second_run(None if output else first.step)
+            with own_handlers_interrupt():
+                run = self._second_run(None if output else first.step)
         except KeyboardInterrupt:
             run = None
         except IsolationError as error:
@@ -389,14 +397,15 @@ class Investigation:
             "(its output is hidden; Ctrl-C skips this)"
         )
         try:
-            second = self.start.run_again(
-                self.options.program,
-                step=0,
-                what="step",
-                seconds=trials.Limits.after(min(self.seconds, trials.PATIENCE)).one,
-                first_batch=given,
-                isolated=self.options.isolation,
-            ).report
+            with own_handlers_interrupt():
+                second = self.start.run_again(
+                    self.options.program,
+                    step=0,
+                    what="step",
+                    seconds=trials.Limits.after(min(self.seconds, trials.PATIENCE)).one,
+                    first_batch=given,
+                    isolated=self.options.isolation,
+                ).report
         except KeyboardInterrupt:
             return self._not_repeated(first, None)
         except IsolationError:
@@ -477,9 +486,14 @@ class Investigation:
         """The failure is explained, and the program still stands at the failing step: tries the remedies there."""
         if self.order is not None or self.options.restart is not None or self._interrupted:
             return
+        from firstnan.engine.block_trials import try_fixes_in_worker
         from firstnan.engine.sharded import are_gathered
         from firstnan.engine.step_trial import StepTrials
 
+        if self.workers.is_elsewhere:
+            if self._tries:
+                try_fixes_in_worker(report, session, self.workers.add)
+            return
         self.seconds, report = time.monotonic() - self.began, session.complete(report)
         self.ranks.join()
         if self.ranks.are_many and not self._is_first_of_ranks(report):
@@ -590,7 +604,7 @@ class Investigation:
             first_batch=self._first_batch,
         )
         try:
-            with self.ranks.termination.interrupts():
+            with self.ranks.termination.interrupts(), own_handlers_interrupt():
                 attempts.run(report, lambda tried: self._keep(tried, progress))
         except KeyboardInterrupt:
             pass  # what was tried until now is in the report

@@ -129,6 +129,9 @@ class EndProgram(Policy):
             session.report = report
             self.save(report)
             self.ended = True
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self._explained(report, session)
             return
         self.explain(session, report)
         if not self._always and session.leave_to_detector():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from firstnan.capsule import Wanted
 from firstnan.capsule.content import Capsule
+from firstnan.engine.block_trials import try_fixes_in_worker
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.conclude import AS_IT_RAN, bad_values
@@ -194,9 +195,14 @@ def raising(
         raise nonfinite_error(report)
 
 
-def watch_worker(ownership: Ownership, save: Callable[[Report], None]) -> None:
-    """Watches a process that the program has spawned, to its end."""
-    ProgramWatch(EndProgram(save), ownership, Gate(), may_replay=True, in_worker=True).session.begin()
+def watch_worker(ownership: Ownership, save: Callable[[Report], None], *, tries: bool) -> None:
+    """Watches a process that the program has spawned, to its end; `tries`: fixes are tried there."""
+
+    def explained(report: Report, session: Session) -> None:
+        if tries:
+            try_fixes_in_worker(report, session, save)
+
+    ProgramWatch(EndProgram(save, explained), ownership, Gate(), may_replay=True, in_worker=True).session.begin()
 
 
 def watch_trial(

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -53,6 +54,7 @@ from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership, place_of
+from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped
 from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
@@ -157,7 +159,7 @@ class Session(Observer):
         self._investigated = 0
         self._closely = True
         """Whether the failure at hand is investigated."""
-        self.backwards = self._batches_at_backward = 0
+        self.backwards = self._batches_at_backward = self._backwards_at_update = 0
         """How many backward calls the current step has made."""
         self._bad_after: int | None = None
         """The backward call of a traced step after which the gradients were non-finite for the first time."""
@@ -514,6 +516,7 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.update_ended()
             return
+        self._backwards_at_update = self.backwards
         if self.gate.news:
             self._tell_forecasts()
         self._told, told = False, self._told
@@ -865,11 +868,29 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.tripped(trip, place)
         elif self.phase is WATCHING and self.policy.tripped(self, trip) and not self._told and not self._is_held():
-            if self.values is not None and self.values.leaves_out(trip):
+            if self.values is not None and self._is_left_out(trip):
                 return
             others = [other for other in list(_active) if other is not self]
             self.is_detected = any(other._detects(trip, optimizer) for other in others)
-            self._tripped(trip, place)
+            with timers_stopped():
+                self._tripped(trip, place)
+
+    def _is_left_out(self, trip: Trip) -> bool:
+        """Whether the program leaves out the update itself; asks a child."""
+        assert self.values is not None
+        try:
+            with timers_stopped(), self._interruptible():
+                return self.values.leaves_out(trip)
+        except KeyboardInterrupt:
+            if not isinstance(self.policy, EndProgram):
+                raise
+            self.policy.interrupt()
+            return False
+
+    def _interruptible(self) -> AbstractContextManager[None]:
+        """Ctrl-C ends the investigation if the program ends after it anyway."""
+        ends = isinstance(self.policy, EndProgram) and not self.in_worker
+        return own_handlers_interrupt() if ends else contextlib.nullcontext()
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
@@ -964,21 +985,27 @@ class Session(Observer):
     def _asked(self, failure: Failure) -> Answer | None:
         self.failure = failure
         try:
-            answer = children.ask(self, failure)
-            if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
-                loops = loops_of(failure.turns, self.microscope.ownership.owns)
-                answer = replace(answer, report=replace(answer.report, loops=loops))
-            if answer is None or self.in_child:
-                return answer
-            if answer.part is not None:
-                self.handouts.blame(answer.part, self.backwards)
-            answer = with_compiler(self, failure, answer)
-            return children.with_drawn(self, failure, turn_search.with_samples(self, failure, answer))
+            if isinstance(self.policy, EndProgram) and self.policy.interrupted:
+                raise KeyboardInterrupt
+            with self._interruptible():
+                return self._answer_of_children(failure)
         except KeyboardInterrupt:
             if not isinstance(self.policy, EndProgram):
                 raise
             self.policy.interrupt()
             return Answer(replace(failure.report, notes=(*failure.report.notes, _INTERRUPTED)))
+
+    def _answer_of_children(self, failure: Failure) -> Answer | None:
+        answer = children.ask(self, failure)
+        if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
+            loops = loops_of(failure.turns, self.microscope.ownership.owns)
+            answer = replace(answer, report=replace(answer.report, loops=loops))
+        if answer is None or self.in_child:
+            return answer
+        if answer.part is not None:
+            self.handouts.blame(answer.part, self.backwards)
+        answer = with_compiler(self, failure, answer)
+        return children.with_drawn(self, failure, turn_search.with_samples(self, failure, answer))
 
     def known(self, trip: Trip, *, anew: bool = True) -> Report:
         """What is known without a replay; `anew`: the models are looked at again, for tensors they got since."""
@@ -1046,6 +1073,11 @@ class Session(Observer):
 
     def turn_replayed_by(self, replay: TurnReplay) -> None:
         self._replay = replay
+
+    @property
+    def backwards_since_update(self) -> int:
+        """How often backward was called since the last update; only for a loop without a loader."""
+        return self.backwards - self._backwards_at_update
 
     def begin_turn(self) -> None:
         """A turn of the loop is about to run again."""

@@ -24,10 +24,10 @@ from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from firstnan.engine import isolation
-from firstnan.engine.children import Answering, TurnReplay, messages
+from firstnan.engine.children import Answering, TurnReplay, messages, whole_step
 from firstnan.engine.loop_replay import Failure
 from firstnan.engine.policies import Policy
-from firstnan.engine.turn import LeftLoop, Turn, names_in, parsed, same_values, unpacked
+from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked
 from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, when_called
 from firstnan.observe.loop_iterator import running_iterator
@@ -106,6 +106,9 @@ class StepTrials:
             for start in turn.starts:
                 if self._ask(_FailsAgain(self.session, self.failure, turn, start)):
                     return turn, start
+            step = whole_step(self.session, turn)
+            if step is not None and self._ask(_FailsAgain(self.session, self.failure, step, 0)):
+                return step, 0
         return None
 
     def _ask(self, work: _Work) -> Any:
@@ -386,7 +389,7 @@ class _Tried(_Work):
         seen, left = self._seen, False
         try:
             with when_called(self._change.replaced, seen.changed_is_called):
-                self.turn.run(first)
+                self.turn.run_step(first)
             self.session.handouts.stop_again()
             seen.turns += 1
             for names in following(self.turn, self.session):
@@ -479,6 +482,8 @@ def _iterator_of(turn: Turn, loop: ast.For) -> Any:
 
 def _rest_of(turn: Turn, loop: ast.For) -> Iterator[dict[str, Any]]:
     """What the loop goes through after the value it has now: its source is asked again, up to there."""
+    if is_suspended(loop.iter):
+        raise NotContinued("what the loop would go through next is not known")
     names = names_in(loop.target)
     now = {name: turn.names.get(name) for name in names}
     values = eval(compile(ast.Expression(loop.iter), turn.file, "eval"), turn.names)

@@ -72,6 +72,11 @@ def left_out(report: Report) -> Report:
     return report.with_(remedies=tuple(replace(remedy, note=_SKIPPED) for remedy in report.remedies))
 
 
+def were_skipped(report: Report) -> bool:
+    """Whether Ctrl-C has ended the trials."""
+    return any(remedy.note == _SKIPPED for remedy in report.remedies)
+
+
 class Trials:
     """Tests the remedies of one report, best first, until one helps or time is up."""
 

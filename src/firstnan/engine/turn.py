@@ -6,18 +6,22 @@ Only for a forked child, since it runs the program's code on the program's own o
 from __future__ import annotations
 
 import ast
+import asyncio
 import copy
+import gc
 import inspect
 import linecache
 import os
+import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 
+from firstnan.observe.forked import NotContinued
 from firstnan.observe.loop_iterator import latest_value, running_iterator
 from firstnan.records import LoopTurn
 from firstnan.tensors.finite import nested_values, tensors_in
@@ -31,8 +35,13 @@ _RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "ip
 _MOST_STARTS = 12
 _MOST_FUNCTIONS = 8
 _PAUSE = "__firstnan_pause__"
+_ITERATE = "__firstnan_iterate__"
+_EXCUSE = "__firstnan_excuse__"
+_AWAITED = 5.0
+"""Seconds after which a body that awaits something is given up: the other tasks are not in the child."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_Loop = ast.For | ast.While
+_Loop = ast.For | ast.While | ast.AsyncFor
+_Block = ast.With | ast.AsyncWith | ast.Try | ast.If
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -48,6 +57,8 @@ class Turn:
     """The function, or module, whose loop it is."""
     names: dict[str, Any]
     """The variables; in a module its own, in a function a copy together with the module's."""
+    of_step: tuple[dict[str, Any], ...] = ()
+    """The loop's own variables in each turn of a step that takes several, this one included."""
 
     @property
     def is_function(self) -> bool:
@@ -58,7 +69,7 @@ class Turn:
         """The variables that the body starts with: the arguments of a function, or what the loop itself assigns."""
         if isinstance(self.loop, ast.FunctionDef):
             return set(_arguments(self.code))
-        return {n.id for n in _stored([self.loop.target])} if isinstance(self.loop, ast.For) else set()
+        return {n.id for n in _stored([self.loop.target])} if isinstance(self.loop, ast.For | ast.AsyncFor) else set()
 
     @property
     def line(self) -> int:
@@ -73,7 +84,7 @@ class Turn:
     def first_line(self, start: int) -> int:
         """The line of the first statement that `start` does not leave out."""
         statement = _cuts(self.loop.body, self.at)[start][0]
-        if not start or not isinstance(statement, ast.With | ast.Try | ast.If):
+        if not start or not isinstance(statement, _Block):
             return statement.lineno
         return min(n.lineno for n in ast.walk(statement) if isinstance(n, ast.stmt) and n is not statement)
 
@@ -159,9 +170,11 @@ class Turn:
             body = _after(loop.body, at or self.at) or [ast.copy_location(ast.Pass(), loop)]
         owner = self.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
         once = ast.For(ast.Name("_", ast.Store()), ast.Tuple([ast.Constant(None)], ast.Load()), list(body), [])
-        tree = _Adapted(owner, next(iter(_arguments(self.code)), "")).visit(ast.Module([once], []))
+        first = next(iter(_arguments(self.code)), "")
+        tree = _Adapted(owner, first, before=at or self.at).visit(ast.Module([once], []))
         ast.copy_location(once, loop)
-        code = compile(ast.fix_missing_locations(tree), self.file, "exec", dont_inherit=True)
+        tree = ast.fix_missing_locations(tree)
+        code: CodeType = compile(tree, self.file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
         return code.replace(co_name=self.code.co_name, co_qualname=self.code.co_qualname)
 
     def restore_given(self, handout: Any) -> None:
@@ -187,11 +200,48 @@ class Turn:
             return {}
         return {name: value for name, value in given.items() if name in overwritten}
 
-    def _latest_of_loop(self, loop: ast.For) -> dict[str, Any]:
-        """The loop's own variables as its iterator has given them, if that can tell."""
+    def with_step(self, count: int) -> Turn | None:
+        """The same with the turns of its step before it, `count` in all; None if they cannot be known."""
+        found = [self._own_before(before) for before in reversed(range(count))]
+        known = tuple(names for names in found if names is not None)
+        return replace(self, of_step=known) if len(known) == count else None
+
+    def _own_before(self, before: int) -> dict[str, Any] | None:
+        """The loop's own variables so many turns before this one."""
+        loop = self.loop
+        if isinstance(loop, ast.While):
+            counted = _counted(self)
+            if counted is None:
+                return None
+            name = counted[0]
+            done = any(
+                isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name) and n.target.id == name
+                for n in _own_nodes(loop)
+                if n.__dict__.get("lineno", self.at) < self.at
+            )
+            return {name: self.names[name] - before - done}
+        if not isinstance(loop, ast.For):
+            return None
+        counter = _counter(loop)
+        if counter is None:
+            return self._latest_of_loop(loop, before) or None
+        values, now = self._range(counter[1]), self.names.get(counter[0])
+        if values is None or not isinstance(now, int) or now not in values or values.index(now) < before:
+            return None
+        return {counter[0]: values[values.index(now) - before]}
+
+    def _range(self, expression: ast.expr) -> range | None:
+        try:
+            values = eval(compile(ast.Expression(expression), self.file, "eval"), self.names)
+        except Exception:
+            return None
+        return values if isinstance(values, range) else None
+
+    def _latest_of_loop(self, loop: ast.For, before: int = 0) -> dict[str, Any]:
+        """The loop's own variables as its iterator has given them, or so many turns before, if that can tell."""
         tree = parsed("".join(linecache.getlines(self.file)))
         iterator = running_iterator(tree, loop, self.code) if tree is not None else None
-        found, names = latest_value(iterator), dict[str, Any]()
+        found, names = latest_value(iterator, before), dict[str, Any]()
         if found is None or not all(
             isinstance(n, ast.Name | ast.Tuple | ast.List | ast.expr_context) for n in ast.walk(loop.target)
         ):
@@ -201,11 +251,22 @@ class Turn:
         exec(code, {"__firstnan_given__": found[0]}, names)
         return names
 
+    def run_step(self, code: CodeType) -> None:
+        """Runs the turn, and before it those of the same step."""
+        for names in self.of_step[:-1]:
+            self.names.update(names)
+            self.run(code)
+        self.names.update(self.of_step[-1] if self.of_step else {})
+        self.run(code)
+
     def run(self, code: CodeType) -> None:
         """Runs one turn; raises what the body raises, and `LeftLoop` if it leaves its loop."""
-        self.names["__firstnan_left__"] = LeftLoop
+        self.names["__firstnan_left__"], self.names[_ITERATE] = LeftLoop, _iterated
+        self.names.setdefault(_EXCUSE, Excuses()).begin()
         with torch._C._EnableTorchFunction():  # it is off while we work inside of a mode of the program's
-            exec(code, self.names)
+            body = eval(code, self.names)
+            if inspect.iscoroutine(body):
+                _awaited(body)
 
     @property
     def returns(self) -> bool:
@@ -219,6 +280,9 @@ class Turn:
 
     def following(self) -> Iterator[dict[str, Any]]:
         """The loop's own variables in its next turns, as far as they can be known: numbers from a range go on."""
+        asked = self.loop.test if isinstance(self.loop, ast.While) else None
+        if isinstance(self.loop, ast.AsyncFor) or is_suspended(asked):
+            raise NotContinued("what the loop would go through next is not known")
         if isinstance(self.loop, ast.While):
             test = compile(ast.Expression(self.loop.test), self.file, "eval")
             while eval(test, self.names):
@@ -228,14 +292,77 @@ class Turn:
         if counter is None:
             return
         name, expression = counter
-        try:
-            values = eval(compile(ast.Expression(expression), self.file, "eval"), self.names)
-        except Exception:
-            return
-        now = self.names.get(name)
-        if isinstance(values, range) and isinstance(now, int) and now in values:
+        values, now = self._range(expression), self.names.get(name)
+        if values is not None and isinstance(now, int) and now in values:
             for value in values[values.index(now) + 1 :]:
                 yield {name: value}
+
+
+class Excuses:
+    """Which errors of statements that are there for their effects alone come from nobody answering in the child.
+
+    In the failing turn such a statement has raised nothing before the failing one: where it does so now, the program
+    would have gone on. The same error is excused later, too.
+    """
+
+    def __init__(self) -> None:
+        self._places: set[tuple[CodeType, int]] = set()
+        self._turns = 0
+
+    def begin(self) -> None:
+        self._turns += 1
+
+    def __call__(self, before: bool) -> bool:
+        """Whether the error that is handled is excused; `before`: its statement comes before the failing one."""
+        at = sys.exc_info()[2]
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        if at is None:
+            return False
+        place = at.tb_frame.f_code, at.tb_lineno
+        if before and self._turns == 1:
+            self._places.add(place)
+        return place in self._places
+
+
+def _iterated(values: Any) -> Any:
+    """What `yield from` evaluates to, without anybody who takes the values."""
+    iterator = iter(values)
+    while True:
+        try:
+            next(iterator)
+        except StopIteration as stop:
+            return stop.value
+
+
+def _awaited(body: Coroutine[Any, Any, None]) -> None:
+    """Runs a body that awaits something, in an event loop of its own: the program's has its tasks and connections."""
+    for one in gc.get_objects():
+        if issubclass(type(one), asyncio.mixins._LoopBoundMixin):  # a queue or a lock; it belongs to one event loop
+            one._loop = None
+
+    async def limited() -> None:
+        limit = asyncio.timeout(_AWAITED)
+        try:
+            async with limit:
+                await body
+        except TimeoutError:
+            if limit.expired():
+                raise NotContinued("there the program waits for another task") from None
+            raise
+
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(limited())
+    finally:
+        asyncio._set_running_loop(running)
+
+
+def is_suspended(node: ast.AST | None) -> bool:
+    """Whether something here waits for others, or hands a value to them."""
+    return node is not None and any(isinstance(n, ast.Await | ast.Yield | ast.YieldFrom) for n in ast.walk(node))
 
 
 class LeftLoop(BaseException):  # the program must not catch it
@@ -243,11 +370,12 @@ class LeftLoop(BaseException):  # the program must not catch it
 
 
 class _Adapted(ast.NodeTransformer):
-    """The body outside its loop or function: `break` and `return` leave it, private names get their class's prefix,
-    and `super()` its arguments."""
+    """The body outside its loop or function: `break` and `return` leave it, nobody takes what it yields, private names
+    get their class's prefix, and `super()` its arguments."""
 
-    def __init__(self, owner: str, first: str = "") -> None:
-        """`first`: the name of the function's first argument."""
+    def __init__(self, owner: str, first: str = "", before: int = 0) -> None:
+        """`first`: the name of the function's first argument. `before`: the line of the failing statement."""
+        self._before = before
         self._prefix = f"_{owner.lstrip('_')}" if owner and owner != "<locals>" else ""
         self._first = first
         self._depth = 0
@@ -258,7 +386,10 @@ class _Adapted(ast.NodeTransformer):
     def visit_While(self, node: ast.While) -> ast.AST:
         return self._inner_loop(node)
 
-    def _inner_loop(self, node: ast.For | ast.While) -> ast.AST:
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> ast.AST:
+        return self._inner_loop(node)
+
+    def _inner_loop(self, node: _Loop) -> ast.AST:
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1
@@ -271,6 +402,27 @@ class _Adapted(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         return ast.copy_location(ast.Raise(ast.Name("__firstnan_left__", ast.Load()), None), node)
+
+    def visit_Yield(self, node: ast.Yield) -> ast.AST:
+        self.generic_visit(node)
+        parts = ast.Tuple([node.value or ast.Constant(None), ast.Constant(None)], ast.Load())
+        return ast.copy_location(ast.Subscript(parts, ast.Constant(1), ast.Load()), node)
+
+    def visit_YieldFrom(self, node: ast.YieldFrom) -> ast.AST:
+        self.generic_visit(node)
+        return ast.copy_location(ast.Call(ast.Name(_ITERATE, ast.Load()), [node.value], []), node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        """A statement for its effect alone, such as a message to a server, may fail where nobody answers."""
+        self.generic_visit(node)
+        call = node.value.value if isinstance(node.value, ast.Await) else node.value
+        if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Name) and call.func.id == _PAUSE):
+            return node
+        before = ast.Constant((node.end_lineno or node.lineno) < self._before)
+        excuse = ast.Call(ast.Name(_EXCUSE, ast.Load()), [before], [])
+        otherwise = ast.If(ast.UnaryOp(ast.Not(), excuse), [ast.Raise(None, None)], [])
+        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [otherwise])
+        return ast.copy_location(ast.Try([node], [handler], [], []), node)
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return ast.copy_location(ast.Pass(), node)  # the variables are in one place here
@@ -370,7 +522,7 @@ def _cuts(body: list[ast.stmt], line: int) -> list[list[ast.stmt]]:
         found.append(body[i:])
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             inner = getattr(statement, "body", None)
-            if isinstance(statement, ast.With | ast.Try | ast.If) and inner:
+            if isinstance(statement, _Block) and inner:
                 found += [[_with_body(statement, rest), *body[i + 1 :]] for rest in _cuts(inner, line)[1:]]
             break
     return found
@@ -380,7 +532,7 @@ def _after(body: list[ast.stmt], line: int) -> list[ast.stmt]:
     """What a body does after its statement on this line; also inside a `with`, `try` or `if`."""
     for i, statement in enumerate(body):
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
-            inner = statement.body if isinstance(statement, ast.With | ast.Try | ast.If) else []
+            inner = statement.body if isinstance(statement, _Block) else []
             left = _after(inner, line)
             return [*([_with_body(statement, left)] if left else []), *body[i + 1 :]]
     return []
@@ -393,7 +545,7 @@ def _places(body: list[ast.stmt], line: int) -> list[tuple[list[ast.stmt], int]]
         found.append((body, i))
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             inner = getattr(statement, "body", None)
-            if isinstance(statement, ast.With | ast.Try | ast.If) and inner:
+            if isinstance(statement, _Block) and inner:
                 found += _places(inner, line)[1:]
             break
     return found
@@ -560,11 +712,7 @@ def _turns_of(frame: FrameType, line: int) -> list[Turn]:
     loops = _loops_around(tree, code, line) if tree is not None and line else []
     is_module = frame.f_locals is frame.f_globals
     names = frame.f_globals if is_module else {**frame.f_globals, **frame.f_locals}
-    return [
-        Turn(code.co_filename, loop, line, code, names)
-        for loop in loops
-        if not any(isinstance(n, ast.Yield | ast.YieldFrom | ast.Await) for n in _own_nodes(loop))
-    ]
+    return [Turn(code.co_filename, loop, line, code, names) for loop in loops]
 
 
 def _is_left_out(code: CodeType) -> bool:

@@ -28,9 +28,9 @@ class WorkerReports:
         """Whether this process is not the one that collects the reports."""
         return os.getpid() != self._process
 
-    def watch_spawned(self, directories: tuple[str, ...]) -> None:
-        """Spawned processes start from nothing, and have to be told to watch themselves."""
-        tell_spawned(_Watched(self._process, self._file.fileno(), directories))
+    def watch_spawned(self, directories: tuple[str, ...], *, tries: bool) -> None:
+        """Spawned processes start from nothing, and have to be told to watch themselves; `tries`: and to try fixes."""
+        tell_spawned(_Watched(self._process, self._file.fileno(), directories, tries))
 
     def first(self) -> Report | None:
         """The last report of the worker that was the first to send one."""
@@ -59,7 +59,7 @@ class _Watched:
         return watch_this_process, self._parts
 
 
-def watch_this_process(parent: int, number: int, directories: tuple[str, ...]) -> None:
+def watch_this_process(parent: int, number: int, directories: tuple[str, ...], tries: bool) -> None:
     """Watches a spawned process from the moment it imports torch."""
 
     def save(report: Report) -> None:
@@ -72,6 +72,6 @@ def watch_this_process(parent: int, number: int, directories: tuple[str, ...]) -
     def begin() -> None:
         from firstnan.engine.program_watch import watch_worker
 
-        watch_worker(Ownership(directories), save)
+        watch_worker(Ownership(directories), save, tries=tries)
 
     when_imported("torch", begin)

@@ -93,17 +93,17 @@ def _is_readable() -> bool:
     return sys.implementation.name == "cpython" and probe(iter([1]), iter([2]))
 
 
-def latest_value(iterator: Any) -> tuple[Any] | None:
-    """The value that an iterator has given last, in a tuple; None if it cannot tell."""
+def latest_value(iterator: Any, before: int = 0) -> tuple[Any] | None:
+    """The value that an iterator has given last, or so many `before` it, in a tuple; None if it cannot tell."""
     kind = type(iterator)
     if kind in (type(iter([])), type(iter(()))):
         _, (values, *_), *index = iterator.__reduce__()
-        return (values[index[0] - 1],) if index and index[0] else None
+        return (values[index[0] - 1 - before],) if index and index[0] > before else None
     if kind is enumerate:
         inner, count = iterator.__reduce__()[1]
-        latest = latest_value(inner)
-        return ((count - 1, *latest),) if latest is not None else None
+        latest = latest_value(inner, before)
+        return ((count - 1 - before, *latest),) if latest is not None else None
     if kind is zip:
-        parts = [latest_value(inner) for inner in iterator.__reduce__()[1]]
+        parts = [latest_value(inner, before) for inner in iterator.__reduce__()[1]]
         return (tuple(value for part in parts if part is not None for value in part),) if None not in parts else None
     return None
