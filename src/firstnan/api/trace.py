@@ -98,9 +98,10 @@ class Block(RaiseAsItRuns):
 
     def _look_at_what_is_left(self) -> None:
         session = self.session
-        assert session.microscope.tracer is not None
-        memory = session.microscope.tracer.memory
-        events = memory.roots() & memory.bad()
+        tracer = session.microscope.tracer
+        assert tracer is not None
+        memory = tracer.memory
+        events = (memory.roots() & memory.bad()) - tracer.of_helpers  # what the block does not use is another thread's
         if events and (session.gate.trained or session.gate.scales):
             events &= {event for t in self._kept() for event in memory.bad_writers(memory.key(t), t)}
         report = self._concluded(Noticed("output"), sorted(events))

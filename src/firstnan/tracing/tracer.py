@@ -72,6 +72,8 @@ class Tracer:
         self._helpers: dict[int, _Mode] = {}
         """The other threads that are recorded, by their ids."""
         self._new_threads = NewThreads(self._helper_started) if helpers else None
+        self.of_helpers: set[int] = set()
+        """The events of those threads."""
         self._from_elsewhere: set[int] = set()
         """Memory that holds results of autograd, but of no operator that was recorded."""
         self.step = 0
@@ -277,6 +279,7 @@ class Tracer:
         """Drops all other events and renumbers these."""
         new = {old: i for i, old in enumerate(sorted(kept))}
         self.raws = [self.raws[i] for i in new]
+        self.of_helpers = {new[i] for i in self.of_helpers if i in new}
         self._sequence = {n: new[i] for n, i in self._sequence.items() if i in new}
         self._calls.clear()
         self._stats.clear()
@@ -371,6 +374,8 @@ class Tracer:
         self._locate(raw, op, names, forms, grad, frame, asked)
         index = len(self.raws)
         self.raws.append(raw)
+        if self._helpers and threading.get_ident() in self._helpers:
+            self.of_helpers.add(index)
         if grad or not enabled:
             self._assign_node(index)
         # A number may be infinite itself (`masked_fill(mask, -inf)`).
