@@ -713,3 +713,29 @@ def test_a_plateau_between_validation_and_training_is_kept() -> None:
             scheduler.step(1.0)
     assert scheduler.last_epoch == 3
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("called", ["parts", "weights"])
+def test_a_loop_that_never_calls_the_model_itself_goes_on(called: str, policy: str) -> None:
+    """It calls the layers, or reads their weights: the state is restored before the next loss is computed, or in a
+    way that its backward call does not notice."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    options: dict[str, Any] = {"snapshot_every": 3} if policy == "rollback" else {}
+    with NaNDetector(model, optimizer, on_nonfinite=policy, **options) as detector:
+        for i in range(12):
+            x = torch.rand(8, 4)
+            if called == "parts":
+                out = model["head"](model["body"](x).tanh())
+            else:
+                hidden = nn.functional.linear(x, model["body"].weight, model["body"].bias).tanh()
+                out = nn.functional.linear(hidden, model["head"].weight, model["head"].bias)
+            loss = (out * (math.nan if i == 7 else 1.0)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert detector.summary()["skipped" if policy == "skip" else "rolled_back"] == 1
+    assert detector.summary()["steps"] == 11
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

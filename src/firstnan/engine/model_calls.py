@@ -20,7 +20,7 @@ from firstnan.engine.handouts import Handouts
 from firstnan.engine.microscope import Microscope
 from firstnan.engine.recovery import Recovery
 from firstnan.gate.gate import Trip
-from firstnan.observe.hooks import CallHooks, Hooks, on_gradient
+from firstnan.observe.hooks import CallHooks, Hooks, PartHooks, on_gradient
 from firstnan.observe.patches import Hook
 from firstnan.records import Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
@@ -65,6 +65,7 @@ class ModelCalls:
         self._making = self._light = False
         self._last: tuple[Module, Any, Any, int, bool] | None = None
         self._hooks = CallHooks(self.roots, self._before, self._after)
+        self._parts_hooks = PartHooks()
 
     def on_error(self, tell: Callable[[Exception], None]) -> None:
         """Who hears of errors of our own."""
@@ -84,12 +85,16 @@ class ModelCalls:
 
     def detach(self) -> None:
         self._hooks.remove()
+        self._parts_hooks.remove()
         self._light = True
         self.forget()
 
     def before_next(self, act: Callable[[], None] | None) -> None:
-        """Has `act` called before each call of a model from now on; None ends that."""
+        """Has `act` called before each call of a model, or of a part of it, from now on; None ends that."""
         self._before_call = act
+        self._parts_hooks.remove()
+        if act is not None:  # a loop may call the layers itself, as `model.encoder(x)`
+            self._parts_hooks.install([part for root in self.roots for part in root.modules()], act)
 
     def were_made(self) -> bool:
         """Whether a model was called, with gradients, since this was last asked."""

@@ -155,6 +155,8 @@ class Session(Observer):
         self._closely = True
         """Whether the failure at hand is investigated."""
         self.backwards = self._batches_at_backward = 0
+        self._is_computed = False
+        """Whether the next step's loss was already computed with the current weights when the last one ended."""
         self._unused_losses, self._backward_called = UnusedLosses(ownership.owns), False
         """Looks for bad losses that the loop skips; and whether backward was called since the last batch."""
         """How many backward calls the current step has made."""
@@ -599,7 +601,9 @@ class Session(Observer):
         self.policy.before_backward(self, roots)
         self._count_compiled_updates()
         if not self.through_loop:
+            self._is_computed = True
             self.body_ended()
+            self._is_computed = False
         if self.values is not None:
             self.values.trains_on()
         if self._capsules is not None:
@@ -1287,7 +1291,7 @@ class Session(Observer):
             self.calls.forget()
 
     def undo(self) -> None:
-        if self.recovery is None or not self.recovery.go_back():
+        if self.recovery is None or not self.recovery.go_back(in_use=self._is_computed):
             self.stop(_NO_SNAPSHOT)
 
     def stop(self, *why: str) -> NoReturn:

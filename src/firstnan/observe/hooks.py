@@ -456,6 +456,27 @@ class CallHooks:
         self._before_handles = []
 
 
+class PartHooks:
+    """A hook before the calls of given modules, for a short time: torch is asked about every call meanwhile."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def install(self, modules: Sequence[Any], act: Callable[[], None]) -> None:
+        parts = {id(module) for module in modules}
+
+        def called(module: Any, args: Any) -> None:
+            if id(module) in parts and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                act()
+
+        self._handle = register_module_forward_pre_hook(called)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
 def on_gradient(tensor: Tensor, act: Callable[[Tensor], None]) -> None:
     """Calls `act` with the gradient of this tensor when backward has computed it."""
     tensor.register_hook(act)

@@ -363,11 +363,12 @@ class StateCopy:
     def nbytes(self) -> int:
         return sum(copy.nbytes for _, copy in self._values)
 
-    def restore(self) -> None:
+    def restore(self, *, in_use: bool = False) -> None:
+        """`in_use`: a loss was computed with these tensors, and its backward call must not object to the change."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for tensor, copy in self._values:
                 if tensor.shape == copy.shape:
-                    tensor.copy_(copy)
+                    (tensor.data if in_use else tensor).copy_(copy)
                 else:  # The program has replaced its memory since.
                     tensor.data = copy.clone()
         for container, members in self._containers.values():
@@ -426,9 +427,12 @@ class Snapshot:
         copy.copy()
         return cls(copy, buffers, states)
 
-    def restore(self) -> None:
-        """Restores everything in the same tensors; optimizer state that was created since is dropped."""
-        self._copy.restore()
+    def restore(self, *, in_use: bool = False) -> None:
+        """Restores everything in the same tensors; optimizer state that was created since is dropped.
+
+        `in_use`: a loss was computed with these tensors, and its backward call must not object to the change.
+        """
+        self._copy.restore(in_use=in_use)
         for slot, buffer in self._slots:
             slot.put(buffer)
         for optimizer, state in self._states:
