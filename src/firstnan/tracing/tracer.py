@@ -254,6 +254,10 @@ class Tracer:
         bad = self.memory.bad_writers(self.memory.key(tensor), tensor)
         return bad[-1] if bad else None
 
+    def last_event(self) -> int:
+        """The last operator of the thread that is recorded; -1 if there is none."""
+        return next((i for i in range(len(self.raws) - 1, -1, -1) if i not in self.of_helpers), -1)
+
     def forget_healthy(self) -> None:
         """Drops events that no later failure can depend on, so that tracing many steps uses bounded memory."""
         raised = [i for i, r in enumerate(self.raws) if r.raised]
