@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import firstnan
 from firstnan import NaNDetector, NonFiniteError
+from firstnan.tracing.tracer import Tracer
 
 pytestmark = pytest.mark.slow
 
@@ -133,3 +134,18 @@ def test_healthy_towers_stay_as_they_are(how: str) -> None:
         weights.append([p.detach().clone() for p in model.parameters()])
         assert list(detector.events) == []
     assert all(map(torch.equal, *weights))
+
+
+def test_the_nodes_of_two_threads_are_told_apart() -> None:
+    x = torch.rand(3, requires_grad=True)
+    made: list[Tensor] = []
+    with Tracer(helpers=True) as tracer:
+        for work in (torch.sqrt, torch.exp):  # one after the other: each would begin with the same numbers
+            thread = threading.Thread(target=lambda work=work: made.append(work(x)))
+            thread.start()
+            thread.join()
+        (made[0].sum() + made[1].sum()).backward()
+    passes = {
+        (raw.call.node, tracer.raws[raw.forward].call.func.name) for raw in tracer.raws if raw.forward is not None
+    }
+    assert {("SqrtBackward0", "sqrt"), ("ExpBackward0", "exp")} <= passes

@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 
 from torch import Tensor
 
-from firstnan.tensors.finite import is_finite
+from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite
 from firstnan.tensors.state import local_variables
 
 _MOST_READ = 1 << 20
@@ -22,7 +22,7 @@ class UnusedLosses:
 
     def __init__(self, owns: Callable[[CodeType], bool]) -> None:
         self._owns = owns
-        self._seen: deque[weakref.ref[Tensor]] = deque(maxlen=8)
+        self._seen: deque[weakref.ref[Tensor]] = deque(maxlen=64)
 
     def find(self, *places: FrameType | None, only_losses: bool = False) -> tuple[str, Tensor] | None:
         """The name and the value of a bad loss in these functions and their callers, or of what one is made of."""
@@ -33,7 +33,8 @@ class UnusedLosses:
             if any(ref() is value for ref in self._seen) or (only_losses and not value.is_cpu):
                 continue
             self._seen.append(weakref.ref(value))
-            if not is_finite(value):
+            # Before a softmax, -inf is a mask.
+            if not is_finite(value) if value.numel() == 1 else has_nan_or_positive_inf(value):
                 self._seen.extend(weakref.ref(value) for _, value in losses)  # told once
                 return name, value
         return None
