@@ -757,3 +757,42 @@ def test_an_optimizer_that_trains_nothing_of_the_model(whose: str, words: int, c
     with NaNDetector(model, torch.optim.SGD(given.parameters(), 0.1)):
         pass
     assert len([r for r in caplog.records if "holds none of this model's parameters" in r.message]) == words
+
+
+class Logarithm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_guard_is_not_put_around_the_call_of_the_whole_model(last: bool) -> None:
+    """The line of a layer in a Sequential is the call of that; its result is not what the next layer reads."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Logarithm(), *([] if last else [nn.Linear(4, 1)]))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x in detector.batches([torch.rand(2, 4)] * 3):
+            output = model(x)
+            optimizer.zero_grad()
+            output.sum().backward()
+            optimizer.step()
+    remedies = caught.value.report.remedies
+    assert remedies
+    assert not any("model(x)" in remedy.diff for remedy in remedies)
+
+
+def test_a_loss_trains_layers_that_were_added_after_attaching() -> None:
+    torch.manual_seed(0)
+    model, late = nn.Sequential(nn.Identity()), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(late.parameters(), 0.01)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        model.add_module("log", Logarithm())
+        model.add_module("late", late)
+        for x in detector.batches([torch.rand(2, 4) + 0.1, -torch.ones(2, 4)]):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    report = caught.value.report
+    assert report.noticed is not None
+    assert (report.noticed.what, report.origin.phase, report.origin.module) == ("loss", "forward", "log")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.tensors import state
@@ -142,10 +143,10 @@ def test_many_skips_search_the_process_for_schedulers_once(through: str, monkeyp
     run = Run()
     with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
         drive(run, detector, with_bad_target(given[:16], *[n for n in bad if n < 16]), through)
-        assert len(searches) == 1
+        assert len(searches) == 2  # when attached, and at the first skip
         run.schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
         drive(run, detector, with_bad_target(given[16:], 1, 3, 5, 7), through)
-    assert len(searches) == 2
+    assert len(searches) == 3
     assert run.schedule.last_epoch == 4
     assert detector.summary()["skipped"] == 12
 
@@ -550,3 +551,191 @@ def test_a_skip_tells_of_the_update_that_another_optimizer_has_made_with_the_bat
             slow.step()
     (skipped,) = [event for event in detector.events if event.kind == "skipped"]
     assert skipped.message.endswith("; the 1 update made before with the same batch was kept")
+
+
+# Schedulers and rates that the loop changes before the step fails.
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=50),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [2],
+    ),
+    "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 3), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+def scheduler_state(scheduler: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    parts = getattr(scheduler, "_schedulers", [])
+    kept = [
+        {name: value for name, value in vars(one).items() if name not in ("optimizer", "_schedulers")}
+        for one in (scheduler, *parts)
+    ]
+    rates = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+    return copy.deepcopy(([{k: v for k, v in one.items() if not callable(v)} for one in kept], rates))
+
+
+@pytest.mark.parametrize(
+    ("kind", "through", "place", "made"),
+    [
+        *((kind, "batches", "top", made) for kind in SCHEDULERS for made in ("before", "after")),
+        *(("step", through, place, "after") for through in ("step", "loader", "range") for place in ("top", "middle")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of", "ignore:The epoch parameter")
+def test_raise_undoes_a_scheduler_that_was_stepped_before_the_failure(
+    kind: str, through: str, place: str, made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FIRSTNAN_ISOLATION", "off" if through == "batches" else "auto")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    given = [torch.rand(8, 4) for _ in range(6)]
+    detector = NaNDetector(model, optimizer)
+    if made == "before":
+        scheduler = SCHEDULERS[kind](optimizer)
+        detector.attach()
+    else:
+        detector.attach()
+        scheduler = SCHEDULERS[kind](optimizer)
+    argument = (1.0,) if kind == "plateau" else ()
+    seen = []
+    if through == "range":
+        with pytest.raises(NonFiniteError), detector:
+            for i in range(6):
+                seen.append(scheduler_state(scheduler, optimizer))
+                if place == "top":
+                    scheduler.step(*argument)
+                loss = model(given[i]).square().mean()
+                if place == "middle":
+                    scheduler.step(*argument)
+                optimizer.zero_grad()
+                (loss * (math.nan if i == 3 else 1.0)).backward()
+                optimizer.step()
+    else:
+
+        def body(i: int, x: Tensor) -> None:
+            seen.append(scheduler_state(scheduler, optimizer))
+            if place == "top":
+                scheduler.step(*argument)
+            loss = model(x).square().mean()
+            if place == "middle":
+                scheduler.step(*argument)
+            optimizer.zero_grad()
+            (loss * (math.nan if i == 3 else 1.0)).backward()
+            optimizer.step()
+
+        with pytest.raises(NonFiniteError), detector:
+            if through == "step":
+                for i, x in enumerate(given):
+                    detector.step(body, i, x)
+            else:
+                loader = detector.batches(given) if through == "batches" else DataLoader(given, batch_size=None)
+                for i, x in enumerate(loader):
+                    body(i, x)
+    assert scheduler_state(scheduler, optimizer) == seen[3]
+
+
+def test_raise_undoes_a_rate_that_was_set_by_hand_before_the_failure() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def warm_up(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+
+    with pytest.raises(NonFiniteError), NaNDetector(model, optimizer):
+        for step in range(8):
+            warm_up(step)
+            loss = model(torch.rand(8, 4)).square().mean() * (math.nan if step == 5 else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_raise_leaves_a_scheduler_that_is_stepped_after_the_update() -> None:
+    """In a loop without a loader: its step belongs to the turn before."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with pytest.raises(NonFiniteError), NaNDetector(model, optimizer):
+        for step in range(8):
+            loss = model(torch.rand(8, 4)).square().mean() * (math.nan if step == 5 else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (5, 0.1 / 32)
+
+
+def test_raise_keeps_the_schedule_of_the_optimizer_that_has_made_its_update() -> None:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    slow, fast = torch.optim.SGD(generator.parameters(), 0.1), torch.optim.SGD(critic.parameters(), 0.1)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (slow, fast)]
+    with pytest.raises(NonFiniteError), NaNDetector([generator, critic], [slow, fast]) as detector:
+        for i, x in enumerate(detector.batches([torch.rand(8, 4) for _ in range(8)])):
+            schedules[0].step()
+            fast.zero_grad()
+            (critic(generator(x).detach()) - critic(x)).mean().backward()
+            fast.step()
+            schedules[1].step()
+            slow.zero_grad()
+            (-critic(generator(x)).mean() * (math.nan if i == 5 else 1.0)).backward()
+            slow.step()
+    assert [schedule.last_epoch for schedule in schedules] == [5, 6]
+
+
+def test_a_plateau_between_validation_and_training_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    given = [torch.rand(8, 4) for _ in range(4)]
+    with pytest.raises(NonFiniteError), NaNDetector(model, optimizer) as detector:
+        for epoch in range(4):
+            for x in detector.batches(given):
+                optimizer.zero_grad()
+                (model(x).square().mean() * (math.nan if epoch == 3 else 1.0)).backward()
+                optimizer.step()
+            with torch.no_grad():
+                for x in detector.batches(given):
+                    model(x)
+            scheduler.step(1.0)
+    assert scheduler.last_epoch == 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("called", ["parts", "weights"])
+def test_a_loop_that_never_calls_the_model_itself_goes_on(called: str, policy: str) -> None:
+    """It calls the layers, or reads their weights: the state is restored before the next loss is computed, or in a
+    way that its backward call does not notice."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    options: dict[str, Any] = {"snapshot_every": 3} if policy == "rollback" else {}
+    with NaNDetector(model, optimizer, on_nonfinite=policy, **options) as detector:
+        for i in range(12):
+            x = torch.rand(8, 4)
+            if called == "parts":
+                out = model["head"](model["body"](x).tanh())
+            else:
+                hidden = nn.functional.linear(x, model["body"].weight, model["body"].bias).tanh()
+                out = nn.functional.linear(hidden, model["head"].weight, model["head"].bias)
+            loss = (out * (math.nan if i == 7 else 1.0)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert detector.summary()["skipped" if policy == "skip" else "rolled_back"] == 1
+    assert detector.summary()["steps"] == 11
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -662,3 +662,21 @@ def test_modes_of_the_program_stay_where_they_are(bad: bool) -> None:
             assert own
             assert all(name in rest for name in own)
     assert torch._C._len_torch_dispatch_stack() == depth
+
+
+def test_a_block_that_drops_its_result() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    with pytest.raises(NonFiniteError) as caught, firstnan.trace():
+        model(torch.full((2, 4), 1e38))
+    assert found(caught).origin is not None
+    assert found(caught).origin.module == "0"
+    with pytest.raises(NonFiniteError, match="log_of_negative"), torch.no_grad(), firstnan.trace():
+        torch.tensor([1.0, -1.0]).log().sum()
+
+
+def test_a_block_that_drops_a_finite_result() -> None:
+    mask = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1)
+    with firstnan.trace() as block:
+        torch.randn(3, 3).masked_fill(mask, -torch.inf).softmax(-1).sum()
+        torch.randn(3, 3).masked_fill(mask, -torch.inf)  # on purpose
+    assert block.report is None

@@ -252,6 +252,8 @@ class NaNDetector:
         __tracebackhide__ = True
         session = self._session
         report, searching = None, session is not None and session.is_searching
+        if session is not None and error is None:
+            session.hooks.guarded(session.batch_left, sys._getframe(1))
         try:
             report = session.left(error) if session is not None else None
         finally:

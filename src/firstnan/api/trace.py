@@ -98,11 +98,15 @@ class Block(RaiseAsItRuns):
 
     def _look_at_what_is_left(self) -> None:
         session = self.session
-        assert session.microscope.tracer is not None
-        memory = session.microscope.tracer.memory
-        events = memory.roots() & memory.bad()
+        tracer = session.microscope.tracer
+        assert tracer is not None
+        memory = tracer.memory
+        last, bad = tracer.last_event(), memory.bad()  # before what is freed is forgotten
+        events = (memory.roots() & memory.bad()) - tracer.of_helpers  # what the block does not use is another thread's
         if events and (session.gate.trained or session.gate.scales):
             events &= {event for t in self._kept() for event in memory.bad_writers(memory.key(t), t)}
+        elif last in bad and not session.gate.trained:
+            events.add(last)  # its result may be dropped, as in a block that only calls a model
         report = self._concluded(Noticed("output"), sorted(events))
         if report is not None:
             raise nonfinite_error(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,10 @@ DIVERGENCE = ("divergence_lr", "exploding_gradient")
 UNKNOWN = "no sample is known to be responsible"
 DIVERGED = f"{UNKNOWN}: training diverged"
 FIRST = "training had diverged before this step: these samples only exceed the limit first, others would do so later"
+_FROM_ELSEWHERE = (
+    "the value was computed where operators are not recorded: in a thread that was running already, in code that is "
+    "not Python, or before the step"
+)
 AS_IT_RAN = "every operator was traced as it ran"
 """How a trace was made if nothing was replayed."""
 
@@ -94,6 +99,8 @@ class Evidence:
             return None
         if verdict.origin is None:
             verdict = replace(verdict, origin=self._untraced())
+        elif self.threads is None and is_from_elsewhere(verdict.origin, tracer):
+            return self._not_recorded(verdict.origin, how)
         seen, steps = verdict.origin, trace
         verdict, trace = self._look_into_dataset(verdict, trace)
         verdict = self._look_at_threads(self._look_at_lines(verdict), tracer)
@@ -129,6 +136,17 @@ class Evidence:
         remedies = propose(origin, trace, report.history, causes)
         report = without_guesses(replace(report, cause=causes[0]))
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
+
+    def _not_recorded(self, origin: Origin, how: str) -> Report:
+        """The report of a value that was computed, but not by an operator that was recorded: its cause is unknown."""
+        site = origin.site
+        read = f"; `{site.code}` ({os.path.basename(site.file)}:{site.line}) reads it first" if site is not None else ""
+        return replace(
+            self.preliminary(),
+            reproduced="not_replayed" if how == AS_IT_RAN else "deterministic",
+            replay=how,
+            notes=(*self._skips(), _FROM_ELSEWHERE + read),
+        )
 
     def _skips(self) -> tuple[str, ...]:
         """What a gradient scaler did about it until now."""
@@ -266,6 +284,17 @@ class Evidence:
         if latest is None or iterator is None or not batch.bad_samples:
             return batch
         return Maker.of(iterator).located(batch, latest.indices)
+
+
+def is_from_elsewhere(origin: Origin, tracer: Tracer) -> bool:
+    """Whether the value at the origin is the result of operators that were not recorded."""
+    event = origin.event
+    return (
+        origin.phase == "input"
+        and origin.role == "unknown"
+        and event is not None
+        and tracer.reads_from_elsewhere(event.index)
+    )
 
 
 def without_guesses(report: Report) -> Report:

@@ -32,6 +32,8 @@ from firstnan.tensors.models import Models, largest_gradient, parameters_of
 
 _EVENTS_IN_REPORT, _LAYERS_IN_REPORT = 32, 600
 _OFTEN = 16
+_ALL_LOGGED = 8
+"""So many batches that the loop skips itself are all logged; after that fewer and fewer."""
 _PLACES: dict[str, tuple[Any, Any]] = {
     "loss": ("forward", "loss"),
     "gradient": ("backward", "gradient"),
@@ -80,6 +82,8 @@ class Journal:
         self._trains: Callable[[], bool] = lambda: True
         self._calls: Callable[[], int] = lambda: 0
         self._noting = False
+        self._left_out = 0
+        """How many bad batches the loop has skipped itself."""
         self._noted: list[NaNEvent] = []
         self._replayed: list[NaNEvent] = []
         """What the layer watch has found in its notes of the failing step, and in a replay of it."""
@@ -259,7 +263,10 @@ class Journal:
         step, seen = self.steps.current, stat(name, loss)
         kind = "NaN" if seen.nan else "Inf"
         text = f"step {step}: the loop skipped a batch whose {name} is {kind}"
-        self.add(NaNEvent("skipped", text, step, phase="forward", what="loss", tensor=seen))
+        self._left_out += 1
+        level = logging.WARNING if self._left_out <= _ALL_LOGGED or self._left_out.bit_count() == 1 else logging.INFO
+        what: Any = "loss" if loss.numel() == 1 else "output"
+        self.add(NaNEvent("skipped", text, step, phase="forward", what=what, tensor=seen), level=level)
 
     def replicas_differ(self, text: str, step: int, name: str) -> None:
         self.add(NaNEvent("replicas", text, step, phase="optimizer", what="parameter", layer=name))

@@ -56,11 +56,11 @@ class Microscope:
         """Code run inside this context is our own and not part of the trace."""
         return _NOTHING if self.tracer is None else self.tracer.pause()
 
-    def start(self, *, in_step: bool) -> Tracer:
-        """Records every operator from now on; `in_step` if a step is about to be replayed."""
+    def start(self, *, in_step: bool, block: bool = False) -> Tracer:
+        """Records every operator from now on; `in_step` if a step is about to be replayed, `block`: of `trace()`."""
         # Compiled functions run uncompiled; but do not load the compiler just for that.
         self._call_off = when_imported("torch._dynamo", self._force_eager)
-        self.tracer = tracer = Tracer(self.ownership)
+        self.tracer = tracer = Tracer(self.ownership, helpers=in_step or block)
         tracer.at(step=self.gate.steps.current, looks_for_training=True)
         if in_step:
             tracer.at(region="step", marks=True)  # It may be replayed once more, to compare.
@@ -185,7 +185,7 @@ class LiveTrace:
 
     def begin(self, *, in_step: bool = False) -> None:
         self.on = True
-        tracer = self._microscope.start(in_step=in_step)
+        tracer = self._microscope.start(in_step=in_step, block=self._block)
         if self._block:
             tracer.at(region="step")  # The names of weights are looked up when there is something to report.
 

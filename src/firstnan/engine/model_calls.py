@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +20,8 @@ from firstnan.engine.handouts import Handouts
 from firstnan.engine.microscope import Microscope
 from firstnan.engine.recovery import Recovery
 from firstnan.gate.gate import Trip
-from firstnan.observe.hooks import CallHooks, Hooks, on_gradient
+from firstnan.observe.hooks import CallHooks, Hooks, PartHooks, on_gradient
+from firstnan.observe.patches import Hook
 from firstnan.records import Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
 from firstnan.tensors.models import Slot, bad_state, parameters_of
@@ -26,6 +29,8 @@ from firstnan.tensors.state import RandomState, copy_batch, restore_buffers
 
 _MOST_CALLS = 8
 _DEVICES = ("cpu", "cuda")
+_CALLING = frozenset({__file__, Hook.__call__.__code__.co_filename, Module.__call__.__code__.co_filename})
+"""Where the functions are that call a model's hooks."""
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -52,15 +57,23 @@ class ModelCalls:
         """The calls of the current step, or the last of them if there were too many to keep."""
         self._before_call: Callable[[], None] | None = None
         self._trouble: Callable[[Exception], None] = lambda error: None
+        self._on_call: Callable[[], None] = lambda: None
+        self.caller: FrameType | None = None
+        """The function that has called a model last, with gradients, in this step."""
         self._called = False
         """A model was called, with gradients, since this was last asked."""
         self._making = self._light = False
         self._last: tuple[Module, Any, Any, int, bool] | None = None
         self._hooks = CallHooks(self.roots, self._before, self._after)
+        self._parts_hooks = PartHooks()
 
     def on_error(self, tell: Callable[[Exception], None]) -> None:
         """Who hears of errors of our own."""
         self._trouble = tell
+
+    def when_called(self, act: Callable[[], None]) -> None:
+        """Has `act` called before a call of a model, where all calls are kept."""
+        self._on_call = act
 
     def attach(self) -> None:
         self._hooks.install()
@@ -72,12 +85,16 @@ class ModelCalls:
 
     def detach(self) -> None:
         self._hooks.remove()
+        self._parts_hooks.remove()
         self._light = True
         self.forget()
 
     def before_next(self, act: Callable[[], None] | None) -> None:
-        """Has `act` called before each call of a model from now on; None ends that."""
+        """Has `act` called before each call of a model, or of a part of it, from now on; None ends that."""
         self._before_call = act
+        self._parts_hooks.remove()
+        if act is not None:  # a loop may call the layers itself, as `model.encoder(x)`
+            self._parts_hooks.install([part for root in self.roots for part in root.modules()], act)
 
     def were_made(self) -> bool:
         """Whether a model was called, with gradients, since this was last asked."""
@@ -86,13 +103,14 @@ class ModelCalls:
 
     def forget(self) -> None:
         """An update was made: a new step begins."""
-        self.calls, self.first, self._last = [], None, None
+        self.calls, self.first, self._last, self.caller = [], None, None, None
 
     def _before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._light and self._before_call is None:
             # Keep this short: it runs in every step, which may take less than a millisecond.
             if torch.is_grad_enabled() and not self._making:
                 self._last = (module, args, kwargs, threading.get_ident(), torch._C._is_any_autocast_enabled())
+                self.caller = _calling_function()
             return
         if self._making or torch.compiler.is_compiling() or torch._C._current_autograd_node() is not None:
             return
@@ -106,6 +124,8 @@ class ModelCalls:
 
     def _keep(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._called = True
+        self._on_call()
+        self.caller = _calling_function()
         if len(self.calls) >= _MOST_CALLS:
             del self.calls[0]
         random, buffers = RandomState.now(), self._handouts.copied_buffers()
@@ -194,6 +214,13 @@ class ModelCalls:
         if pairs and all(is_finite(t) for t in found):
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         return found
+
+
+def _calling_function() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename in _CALLING:
+        frame = frame.f_back
+    return frame
 
 
 class _Keeper:

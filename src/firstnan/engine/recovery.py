@@ -93,14 +93,14 @@ class Recovery:
         self.backup.restore()
         return True
 
-    def go_back(self) -> bool:
-        """Restores the weights and optimizer state; False if there is no copy."""
-        return self.undo_update() if self.every is None else self.roll_back()
+    def go_back(self, *, in_use: bool = False) -> bool:
+        """Restores the weights and optimizer state; False if there is no copy. `in_use`: see Snapshot."""
+        return self.undo_update() if self.every is None else self.roll_back(in_use=in_use)
 
-    def roll_back(self) -> bool:
+    def roll_back(self, *, in_use: bool = False) -> bool:
         if self.good is None:
             return False
-        self.good.restore()
+        self.good.restore(in_use=in_use)
         return True
 
     def clean_up(self, buffers: list[Any], schedules: Schedules | None) -> None:

@@ -36,4 +36,8 @@ class Scope:
     def is_trained_by(self, loss: list[Tensor], models: Models | None) -> bool:
         """Whether this loss trains the models: that of another model does not count."""
         graphs = [r for r in loss if r.grad_fn is not None]
-        return self.roots is None or models is None or not graphs or reaches(graphs, set(models.parameters))
+        if self.roots is None or models is None or not graphs or reaches(graphs, set(models.parameters)):
+            return True
+        # Layers may have been added since.
+        own = {id(p) for root in self.roots.values() for p in root.parameters()}
+        return own != set(models.parameters) and reaches(graphs, own)

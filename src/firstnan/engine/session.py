@@ -46,8 +46,10 @@ from firstnan.engine.policies import (
 from firstnan.engine.ranks import world
 from firstnan.engine.rates import with_rate_sites
 from firstnan.engine.scope import Scope
+from firstnan.engine.setting_changes import come_first
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
-from firstnan.engine.turn import calls_around, loops_of, turns_around, turns_in_traceback, values_around
+from firstnan.engine.turn import Turn, calls_around, loops_of, turns_around, turns_in_traceback, values_around
+from firstnan.engine.unused_losses import UnusedLosses
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.gradient_checks import LATE
 from firstnan.observe.compiler import compiles
@@ -60,7 +62,7 @@ from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
 from firstnan.tensors.models import Parts, drop_gradients, parameters_of
-from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, restore_buffers
+from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, SettingsCopy, restore_buffers
 
 if TYPE_CHECKING:
     from firstnan.engine.capsule_writer import CapsuleWriter
@@ -159,6 +161,10 @@ class Session(Observer):
         self._investigated = 0
         self._closely = True
         """Whether the failure at hand is investigated."""
+        self._is_computed = False
+        """Whether the next step's loss was already computed with the current weights when the last one ended."""
+        self._unused_losses, self._backward_called = UnusedLosses(ownership.owns), False
+        """Looks for bad losses that the loop skips; and whether backward was called since the last batch."""
         self.backwards = self._batches_at_backward = self._backwards_at_update = 0
         """How many backward calls the current step has made."""
         self._bad_after: int | None = None
@@ -173,6 +179,13 @@ class Session(Observer):
         """In a child: the state of the random generators where the step has failed, and where a replay has begun."""
         self._schedules: Schedules | None = None
         self._schedule_search = ScheduleSearch()
+        self._settings: SettingsCopy | None = None
+        self._settings_at_call: SettingsCopy | None = None
+        self._settings_at_update: SettingsCopy | None = None
+        """Settings of optimizers and schedulers: when the last batch was handed out, or in a loop without a loader,
+        when the model was called first, and when the last update ended."""
+        self._settings_first: bool | None = None
+        """Whether a loop without a loader changes settings at the beginning of its body; None if that is not known."""
         self._holds = False
         self._held: tuple[Report, bool] | None = None
         """Whether the policy has to wait for other ranks, and what it will decide on."""
@@ -207,8 +220,11 @@ class Session(Observer):
             self._watch_gradients(optimizer)
         if self.scope.optimizers:
             self.handouts.training_begins()
+            self._schedule_search.begin(list(self.scope.optimizers))
+            self._settings_at_update = self._copy_settings()
         self.hooks.install()
         if self.calls is not None:
+            self.calls.when_called(self._model_is_called)
             self.calls.attach()
         if self._journal is not None:
             self._journal.tell_forecasts(self.gate.foresees)
@@ -307,6 +323,10 @@ class Session(Observer):
         if self.gate.steps.total == 0:
             self.handouts.training_begins()
         self.live.optimizer_made()
+
+    def scheduler_made(self, scheduler: Any) -> None:
+        if any(scheduler.optimizer is one for one in self.scope.optimizers or ()):
+            self._schedule_search.made(scheduler)
 
     def _watch_gradients(self, optimizer: Any) -> None:
         if not self.gate.thorough:
@@ -530,6 +550,7 @@ class Session(Observer):
             self.streak = 0
         if self.handouts.latest is None:
             self.handouts.turn_ended(self.gate.steps.total)
+            self._settings_at_update = self._copy_settings()
         if self._journal is not None:
             self._journal.counts.steps += 1
         if self.calls is not None:
@@ -590,7 +611,9 @@ class Session(Observer):
         self.policy.before_backward(self, roots)
         self._count_compiled_updates()
         if not self.through_loop:
+            self._is_computed = True
             self.body_ended()
+            self._is_computed = False
         if self.values is not None:
             self.values.trains_on()
         if self._capsules is not None:
@@ -598,6 +621,7 @@ class Session(Observer):
         if self._restart is not None:
             self._restart.backward_begins()
         self.live.backward_begins()
+        self._backward_called = True
         self.backwards += 1
         for trip in self.gate.backward_begins(roots):
             self._trip(trip, None)
@@ -644,6 +668,7 @@ class Session(Observer):
     ) -> None:
         if self._was_stopped():
             return
+        self._backward_called = True
         if not self.gate.is_step(place_of(frame), losses, targets):
             self.policy.before_backward(self, losses)
             self.gate.differentiated(losses, targets)
@@ -719,6 +744,7 @@ class Session(Observer):
         if self.through_loop or not self._is_training_thread():
             return fetch(iterator)
         # A loop that knows nothing of us, such as a framework's: the batch is only remembered.
+        self.hooks.guarded(self.batch_left, sys._getframe(1))
         self.hooks.guarded(self.body_ended)
         try:
             batch = fetch(iterator)
@@ -735,6 +761,9 @@ class Session(Observer):
         before = self.handouts.latest.updates if self.handouts.latest is not None else None
         if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
             self.forget_backwards()
+        self._backward_called = False
+        if not self.backwards:  # before the first one of a step, or none of them is for training
+            self._settings = self._copy_settings()
 
     def forget_backwards(self) -> None:
         """A step begins."""
@@ -793,16 +822,16 @@ class Session(Observer):
 
     def batch_left(self, frame: FrameType | None) -> None:
         """The loop asks for its next batch, or ends; records a bad loss that it has not called backward on."""
-        latest = self.handouts.latest
-        if self.phase is not WATCHING or self._journal is None or latest is None or self.backwards:
+        if self.handouts.latest is not None or (self.calls is not None and self.calls.caller is not None):
+            self._tell_unused_loss(frame)
+
+    def _tell_unused_loss(self, frame: FrameType | None, *, only_losses: bool = False) -> None:
+        if self.phase is not WATCHING or self._journal is None or self._backward_called or self._replay is not None:
             return
-        while frame is not None and not self.microscope.ownership.owns(frame.f_code):
-            frame = frame.f_back
-        found = frame.f_locals.items() if frame is not None else ()
-        for name, value in list(found):
-            if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and not is_finite(value):
-                self._journal.left_out(name, value)
-                return
+        caller = self.calls.caller if self.calls is not None else None
+        found = self._unused_losses.find(caller, frame, only_losses=only_losses)
+        if found is not None:
+            self._journal.left_out(*found)
 
     def _turn_ended(self) -> None:
         self._count_compiled_updates()
@@ -925,10 +954,11 @@ class Session(Observer):
         self._closely = closely
         self.policy.known(self, report)
         self.keep_state(report, trip)
+        calls = calls_around(sys._getframe(), owns) if closely else []
         if closely or self.policy.undoes:
-            self._schedules = self._copy_schedules(trip)
+            self._schedules = self._copy_schedules(trip, turns, calls)
         if closely:
-            answer = self.asked(Failure(trip, place, report, turns, calls_around(sys._getframe(), owns)))
+            answer = self.asked(Failure(trip, place, report, turns, calls))
             if self.in_child:
                 return
             if answer is not None:
@@ -947,8 +977,48 @@ class Session(Observer):
             report = replace(report, notes=(_NOT_INVESTIGATED,))
         self.settle(report, trip.before_update)
 
-    def _copy_schedules(self, trip: Trip) -> Schedules:
-        return self._schedule_search.copy(list(self.gate.steps.done), trip.noticed.what, self.hooks.scalers)
+    def _copy_schedules(self, trip: Trip, turns: Sequence[Turn] = (), calls: Sequence[Turn] = ()) -> Schedules:
+        updates, last = self._updates_made(), self.gate.steps.last
+        if not trip.before_update and last is not None and id(last()) in updates:
+            updates[id(last())] -= 1  # this update is undone
+        return self._schedule_search.copy(
+            list(self.gate.steps.done),
+            trip.noticed.what,
+            self.hooks.scalers,
+            earlier=self._settings_before(updates, turns, calls),
+            updates=updates,
+        )
+
+    def _copy_settings(self) -> SettingsCopy | None:
+        """The settings of the optimizers that a detector watches, as they are now."""
+        optimizers = self.scope.optimizers
+        return self._schedule_search.settings(list(optimizers), self._updates_made()) if optimizers else None
+
+    def _updates_made(self) -> dict[int, int]:
+        return {id(optimizer): self.gate.steps.of(optimizer) for optimizer in self.scope.optimizers or ()}
+
+    def _model_is_called(self) -> None:
+        """In a loop that does not use `batches`, the model is called, with gradients."""
+        if not self._is_training_thread() or self.handouts.latest is not None or self.calls is None:
+            return
+        if self.calls.first is None:
+            self._settings_at_call = self._copy_settings()
+        elif not self._backward_called:  # maybe in the turn before
+            self._tell_unused_loss(sys._getframe(1), only_losses=True)
+        self._backward_called = False
+
+    def _settings_before(
+        self, updates: dict[int, int], turns: Sequence[Turn], calls: Sequence[Turn]
+    ) -> SettingsCopy | None:
+        """The settings that the step began with, as far as they are known."""
+        at_batch, at_call, at_update = self._settings, self._settings_at_call, self._settings_at_update
+        if at_batch is not None and any(updates.get(one) == made for one, made in at_batch.updates.items()):
+            return at_batch
+        if turns or calls:
+            self._settings_first = come_first(turns, calls)
+        if self._settings_first and at_update is not None and at_update.updates == updates:
+            return at_update
+        return at_call if at_call is not None and at_call.updates == updates else None
 
     def asked(self, failure: Failure) -> Answer | None:
         """What children find out about a failure; None if there can be none, or in a child."""
@@ -1101,7 +1171,7 @@ class Session(Observer):
         if report is None:
             return
         if self.policy.searches and trip.before_update and self.can_replay_loop():
-            self._replay = LoopReplay(self, failure, self._copy_schedules(trip))
+            self._replay = LoopReplay(self, failure, self._copy_schedules(trip, failure.turns))
             if self._replay.searches(report):
                 return
         self.settle(report, trip.before_update)
@@ -1305,7 +1375,7 @@ class Session(Observer):
             self.calls.forget()
 
     def undo(self) -> None:
-        if self.recovery is None or not self.recovery.go_back():
+        if self.recovery is None or not self.recovery.go_back(in_use=self._is_computed):
             self.stop(_NO_SNAPSHOT)
 
     def stop(self, *why: str) -> NoReturn:

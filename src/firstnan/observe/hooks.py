@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from firstnan.observe import manifest
@@ -71,6 +72,7 @@ class Hooks:
             self.watch(optimizer)
         # Where none was named, a framework may make one later.
         names = [*manifest.TRAINING, *(() if self._optimizers else manifest.ALL_OPTIMIZERS)]
+        names += () if self._optimizers is None else manifest.SCHEDULERS
         if self._program:
             self._module_handles = [
                 register_module_forward_pre_hook(self._module_called),
@@ -190,10 +192,13 @@ class Hooks:
             self.observer.internal_error(error)
             return False
 
-    def _optimizer_init(self, original: Any) -> Any:
-        def made(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self.guarded(self.observer.optimizer_made, optimizer, sys._getframe(1))
+    def _init(self, original: Any) -> Any:
+        def made(thing: Any, *args: Any, **kwargs: Any) -> None:
+            original(thing, *args, **kwargs)
+            if isinstance(thing, LRScheduler):
+                self.guarded(self.observer.scheduler_made, thing)
+            else:
+                self.guarded(self.observer.optimizer_made, thing, sys._getframe(1))
 
         return made
 
@@ -451,13 +456,34 @@ class CallHooks:
         self._before_handles = []
 
 
+class PartHooks:
+    """A hook before the calls of given modules, for a short time: torch is asked about every call meanwhile."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def install(self, modules: Sequence[Any], act: Callable[[], None]) -> None:
+        parts = {id(module) for module in modules}
+
+        def called(module: Any, args: Any) -> None:
+            if id(module) in parts and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                act()
+
+        self._handle = register_module_forward_pre_hook(called)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
 def on_gradient(tensor: Tensor, act: Callable[[Tensor], None]) -> None:
     """Calls `act` with the gradient of this tensor when backward has computed it."""
     tensor.register_hook(act)
 
 
 _AROUND = {
-    "__init__": "_optimizer_init",
+    "__init__": "_init",
     "backward": "_backward",
     "grad": "_grad",
     "_get_total_norm": "_total_norm",

@@ -15,6 +15,7 @@ from torch._ops import _higher_order_ops
 from torch.nn.modules import module
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 Name = tuple[Any, str]
@@ -35,6 +36,11 @@ TRAINING: tuple[Name, ...] = (
 
 ALL_OPTIMIZERS: tuple[Name, ...] = ((Optimizer, "__init__"),)
 """Replaced if all optimizers are watched, not only given ones."""
+
+SCHEDULERS: tuple[Name, ...] = tuple(
+    (kind, "__init__") for kind in (LRScheduler, ChainedScheduler, ReduceLROnPlateau, SequentialLR)
+)
+"""Replaced if given optimizers are watched; those named besides LRScheduler do not call its `__init__`."""
 
 PROGRAM: tuple[Name, ...] = (
     (torch, "compile"),
@@ -160,4 +166,4 @@ HOOKS: tuple[Name, ...] = (
 )
 """torch's own registries of global hooks that are written to."""
 
-REPLACED = (*TRAINING, *ALL_OPTIMIZERS, *PROGRAM, *LAYERS, *TRACED)
+REPLACED = (*TRAINING, *ALL_OPTIMIZERS, *SCHEDULERS, *PROGRAM, *LAYERS, *TRACED)

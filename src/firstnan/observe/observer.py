@@ -26,6 +26,8 @@ class Observer:
     def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
         """An optimizer was constructed; `frame` is the constructor's."""
 
+    def scheduler_made(self, scheduler: Any) -> None: ...
+
     def passes_quickly(self, optimizer: Any) -> bool:
         """Whether this check suffices before an update."""
         return False

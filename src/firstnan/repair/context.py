@@ -160,10 +160,25 @@ def producer_of(context: FailureContext, operand: str, carriers: frozenset[str])
         if location is None or event.phase != "forward" or event.op in SPLITS:
             return None  # a guard before a split changes the other parts as well
         if _line(location) != here and isinstance(location.node, ast.Call | ast.BinOp):
+            if _calls_both(location, event.module, context.event.module):
+                return None
             return location if _used_elsewhere(location, context.location) else None
         if event.op not in carriers:
             return None
     return None
+
+
+def _calls_both(location: Location[ast.AST], module: str, user: str) -> bool:
+    """Whether this is the call of a container of layers: of that which made a value, and of that which uses it."""
+    node = location.node
+    if not isinstance(node, ast.Call) or not module or not user:
+        return False
+    if location.expr.library == "torch" or location.expr.called.startswith("."):
+        return False  # a function, or a method of a tensor
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    parts = module.split(".")
+    container = parts[: parts.index(called) + 1] if called in parts else []
+    return container != parts and user.split(".")[: len(container)] == container
 
 
 def _is_part(context: FailureContext, event: OpEvent, operand: Operand) -> bool:

@@ -113,7 +113,7 @@ def own_generators(frame: FrameType | None) -> list[Any]:
 
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_LIBRARIES):
-            look(_local_values(frame), 2)
+            look(local_variables(frame).values(), 2)
             if id(frame.f_globals) not in seen:
                 seen.add(id(frame.f_globals))
                 look(list(frame.f_globals.values()), 1)
@@ -121,17 +121,17 @@ def own_generators(frame: FrameType | None) -> list[Any]:
     return list(found.values())
 
 
-def _local_values(frame: FrameType) -> list[Any]:
-    """The values of a running function's variables, without keeping any of them alive.
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """A running function's variables, without keeping any of them alive.
 
     Until Python 3.13 a frame keeps the dictionary that it makes here, which is also the one that `locals()` returns.
     """
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
-        return list(frame.f_locals.values())
+        return dict(frame.f_locals)
     if not _READ_LOCALS.isdisjoint(frame.f_code.co_names):
-        return []
+        return {}
     variables = frame.f_locals
-    values = list(variables.values())
+    values = dict(variables)
     variables.clear()
     return values
 
@@ -363,11 +363,12 @@ class StateCopy:
     def nbytes(self) -> int:
         return sum(copy.nbytes for _, copy in self._values)
 
-    def restore(self) -> None:
+    def restore(self, *, in_use: bool = False) -> None:
+        """`in_use`: a loss was computed with these tensors, and its backward call must not object to the change."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for tensor, copy in self._values:
                 if tensor.shape == copy.shape:
-                    tensor.copy_(copy)
+                    (tensor.data if in_use else tensor).copy_(copy)
                 else:  # The program has replaced its memory since.
                     tensor.data = copy.clone()
         for container, members in self._containers.values():
@@ -426,9 +427,12 @@ class Snapshot:
         copy.copy()
         return cls(copy, buffers, states)
 
-    def restore(self) -> None:
-        """Restores everything in the same tensors; optimizer state that was created since is dropped."""
-        self._copy.restore()
+    def restore(self, *, in_use: bool = False) -> None:
+        """Restores everything in the same tensors; optimizer state that was created since is dropped.
+
+        `in_use`: a loss was computed with these tensors, and its backward call must not object to the change.
+        """
+        self._copy.restore(in_use=in_use)
         for slot, buffer in self._slots:
             slot.put(buffer)
         for optimizer, state in self._states:
@@ -458,21 +462,82 @@ def restart_scalers() -> None:
         vars(scaler).get("_per_optimizer_states", {}).clear()
 
 
+class SettingsCopy:
+    """The schedulers and parameter groups of optimizers at the beginning of a step: before the loop has stepped one.
+
+    It is made in every step, so only what a scheduler or the program replaces is copied, with short lists.
+    """
+
+    __slots__ = ("_members", "updates")
+
+    def __init__(self, optimizers: Iterable[Any], schedulers: Iterable[LRScheduler], updates: dict[int, int]) -> None:
+        """`updates`: the number of updates of each optimizer so far, by its id."""
+        self.updates = updates
+        self._members: dict[int, list[tuple[Any, Any]]] = {}
+        """The id of an optimizer -> what belongs to it, with its members."""
+        for optimizer in optimizers:
+            kept = self._members[id(optimizer)] = []
+            for group in optimizer.param_groups:
+                kept.append((group, group.copy()))
+                if type(lr := group.get("lr")) is not float and isinstance(lr, Tensor):
+                    kept.append((lr, lr.detach().clone()))
+        for scheduler in schedulers:
+            kept = self._members.get(id(scheduler.optimizer), [])
+            for holder in _holders(scheduler):
+                kept.append((holder, holder.copy()))
+                for value in holder.values():
+                    if type(value) in _CONTAINERS and len(value) <= _MOST_MEMBERS:
+                        kept.append((value, value.copy()))
+
+    def restore(self, updates: dict[int, int]) -> None:
+        """Restores what belongs to optimizers that have made no update since; `updates` is their number now."""
+        for optimizer, kept in self._members.items():
+            if updates.get(optimizer) != self.updates.get(optimizer):
+                continue
+            for one, members in kept:
+                if isinstance(one, Tensor):
+                    with torch.no_grad():
+                        one.copy_(members)
+                elif isinstance(one, dict):
+                    one.update({name: value for name, value in members.items() if name != "params"})
+                else:
+                    _fill(one, members)
+
+
+_CONTAINERS = frozenset({list, dict, deque})
+
+
+def _holders(scheduler: LRScheduler) -> list[dict[str, Any]]:
+    """The members of a scheduler and of its functions, which may be objects with state."""
+    own = scheduler.__dict__
+    if "lr_lambdas" not in own:
+        return [own]
+    members = [getattr(function, "__dict__", None) for function in own["lr_lambdas"]]
+    return [own, *(one for one in members if type(one) is dict)]
+
+
 class Schedules:
     """A copy of the state of learning-rate schedulers, optimizer settings and gradient scalers."""
 
     def __init__(
-        self, schedulers: list[LRScheduler], optimizers: list[Any], scalers: Iterable[GradScaler] = ()
+        self,
+        schedulers: list[LRScheduler],
+        optimizers: list[Any],
+        scalers: Iterable[GradScaler] = (),
+        *,
+        earlier: SettingsCopy | None = None,
+        updates: dict[int, int] | None = None,
     ) -> None:
+        """`earlier`: what was copied when the step began; `updates`: the number of updates of each optimizer now."""
         self.schedulers = schedulers
+        self._earlier, self._updates = earlier, updates or {}
         self._copy = StateCopy()
         for scaler in scalers:
             for name in ("_scale", "_growth_tracker"):  # a disabled scaler has neither
                 self._copy.add(vars(scaler).get(name))
         for scheduler in schedulers:
-            # The functions of a LambdaLR may be objects with state.
-            for holder in (scheduler, *getattr(scheduler, "lr_lambdas", ())):
-                self._copy.add(getattr(holder, "__dict__", None))
+            for holder in _holders(scheduler):
+                self._copy.add(holder)
         self._groups = [
             (group, {name: value for name, value in group.items() if name != "params"})
             for optimizer in optimizers
@@ -487,6 +552,8 @@ class Schedules:
         self._copy.restore()
         for group, settings in self._groups:
             group.update(settings)
+        if self._earlier is not None:
+            self._earlier.restore(self._updates)
 
 
 class ScheduleSearch:
@@ -502,8 +569,31 @@ class ScheduleSearch:
         self._references: dict[str, list[int]] = {}
         """Place in the step -> the number of references to each optimizer there, since the last search."""
 
-    def copy(self, optimizers: Iterable[Any], place: str, scalers: Iterable[GradScaler] = ()) -> Schedules:
-        """Copies their state; `scalers` are those known to be used."""
+    def begin(self, optimizers: list[Any]) -> None:
+        """Finds those that exist, to copy them from now on; who makes another one later has to tell."""
+        if optimizers:
+            self._search(optimizers)
+
+    def made(self, scheduler: Any) -> None:
+        """A scheduler was made."""
+        if all(ref() is not scheduler for ref in self._found):
+            self._found.append(weakref.ref(scheduler))
+
+    def settings(self, optimizers: list[Any], updates: dict[int, int]) -> SettingsCopy:
+        """A copy of what is known, at the beginning of a step."""
+        schedulers = [s for ref in self._found if isinstance(s := ref(), LRScheduler)]
+        return SettingsCopy(optimizers, schedulers, updates)
+
+    def copy(
+        self,
+        optimizers: Iterable[Any],
+        place: str,
+        scalers: Iterable[GradScaler] = (),
+        *,
+        earlier: SettingsCopy | None = None,
+        updates: dict[int, int] | None = None,
+    ) -> Schedules:
+        """Copies their state; `scalers` are those known to be used. For the others see Schedules."""
         optimizers = list(optimizers)
         references = [sys.getrefcount(optimizer) for optimizer in optimizers]
         found = [thing for ref in self._found if (thing := ref()) is not None]
@@ -516,7 +606,11 @@ class ScheduleSearch:
         self._references[place] = references
         kept = {id(s): s for s in (*found, *scalers)}.values()
         return Schedules(
-            [s for s in kept if isinstance(s, LRScheduler)], optimizers, [s for s in kept if isinstance(s, GradScaler)]
+            [s for s in kept if isinstance(s, LRScheduler)],
+            optimizers,
+            [s for s in kept if isinstance(s, GradScaler)],
+            earlier=earlier,
+            updates=updates,
         )
 
     def _search(self, optimizers: list[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from firstnan.observe.higher_order import accept, call_chosen_branch
 from firstnan.observe.module_stack import ModuleStack
+from firstnan.observe.new_threads import NewThreads
 from firstnan.observe.patches import Patches
 from firstnan.observe.sites import ENGINE, Ownership, Spots
 from firstnan.records import Role, TensorStat, Trace
@@ -36,6 +37,8 @@ _MAX_RECORDS = 1 << 20  # Records of one step; about 300 bytes each.
 _MAX_HISTOGRAMS = 256  # Operators of one step that create a value and whose inputs get histograms.
 _MAX_DETAILED = 1 << 15  # Findings of one step that hold all statistics; about 2,000 bytes each.
 _MAX_NODES = 1 << 12  # Autograd nodes of one step; see `_node`.
+_NODES_OF_STEP, _NODES_OF_HELPER, _MANY_NODES = 1 << 14, 1 << 12, 1 << 16
+"""Autograd nodes that the rest of a step may make, and a thread in it; and after so many, numbers from 0 are free."""
 _graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
 _SHARED_FROM = 1024
@@ -58,10 +61,21 @@ class _Executed(NamedTuple):
 
 
 class Tracer:
-    """Records the operators of the thread that starts it, or trains; `trace()` returns the finished record."""
+    """Records the operators of the thread that starts it, or trains; `trace()` returns the finished record.
 
-    def __init__(self, ownership: Ownership | None = None) -> None:
+    With `helpers` also those of threads that are started meanwhile: parts of a model may run in threads of their own.
+    """
+
+    def __init__(self, ownership: Ownership | None = None, *, helpers: bool = False) -> None:
         self.ownership = ownership or Ownership()
+        self._lock = threading.RLock()
+        self._helpers: dict[int, _Mode] = {}
+        """The other threads that are recorded, by their ids."""
+        self._new_threads = NewThreads(self._helper_started) if helpers else None
+        self.of_helpers: set[int] = set()
+        """The events of those threads."""
+        self._from_elsewhere: set[int] = set()
+        """Memory that holds results of autograd, but of no operator that was recorded."""
         self.step = 0
         self.region = "setup"
         self.in_optimizer = False
@@ -119,6 +133,21 @@ class Tracer:
             accept(_Mode)
             call_chosen_branch(self._patches, _Mode)
             self._enter()
+            if self._new_threads is not None:
+                self._new_threads.begin()
+
+    def _helper_started(self) -> None:
+        """A thread begins while the step is recorded. Autograd numbers its nodes per thread, so it begins elsewhere."""
+        with self._lock:
+            mode = self._helpers[threading.get_ident()] = _Mode(self)
+            base = self._last_node + _NODES_OF_STEP if self._last_node < _MANY_NODES else 0
+            begin = base + len(self._helpers) * _NODES_OF_HELPER
+        leaf = torch.zeros((), requires_grad=True)
+        with torch.enable_grad():
+            while _sequence_number() < begin:
+                leaf.view_as(leaf)
+        mode.last_node = _sequence_number() - 1
+        mode.__enter__()  # type: ignore[no-untyped-call]  # torch's own; it ends with the thread
 
     def follow(self) -> None:
         """Records this thread from now on: the program trains here, not in the thread recorded so far."""
@@ -142,6 +171,11 @@ class Tracer:
     def stop(self) -> None:
         if self._mode is not None:
             mode, self._mode = self._mode, None
+            if self._new_threads is not None:
+                self._new_threads.end()
+            for helper in self._helpers.values():
+                helper.on = False
+            self._helpers.clear()
             if self._pauses:
                 mode.resume()
             mode.on = False
@@ -168,11 +202,19 @@ class Tracer:
             self._resume()
 
     def _suspend(self) -> None:
+        helper = self._helpers.get(threading.get_ident())
+        if helper is not None:
+            helper.pauses += 1
+            return
         self._pauses += 1
         if self._pauses == 1 and self._mode is not None:
             self._mode.suspend()
 
     def _resume(self) -> None:
+        helper = self._helpers.get(threading.get_ident())
+        if helper is not None:
+            helper.pauses -= 1
+            return
         self._pauses -= 1
         if self._pauses == 0 and self._mode is not None:
             self._mode.resume()
@@ -214,6 +256,10 @@ class Tracer:
         bad = self.memory.bad_writers(self.memory.key(tensor), tensor)
         return bad[-1] if bad else None
 
+    def last_event(self) -> int:
+        """The last operator of the thread that is recorded; -1 if there is none."""
+        return next((i for i in range(len(self.raws) - 1, -1, -1) if i not in self.of_helpers), -1)
+
     def forget_healthy(self) -> None:
         """Drops events that no later failure can depend on, so that tracing many steps uses bounded memory."""
         raised = [i for i, raw in enumerate(self.raws) if raw.finding is not None and raw.finding.raised]
@@ -239,6 +285,7 @@ class Tracer:
         """Drops all other events and renumbers these."""
         new = {old: i for i, old in enumerate(sorted(kept))}
         self.raws = [self.raws[i] for i in new]
+        self.of_helpers = {new[i] for i in self.of_helpers if i in new}
         self._sequence = {n: new[i] for n, i in self._sequence.items() if i in new}
         self._calls.clear()
         self._stats.clear()
@@ -260,14 +307,15 @@ class Tracer:
         op = info(func)
         if op.ignored or (op.view and not self.marks and not _makes_node(args)):
             return func(*args, **kwargs)  # A view shares its storage; it is recorded only where autograd makes a node.
-        if len(self.raws) >= self._cleanup_at:
+        if len(self.raws) >= self._cleanup_at and not self._helpers:
             self._clean_up()
         # `torch.tensor` and `from_numpy` read no tensor.
         given = tensors_of(op, args, kwargs) if op.name != "tensor" else []
         tensors = [(n, t) for n, t in given if n not in op.overwritten] if op.overwritten else given
         try:
             # Before the call: an operator may overwrite what it reads.
-            reads, dirty = self._read(tensors)
+            with self._lock:
+                reads, dirty = self._read(tensors)
             before = {}
             if op.mutated:
                 # A large argument is copied only if it may hold non-finite values.
@@ -294,7 +342,9 @@ class Tracer:
             try:
                 if op.mutated:
                     results += [t for n, t in given if n in op.mutated and all(t is not r for r in results)]
-                self._append(_Executed(func, op, args, kwargs, tensors, results, before, raised), reads, dirty)
+                done = _Executed(func, op, args, kwargs, tensors, results, before, raised)
+                with self._lock:
+                    self._append(done, reads, dirty)
             except Exception as error:
                 self._note_error(op, error)
 
@@ -309,9 +359,12 @@ class Tracer:
         memory = self.memory
         for position, (_, t) in enumerate(tensors):
             key = memory.key(t)
-            reads += (None if key is None else memory.writer.get(key), key)
+            writer = None if key is None else memory.writer.get(key)
+            reads += (writer, key)
             if memory.may_be_bad(key, t):
                 dirty[position] = memory.bad_writers(key, t)
+                if writer is None and key is not None and key not in memory.roles and t.grad_fn is not None:
+                    self._from_elsewhere.add(key)
         return reads, dirty
 
     def _append(self, done: _Executed, reads: list[int | None], dirty: dict[int, tuple[int, ...]]) -> None:
@@ -331,6 +384,8 @@ class Tracer:
         self._locate(raw, op, names, forms, grad, frame, asked)
         index = len(self.raws)
         self.raws.append(raw)
+        if self._helpers and threading.get_ident() in self._helpers:
+            self.of_helpers.add(index)
         if grad or not enabled:
             self._assign_node(index)
         memory = self.memory
@@ -403,8 +458,12 @@ class Tracer:
         A node without an event belongs to an `autograd.Function` whose forward, which runs without gradients, begins.
         """
         number = _sequence_number() - 1
-        if number > self._last_node:
-            self._last_node = number
+        helper = self._helpers.get(threading.get_ident()) if self._helpers else None
+        if number > (self._last_node if helper is None else helper.last_node):
+            if helper is None:
+                self._last_node = number
+            else:
+                helper.last_node = number
             self._sequence[number] = index
 
     def _locate(
@@ -464,6 +523,10 @@ class Tracer:
         # An in-place write to a view: this node was made right after the one of the operator that wrote.
         return (name, sequence - 1 if name.endswith("CopySlices") else sequence), True
 
+    def reads_from_elsewhere(self, event: int) -> bool:
+        """Whether an event has read what autograd has computed, but no recorded operator."""
+        return not self._from_elsewhere.isdisjoint(self.raws[event].storages)
+
     def trace(self, parts: Parts | None = None) -> Trace:
         """Everything recorded so far as plain values; module paths start at the models in `parts`."""
         return Trace(Events(self.raws, self.memory, parts or {}))
@@ -505,6 +568,8 @@ class _Mode(TorchDispatchMode):
         self.on = True
         self._suspended = self._popped = False
         self.thread = threading.get_ident()
+        self.pauses, self.last_node = 0, -1
+        """For a thread besides the first one: how often it is paused, and see `Tracer._last_node`."""
         _running.add(self)
 
     def suspend(self) -> None:
@@ -529,7 +594,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended or not self.on:
+        if self._suspended or self.pauses or not self.on:
             return func(*args, **kwargs)
         return self.tracer.record(func, args, kwargs)
 

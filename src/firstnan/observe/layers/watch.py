@@ -73,6 +73,8 @@ class LayerWatch:
         steps: int = 0,
     ) -> None:
         self._training_thread: int | None = None
+        self._step_is_open = False
+        """Whether the training thread is in a call of a model, with gradients."""
         self.error: Exception | None = None
         """The first internal error."""
         self._is_paused: Callable[[], bool] = lambda: False
@@ -271,10 +273,14 @@ class LayerWatch:
                 if not thread.notes_only:
                     self._look_for_modules()
         thread.depth += 1
+        if thread.depth == 1 and thread.ident == self._training_thread:
+            self._step_is_open = thread.recording
 
     def _leave(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
         thread = self._thread
         thread.depth = max(0, thread.depth - 1)
+        if thread.depth == 0 and thread.ident == self._training_thread:
+            self._step_is_open = False
         if thread.depth == 0 and thread.notes_only:
             thread.deferred.append(thread.notes or [])
             thread.notes_only, thread.notes = False, None
@@ -422,7 +428,8 @@ class LayerWatch:
             self._backward.follow(call, inputs, outputs)
 
     def _call(self, thread: ThreadState, layer: Layer, trains: bool, recomputing: bool) -> LayerCall:
-        in_step = recomputing or (trains and self._training_thread in (None, thread.ident))
+        # The training thread may have started this one, to run a part of the model.
+        in_step = recomputing or (trains and (self._training_thread in (None, thread.ident) or self._step_is_open))
         return LayerCall(layer, thread.number(layer, self.steps, recomputing), in_step, thread.name, thread.model_call)
 
 
