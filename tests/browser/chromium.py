@@ -65,7 +65,7 @@ class Browser:
 
     def wait_for(self, condition: str) -> None:
         """Until this expression is true in the page."""
-        WebDriverWait(self.driver, 15, 0.05).until(lambda _: self.run(f"return !!({condition})"))
+        WebDriverWait(self.driver, 60, 0.05).until(lambda _: self.run(f"return !!({condition})"))
 
     def complaints(self) -> list[str]:
         """What the console says, whatever its level."""
