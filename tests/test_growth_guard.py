@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name of the trade
 from torch import Tensor, nn
 
-from firstnan.gate.growth_guard import Alarm, Guard
+from firstnan.gate.growth_guard import Alarm, GrowthGuard
 
 Step = tuple[float | None, float]
 """The gradient norm and the loss of one step."""
@@ -406,7 +406,7 @@ DIVERGING += [linear_regression(over) for over in (1.02, 1.1, 1.5, 3.0)]
 # --- the trainings ------------------------------------------------------------------------------------------------
 
 
-def alarms(guard: Guard, steps: Iterable[Step]) -> list[Alarm]:
+def alarms(guard: GrowthGuard, steps: Iterable[Step]) -> list[Alarm]:
     return [alarm for t, (norm, loss) in enumerate(steps) if (alarm := guard.observe(t, norm, loss)) is not None]
 
 
@@ -422,7 +422,7 @@ def test_healthy_training_causes_no_warning(training: Training, seed: int) -> No
     steps = list(training())
     assert len(steps) >= 60
     assert LOST not in steps
-    guard = Guard()
+    guard = GrowthGuard()
     assert alarms(guard, steps) == []
     assert guard.unrecovered is None
 
@@ -433,14 +433,14 @@ def test_a_warning_at_least_one_step_before_the_first_nonfinite_value(training: 
     torch.manual_seed(seed)
     *steps, last = training()
     assert last is LOST
-    assert alarms(Guard(), steps), steps[-6:]  # all of them are before the step that was lost
+    assert alarms(GrowthGuard(), steps), steps[-6:]  # all of them are before the step that was lost
 
 
 def test_adam_with_a_learning_rate_of_ten_causes_a_warning_before_it_does_harm() -> None:
     """It stays finite: the norm explodes in the second step and comes down again."""
     torch.manual_seed(0)
     model = mlp(10, 32, 32, 1)
-    found = alarms(Guard(), train(model.parameters(), adam(model, 10.0), regression(model)))
+    found = alarms(GrowthGuard(), train(model.parameters(), adam(model, 10.0), regression(model)))
     assert (found[0].kind, found[0].step) == ("growth", 1)
 
 
@@ -454,7 +454,7 @@ def test_the_textbook_explosion_stays_finite_and_is_reported_once() -> None:
     steps = explosion(2, 1.0, 16)
     assert len(steps) == 200
     assert steps[-1][1] > 1e20
-    guard = Guard()
+    guard = GrowthGuard()
     told = [alarm for alarm in alarms(guard, steps) if alarm.kind == "explosion"]
     assert len(told) == 1
     assert told[0].step < 20
@@ -466,7 +466,7 @@ def test_an_explosion_ends_when_the_loss_recovers() -> None:
     steps = explosion(2, 0.5, 32)
     assert max(loss for _, loss in steps) > 1e20
     assert steps[-1][1] < 100
-    guard = Guard()
+    guard = GrowthGuard()
     assert "explosion" in [alarm.kind for alarm in alarms(guard, steps)]
     assert guard.unrecovered is None
 
@@ -491,18 +491,18 @@ def test_heavy_tails_are_usual(tails: str, seed: int) -> None:
         norms = norms.abs()
     else:
         norms, losses = normal.exp(), (0.7 * normal).exp()
-    assert alarms(Guard(), zip(norms.tolist(), losses.tolist(), strict=True)) == []
+    assert alarms(GrowthGuard(), zip(norms.tolist(), losses.tolist(), strict=True)) == []
 
 
 def test_a_spike_is_reported_with_its_numbers() -> None:
-    (alarm,) = alarms(Guard(), [*calm(), (1e4, 1.0), *calm()])
+    (alarm,) = alarms(GrowthGuard(), [*calm(), (1e4, 1.0), *calm()])
     assert (alarm.kind, alarm.step, alarm.norm) == ("spike", 100, 1e4)
     assert alarm.usual == pytest.approx(1.0, rel=0.2)
     assert alarm.text == f"Step 100: the gradient norm jumped to 1e+04; it is usually {alarm.usual:.3g}."
 
 
 def test_a_level_that_stays_high_is_reported_once_and_becomes_usual() -> None:
-    guard = Guard()
+    guard = GrowthGuard()
     assert [alarm.step for alarm in alarms(guard, [*calm(), *calm(200, 500.0)])] == [100]
     # From here a spike is one above the new level.
     assert alarms(guard, [(3e3, 1.0)]) == []
@@ -511,17 +511,17 @@ def test_a_level_that_stays_high_is_reported_once_and_becomes_usual() -> None:
 
 def test_a_tenfold_rise_causes_another_warning() -> None:
     steps: list[Step] = [*calm(), (1e3, 1.0), (5e3, 1.0), (2e4, 1.0), (3e4, 1.0)]
-    assert [alarm.norm for alarm in alarms(Guard(), steps)] == [1e3, 2e4]
+    assert [alarm.norm for alarm in alarms(GrowthGuard(), steps)] == [1e3, 2e4]
 
 
 def test_a_second_spike_is_reported_although_the_first_is_in_the_window() -> None:
     steps: list[Step] = [*calm(), (1e6, 1.0), *calm(10), (1e3, 1.0), *calm(10)]
-    assert [alarm.norm for alarm in alarms(Guard(), steps)] == [1e6, 1e3]
+    assert [alarm.norm for alarm in alarms(GrowthGuard(), steps)] == [1e6, 1e3]
 
 
 def test_values_that_say_nothing_change_nothing() -> None:
     odd: list[Step] = [(math.inf, 1.0), (math.nan, math.nan), (None, math.inf), (0.0, 0.0), (1.0, -math.inf)]
-    guard = Guard()
+    guard = GrowthGuard()
     assert alarms(guard, odd * 50) == []
     assert alarms(guard, calm() + odd * 50) == []
     (alarm,) = alarms(guard, [(1e3, 1.0)])
@@ -530,30 +530,30 @@ def test_values_that_say_nothing_change_nothing() -> None:
 
 def test_a_constant_norm_has_no_spread_and_still_needs_a_hundredfold() -> None:
     steady: list[Step] = [(1.0, 1.0)] * 100
-    assert alarms(Guard(), [*steady, (90.0, 1.0), *steady]) == []
-    assert [alarm.kind for alarm in alarms(Guard(), [*steady, (110.0, 1.0), *steady])] == ["spike"]
+    assert alarms(GrowthGuard(), [*steady, (90.0, 1.0), *steady]) == []
+    assert [alarm.kind for alarm in alarms(GrowthGuard(), [*steady, (110.0, 1.0), *steady])] == ["spike"]
 
 
 def test_growth_needs_the_loss_until_the_norm_is_beyond_doubt() -> None:
     slow = [(1.3**t, 1.0) for t in range(100)]
-    (first, *_) = alarms(Guard(), slow)
+    (first, *_) = alarms(GrowthGuard(), slow)
     assert first.kind == "growth"
     assert first.norm is not None
     assert 1e6 < first.norm / 1.3**8 < 2e6  # 1.3**8 is the median of the first sixteen
     with_loss = [(1.3**t, 1.3 ** (2 * t)) for t in range(100)]
-    assert min(alarm.step for alarm in alarms(Guard(), with_loss) if alarm.kind == "growth") < first.step / 2
+    assert min(alarm.step for alarm in alarms(GrowthGuard(), with_loss) if alarm.kind == "growth") < first.step / 2
 
 
 @pytest.mark.parametrize("norms", [(1.0, 1e3, 1e9, 1e30), (2.0, 1e5, math.inf), (1e16,), (1.0, 1.0, math.inf)])
 def test_a_run_that_explodes_at_once_causes_a_warning(norms: tuple[float, ...]) -> None:
-    found = alarms(Guard(), [(norm, min(norm, 1e30)) for norm in norms])
+    found = alarms(GrowthGuard(), [(norm, min(norm, 1e30)) for norm in norms])
     assert found
     assert found[0].kind == "growth"
 
 
 def test_exceeding_the_limit_is_reported_once_until_the_norm_has_come_down() -> None:
     low, high = [(0.5, 1.0)] * 5, [(12.0, 1.0)] * 5
-    found = alarms(Guard(limit=10.0), [*high, *low, *high, (200.0, 1.0)])
+    found = alarms(GrowthGuard(limit=10.0), [*high, *low, *high, (200.0, 1.0)])
     assert [(alarm.kind, alarm.step) for alarm in found] == [("limit", 0), ("limit", 10), ("limit", 15)]
     assert found[0].text == "Step 0: the gradient norm is 12, above the limit of 10."
     assert found[0].usual is None
@@ -561,7 +561,7 @@ def test_exceeding_the_limit_is_reported_once_until_the_norm_has_come_down() -> 
 
 @pytest.mark.parametrize(("up", "kinds"), [(2, []), (3, ["explosion"]), (30, ["explosion"])])
 def test_an_explosion_is_a_loss_that_stays_up(up: int, kinds: list[str]) -> None:
-    guard = Guard()
+    guard = GrowthGuard()
     found = alarms(guard, [*calm(), *[(0.0, 1e9)] * up])
     assert [alarm.kind for alarm in found] == kinds
     assert guard.unrecovered == (found[0] if found else None)
@@ -573,7 +573,7 @@ def test_an_explosion_is_a_loss_that_stays_up(up: int, kinds: list[str]) -> None
 
 def test_negative_and_tiny_losses_are_measured_by_their_size() -> None:
     tiny: list[Step] = [(1.0, -1e-7)] * 100
-    assert alarms(Guard(), [*tiny, *[(1.0, 5.0)] * 20]) == []
-    (alarm,) = alarms(Guard(), [*tiny, *[(1.0, -5e6)] * 20])
+    assert alarms(GrowthGuard(), [*tiny, *[(1.0, 5.0)] * 20]) == []
+    (alarm,) = alarms(GrowthGuard(), [*tiny, *[(1.0, -5e6)] * 20])
     assert (alarm.kind, alarm.step) == ("explosion", 102)
     assert alarm.text == "Step 102: the loss has exploded to -5e+06 and stayed there for 3 steps; it is usually 1e-07."

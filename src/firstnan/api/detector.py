@@ -29,7 +29,7 @@ from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
 from firstnan.engine.step_log import StepLog
 from firstnan.gate.gate import Gate
-from firstnan.gate.growth_guard import Guard
+from firstnan.gate.growth_guard import GrowthGuard
 from firstnan.observe.layers import LayerWatch, Sink
 from firstnan.observe.sites import Ownership, directories, ends_at_origin
 from firstnan.records import NaNEvent, Report
@@ -154,7 +154,7 @@ class NaNDetector:
 
     def _new_session(self) -> Session:
         roots, optimizers, policy = self._roots, self._optimizers, self._policy
-        guard = None if self._guard == "off" else lambda: Guard(self._max_grad_norm)
+        guard = None if self._guard == "off" else lambda: GrowthGuard(self._max_grad_norm)
         gate = Gate(frugal=True, synchronous=self._on_nonfinite in ("raise", "skip"), guard=guard)
         handouts, scope = Handouts(), Scope(roots, optimizers)
         models = scope.models()

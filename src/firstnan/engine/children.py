@@ -26,7 +26,7 @@ from firstnan.engine.conclude import (
     rows_at,
     without_guesses,
 )
-from firstnan.engine.loop_replay import Failure, LoopReplay
+from firstnan.engine.loop_replay import LoopReplay, StepFailure
 from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Policy
 from firstnan.engine.ranks import RECEIVED, world
 from firstnan.engine.samples.cut import Maker
@@ -139,7 +139,7 @@ Way = Callable[[], None]
 """Begins a replay in the child: returns if the program's own loop continues it, otherwise never."""
 
 
-def ask(session: Session, failure: Failure) -> Answer | None:
+def ask(session: Session, failure: StepFailure) -> Answer | None:
     """The best answer of the ways to have the step again; None if there is no isolation, or in the child."""
     best: Answer | None = None
     for way in _ways(session, failure):
@@ -155,7 +155,7 @@ def ask(session: Session, failure: Failure) -> Answer | None:
     return best or Answer(failure.report, failure.trip.before_update)
 
 
-def with_drawn(session: Session, failure: Failure, answer: Answer) -> Answer | None:
+def with_drawn(session: Session, failure: StepFailure, answer: Answer) -> Answer | None:
     """The answer; if no sample of the loader is responsible, with the rows of random numbers that the step has drawn.
 
     None in the child.
@@ -208,7 +208,7 @@ def messages(child: isolation.Fork, session: Session, patience: float = _PATIENC
         child.end()
 
 
-def _ways(session: Session, failure: Failure) -> Iterator[Way]:
+def _ways(session: Session, failure: StepFailure) -> Iterator[Way]:
     trip = failure.trip
     ended = trip.noticed.what in ("exception", "value")  # the loop was left
     if trip.before_update and not ended and session.can_replay_loop(apart=True):
@@ -254,7 +254,7 @@ class TurnReplay:
     def __init__(
         self,
         session: Session,
-        failure: Failure,
+        failure: StepFailure,
         turn: Turn,
         *,
         start: int = 0,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from firstnan.diagnose.rules import only_compiled
 from firstnan.engine import isolation
 from firstnan.engine.children import Answer, Answering, TurnReplay, heard
-from firstnan.engine.loop_replay import Failure
+from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.turn import Turn, with_batch_first
 from firstnan.observe.compiler import compile_again, was_used
 from firstnan.observe.patches import eager
@@ -42,7 +42,7 @@ Way = tuple[Turn, int]
 """A turn or call, and how many of its statements to leave out."""
 
 
-def with_compiler(session: Session, failure: Failure, answer: Answer) -> Answer:
+def with_compiler(session: Session, failure: StepFailure, answer: Answer) -> Answer:
     """The answer; if the step fails only compiled, with that as its cause. Asks children."""
     if answer.worth == 3 or failure.trip.noticed.what not in ("loss", "gradient") or not was_used():
         return answer
@@ -57,7 +57,7 @@ def with_compiler(session: Session, failure: Failure, answer: Answer) -> Answer:
     return answer
 
 
-def _ways(session: Session, failure: Failure) -> Iterator[Way]:
+def _ways(session: Session, failure: StepFailure) -> Iterator[Way]:
     calls = [(call, 0) for call in with_batch_first(failure.calls, session.handouts.latest)]
     if session.handouts.is_ahead:
         yield from calls
@@ -67,12 +67,12 @@ def _ways(session: Session, failure: Failure) -> Iterator[Way]:
         yield from calls
 
 
-def _outcome(session: Session, failure: Failure, way: Way, *, compiled: bool) -> Outcome:
+def _outcome(session: Session, failure: StepFailure, way: Way, *, compiled: bool) -> Outcome:
     said: Any = _asked(session, failure, way, _run if compiled else _run_uncompiled)
     return said if said in ("failed", "finite") else ""
 
 
-def _asked(session: Session, failure: Failure, way: Way, work: Any) -> Any:
+def _asked(session: Session, failure: StepFailure, way: Way, work: Any) -> Any:
     """What a child finds out with this turn; None if there was no answer."""
     child = isolation.fork()
     if child is None:
@@ -120,7 +120,7 @@ def _compare(session: Session, policy: Answering, replay: TurnReplay) -> None:
     replay.fails_again()
 
 
-def _told(session: Session, failure: Failure, found: GraphDifference | None) -> Report:
+def _told(session: Session, failure: StepFailure, found: GraphDifference | None) -> Report:
     report, found = failure.report, found or GraphDifference()
     origin = _origin(session, found, report) if found.op else None
     cause = only_compiled(found.backend, origin, found.uncompiled, found.earlier, times=_TIMES + 1)

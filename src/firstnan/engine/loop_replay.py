@@ -36,7 +36,7 @@ _NOT_HARMLESS = (
 
 
 @dataclass(frozen=True)
-class Failure:
+class StepFailure:
     """The trip under investigation, and its place in the step."""
 
     trip: Trip
@@ -78,7 +78,7 @@ class LoopReplay:
     The session's phase says what the loop is run for: the trace, a second trace to compare, the search for bad samples.
     """
 
-    def __init__(self, session: Session, failure: Failure, schedules: Schedules) -> None:
+    def __init__(self, session: Session, failure: StepFailure, schedules: Schedules) -> None:
         """`schedules`: learning rates, their schedules and the scales of gradient scalers, as they are at the trip."""
         self.failure = failure
         self.search: SampleSearch | None = None

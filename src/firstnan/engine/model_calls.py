@@ -34,7 +34,7 @@ _CALLING = frozenset({__file__, Hook.__call__.__code__.co_filename, Module.__cal
 
 
 @dataclass(slots=True, weakref_slot=True)
-class Call:
+class ModelCall:
     """One call with its arguments, and the gradients that reached its outputs."""
 
     module: Module
@@ -52,8 +52,8 @@ class ModelCalls:
 
     def __init__(self, roots: Iterable[Module], handouts: Handouts) -> None:
         self.roots, self._handouts = list(roots), handouts
-        self.calls: list[Call] = []
-        self.first: Call | None = None
+        self.calls: list[ModelCall] = []
+        self.first: ModelCall | None = None
         """The calls of the current step, or the last of them if there were too many to keep."""
         self._before_call: Callable[[], None] | None = None
         self._trouble: Callable[[Exception], None] = lambda error: None
@@ -130,7 +130,7 @@ class ModelCalls:
             del self.calls[0]
         random, buffers = RandomState.now(), self._handouts.copied_buffers()
         autocast = [one for one in _autocast() if torch.is_autocast_enabled(one[0])]
-        call = Call(module, args, kwargs, threading.get_ident(), autocast, random, buffers)
+        call = ModelCall(module, args, kwargs, threading.get_ident(), autocast, random, buffers)
         self.calls.append(call)
         self.first = self.first or call
 
@@ -151,14 +151,14 @@ class ModelCalls:
         except Exception as error:
             self._trouble(error)
 
-    def mine(self) -> list[Call]:
+    def mine(self) -> list[ModelCall]:
         """The calls of this thread: another thread may use the same model for something else."""
         thread, latest = threading.get_ident(), self._handouts.latest
         if self._last is not None and latest is not None:
             module, args, kwargs, where, mixed = self._last
             devices = {p.device.type for p in module.parameters()}
             autocast = [one for one in _autocast() if mixed and one[0] in devices]
-            last = Call(module, args, kwargs, where, autocast, latest.random, latest.buffers)
+            last = ModelCall(module, args, kwargs, where, autocast, latest.random, latest.buffers)
             return [last] if where == thread else []
         return [call for call in self.calls if call.thread == thread]
 
@@ -166,7 +166,7 @@ class ModelCalls:
         """The buffers at the beginning of the current step, which may have used several batches."""
         return self.first.buffers if self.first is not None else self._handouts.first_buffers()
 
-    def make_again(self, call: Call, microscope: Microscope) -> tuple[list[Tensor], bool]:
+    def make_again(self, call: ModelCall, microscope: Microscope) -> tuple[list[Tensor], bool]:
         """Repeats the call under the tracer, with its gradients if there are any; restores everything afterwards.
 
         Returns what was non-finite, and whether a gradient that reached its outputs already was.
@@ -202,7 +202,7 @@ class ModelCalls:
             now.restore()
             self._making = False
 
-    def _run_on_our_own(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _run_on_our_own(self, call: ModelCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -228,7 +228,7 @@ class _Keeper:
 
     __slots__ = ("call", "index")
 
-    def __init__(self, call: weakref.ref[Call], index: int) -> None:
+    def __init__(self, call: weakref.ref[ModelCall], index: int) -> None:
         self.call, self.index = call, index
 
     def __call__(self, gradient: Tensor) -> None:
@@ -315,7 +315,7 @@ class CallReplay:
         text = _GIVEN if given else self._why_finite(trip.noticed, calls)
         return replace(report, cause=from_history(report.history), notes=(*report.notes, text, *outside))
 
-    def _why_finite(self, noticed: Noticed, calls: list[Call]) -> str:
+    def _why_finite(self, noticed: Noticed, calls: list[ModelCall]) -> str:
         unseen = noticed.what == "gradient" and not any(call.gradients for call in calls)
         return _FORWARD if unseen else _IN_THE_LOSS
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from firstnan.engine.children import Answer, Answering, TurnReplay
-from firstnan.engine.loop_replay import Failure
+from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.policies import REPLAYING, TRIPPED, WATCHING
 from firstnan.engine.turn import LeftLoop, Turn, holds_batch, with_batch
 from firstnan.records import Noticed
@@ -26,7 +26,7 @@ _MOST = 4
 """How many turns and calls are tried."""
 
 
-def ways(session: Session, failure: Failure) -> Iterator[PartsReplay]:
+def ways(session: Session, failure: StepFailure) -> Iterator[PartsReplay]:
     """The turns and calls with which the batches of the step can be told apart; none if it had only one."""
     latest = session.handouts.latest
     if latest is None or len(session.handouts.parts(session.backwards)) < 2:
@@ -39,7 +39,7 @@ def ways(session: Session, failure: Failure) -> Iterator[PartsReplay]:
 class PartsReplay(TurnReplay):
     """Runs a turn again with one batch of the step after the other, until the gradients are bad."""
 
-    def __init__(self, session: Session, failure: Failure, turn: Turn, *, batch: Any = None) -> None:
+    def __init__(self, session: Session, failure: StepFailure, turn: Turn, *, batch: Any = None) -> None:
         """`batch`: the batch that is to blame with some samples replaced; only this one is used then."""
         super().__init__(session, failure, turn, traced=batch is None, batch=batch)
         self._backwards_of_step = session.backwards

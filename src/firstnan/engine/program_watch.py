@@ -24,7 +24,7 @@ from firstnan.engine.divergence import event_of
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.journal import event_of_forecast
 from firstnan.engine.left_out import MOST_BAD, leaves_out_update
-from firstnan.engine.loop_replay import Failure
+from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.model_calls import UpdateReplay
 from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, RaiseInProgram, Stop, end_program
 from firstnan.engine.recovery import Recovery
@@ -458,7 +458,7 @@ class ProgramValues:
             raised = session.microscope.raised() if noticed.what == "exception" else []
             self._concluded(noticed, tensors, events + raised)
         else:
-            answer = session.asked(Failure(trip, (noticed.what, 0), known, turns)) if turns else None
+            answer = session.asked(StepFailure(trip, (noticed.what, 0), known, turns)) if turns else None
             self._policy.known(session, answer.report if answer is not None else known)
             session.close()
             self._left_by_program = True

@@ -27,7 +27,7 @@ _PATIENCE = 5.0
 _MOST_NAMED = 3
 
 
-class Group:
+class ReplicaGroup:
     """Ranks that hold the same parameters."""
 
     def __init__(self, ranks: list[int], is_certain: bool) -> None:
@@ -49,7 +49,7 @@ class Replicas:
     def __init__(self, every: int, tell: Callable[[str, int, str], None]) -> None:
         """`tell` is called with a sentence, the step and the name of a parameter: once, by one of the ranks."""
         self._every, self._tell, self._process = every, tell, os.getpid()
-        self._groups: list[Group] | None = None
+        self._groups: list[ReplicaGroup] | None = None
         self._store: Any = None
         # Ranks attach the same detectors in the same order; what an earlier one has sent must not be read.
         self._key = f"firstnan/replicas/{next(self._numbers)}"
@@ -73,7 +73,7 @@ class Replicas:
                 return str(self._store.get(f"{self._key}/told").decode())
         return ""
 
-    def _compare(self, group: Group, updates: int, step: int) -> None:
+    def _compare(self, group: ReplicaGroup, updates: int, step: int) -> None:
         store, rank, key = self._store, world().rank, f"{self._key}/{group.key}/{updates}"
         sums = torch.stack([_checksum(p) for p in group.parameters]).tolist()
         own = f"{hashlib.sha256(repr((group.names, sums)).encode()).hexdigest()[:16]} {rank}"
@@ -93,7 +93,7 @@ class Replicas:
         if group.is_certain or group.agreed_in is not None:
             self._explain(group, key, step, int(by), sums)
 
-    def _explain(self, group: Group, key: str, step: int, first: int, sums: list[int]) -> None:
+    def _explain(self, group: ReplicaGroup, key: str, step: int, first: int, sums: list[int]) -> None:
         store, rank = self._store, world().rank
         until, differ, agree = time.monotonic() + _PATIENCE, 1, 1
         while time.monotonic() < until and differ + agree < len(group.ranks):
@@ -109,7 +109,7 @@ class Replicas:
         self._tell(text, step, odd[0])
 
 
-def _sentence(odd: list[str], step: int, group: Group, ranks: tuple[int, int], counts: tuple[int, int]) -> str:
+def _sentence(odd: list[str], step: int, group: ReplicaGroup, ranks: tuple[int, int], counts: tuple[int, int]) -> str:
     (rank, first), (differ, agree) = ranks, counts
     if differ > agree:  # most ranks differ from the first one to arrive
         rank, first = first, rank
@@ -134,13 +134,13 @@ def _checksum(parameter: Any) -> Tensor:
         return flat.view(kind).sum(dtype=torch.int64).cpu()
 
 
-def _groups(distributed: Any, optimizers: Iterable[Any], name: Callable[[Tensor], str]) -> list[Group]:
+def _groups(distributed: Any, optimizers: Iterable[Any], name: Callable[[Tensor], str]) -> list[ReplicaGroup]:
     """The groups of ranks that have parameters in common, with these parameters."""
     wrapped = {id(p): module for module in _replicated() for p in module.module.parameters()}
-    groups: dict[tuple[tuple[int, ...], bool], Group] = {}
+    groups: dict[tuple[tuple[int, ...], bool], ReplicaGroup] = {}
     for parameter in dict.fromkeys(p for one in optimizers for p in parameters_of(one)):
         for ranks, is_certain in _holders(distributed, parameter, wrapped.get(id(parameter))):
-            group = groups.setdefault((tuple(ranks), is_certain), Group(ranks, is_certain))
+            group = groups.setdefault((tuple(ranks), is_certain), ReplicaGroup(ranks, is_certain))
             group.names.append(name(parameter) or f"parameter {len(group.names)}")
             group.parameters.append(parameter)
     return [group for group in groups.values() if len(group.ranks) > 1]

@@ -27,7 +27,7 @@ from firstnan.engine.conclude import AS_IT_RAN, bad_values
 from firstnan.engine.divergence import diverged
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.hidden_losses import hidden_by
-from firstnan.engine.loop_replay import Failure, LoopReplay, can_replay, harm_of_replay
+from firstnan.engine.loop_replay import LoopReplay, StepFailure, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
 from firstnan.engine.parts_replay import PartsReplay
 from firstnan.engine.policies import (
@@ -193,7 +193,7 @@ class Session(Observer):
         self._meetings: Counter[int | None] = Counter()
         self._gathered: Any = None
         """The model whose weights are all on this rank, for a replay."""
-        self._deferred: Failure | None = None
+        self._deferred: StepFailure | None = None
         """How often the ranks have met in each step, and the failure to investigate when all of them have come."""
         self._explosions: dict[Alarm, History] = {}
         """For each explosion of the loss, what was known when it was noticed."""
@@ -202,7 +202,7 @@ class Session(Observer):
         self.let_go_of = False
         """Whether the program has gone on after it was told to end."""
         self._process, self._is_worker = os.getpid(), in_worker
-        self.failure: Failure | None = None
+        self.failure: StepFailure | None = None
         """The failure under investigation, where that happens in children."""
         self.began = time.monotonic()
         self._compiled: list[Any] = []
@@ -943,7 +943,7 @@ class Session(Observer):
         self._hidden_by = hidden_by(sys._getframe())
         if self.live.on:
             self.blame_part(trip.noticed)
-            self._traced_as_it_ran(Failure(trip, place, report))
+            self._traced_as_it_ran(StepFailure(trip, place, report))
             return
         self._told = True
         if late:
@@ -958,7 +958,7 @@ class Session(Observer):
         if closely or self.policy.undoes:
             self._schedules = self._copy_schedules(trip, turns, calls)
         if closely:
-            answer = self.asked(Failure(trip, place, report, turns, calls))
+            answer = self.asked(StepFailure(trip, place, report, turns, calls))
             if self.in_child:
                 return
             if answer is not None:
@@ -967,7 +967,7 @@ class Session(Observer):
                 self.settle(answer.report, answer.before_update)
                 return
         if closely and trip.before_update and self.can_replay_loop():
-            self.replay_by_loop(Failure(trip, place, report))
+            self.replay_by_loop(StepFailure(trip, place, report))
             return
         if closely:
             if self.through_loop and isolation.unavailable() and (harm := harm_of_replay()):
@@ -1020,7 +1020,7 @@ class Session(Observer):
             return at_update
         return at_call if at_call is not None and at_call.updates == updates else None
 
-    def asked(self, failure: Failure) -> Answer | None:
+    def asked(self, failure: StepFailure) -> Answer | None:
         """What children find out about a failure; None if there can be none, or in a child."""
         if not self._may_replay or isolation.unavailable():
             return None
@@ -1028,7 +1028,7 @@ class Session(Observer):
             return self._asked_together(failure)
         return self._asked(failure)
 
-    def _asked_together(self, failure: Failure) -> Answer | None:
+    def _asked_together(self, failure: StepFailure) -> Answer | None:
         """The same, for weights that are spread over ranks: when all of them have come to the update."""
         if self._holds:
             self._deferred = failure
@@ -1052,7 +1052,7 @@ class Session(Observer):
         notes = () if model is not None else (_SHARDED,)
         return Answer(replace(failure.report, notes=(*failure.report.notes, *notes)), failure.trip.before_update)
 
-    def _asked(self, failure: Failure) -> Answer | None:
+    def _asked(self, failure: StepFailure) -> Answer | None:
         self.failure = failure
         try:
             if isinstance(self.policy, EndProgram) and self.policy.interrupted:
@@ -1065,7 +1065,7 @@ class Session(Observer):
             self.policy.interrupt()
             return Answer(replace(failure.report, notes=(*failure.report.notes, _INTERRUPTED)))
 
-    def _answer_of_children(self, failure: Failure) -> Answer | None:
+    def _answer_of_children(self, failure: StepFailure) -> Answer | None:
         answer = children.ask(self, failure)
         if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
             loops = loops_of(failure.turns, self.microscope.ownership.owns)
@@ -1135,7 +1135,7 @@ class Session(Observer):
         self.policy, self._replay, self.phase = policy, None, WATCHING
         self._told = False
 
-    def replay_by_loop(self, failure: Failure) -> None:
+    def replay_by_loop(self, failure: StepFailure) -> None:
         """Replays the step when the loop asks for its next batch."""
         assert self._schedules is not None
         self._replay = LoopReplay(self, failure, self._schedules)
@@ -1155,7 +1155,7 @@ class Session(Observer):
         if self._schedules is not None:
             self._schedules.restore()
 
-    def accumulated(self, failure: Failure) -> Iterator[PartsReplay]:
+    def accumulated(self, failure: StepFailure) -> Iterator[PartsReplay]:
         """Replays that tell which batch of a step with several is to blame."""
         return parts_replay.ways(self, failure)
 
@@ -1163,7 +1163,7 @@ class Session(Observer):
         """Whether a replay that needs no loop can explain this."""
         return any(source.can(trip) for source in self._sources)
 
-    def _traced_as_it_ran(self, failure: Failure) -> None:
+    def _traced_as_it_ran(self, failure: StepFailure) -> None:
         """Explains a failure whose operators are already recorded."""
         trip = failure.trip
         self.keep_state(failure.report, trip)
@@ -1451,7 +1451,7 @@ class Session(Observer):
             self.journal.tripped(trip.noticed, trip.tensors, report.step, None)
         else:
             turns = turns_in_traceback(error, self.microscope.ownership.owns)
-            answer = self.asked(Failure(trip, ("exception", 0), report, turns))
+            answer = self.asked(StepFailure(trip, ("exception", 0), report, turns))
             report = answer.report if answer is not None else self.replayed_at_once(report, trip)
         self.microscope.stop()
         report = self._completed(report, before_update=error is not None)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from firstnan.engine import isolation
 from firstnan.engine.children import Answering, TurnReplay, messages, whole_step
-from firstnan.engine.loop_replay import Failure
+from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.policies import Policy
 from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked
 from firstnan.gate.gate import Trip
@@ -56,7 +56,7 @@ class StepTrials:
     """Tries remedies of one failure at its step."""
 
     session: Session
-    failure: Failure
+    failure: StepFailure
     _turn: tuple[Turn, int] | None = None
     """The turn that fails again, and how many of its statements are left out."""
     interrupted: bool = False
@@ -194,7 +194,7 @@ class _Work:
 class _FailsAgain(_Work):
     """Whether the unchanged turn fails again."""
 
-    def __init__(self, session: Session, failure: Failure, turn: Turn, start: int) -> None:
+    def __init__(self, session: Session, failure: StepFailure, turn: Turn, start: int) -> None:
         super().__init__(session, turn, start)
         self._replay = TurnReplay(session, failure, turn, start=start, traced=False)
 
@@ -248,7 +248,7 @@ class FarEnough(BaseException):
 class _Steps:
     """Counts the steps of the optimizer that failed, and says when there are enough."""
 
-    def __init__(self, session: Session, failure: Failure, step: int, reach: Reach) -> None:
+    def __init__(self, session: Session, failure: StepFailure, step: int, reach: Reach) -> None:
         self._session, self._step, self._reach = session, step, reach
         self._counter = session.gate.steps
         self._optimizer = self._counter.current_optimizer(not failure.trip.before_update)

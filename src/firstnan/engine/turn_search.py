@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from firstnan.engine import isolation
 from firstnan.engine.children import Answer, Answering, TurnReplay, heard
-from firstnan.engine.loop_replay import Failure
+from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.parts_replay import PartsReplay
 from firstnan.engine.samples.search import ENDED, SampleSearch, begin_search
 from firstnan.engine.turn import Turn, holds_batch, with_batch_first
@@ -25,7 +25,7 @@ _MOST = 4
 """How many turns and calls are tried."""
 
 
-def with_samples(session: Session, failure: Failure, answer: Answer) -> Answer:
+def with_samples(session: Session, failure: StepFailure, answer: Answer) -> Answer:
     """The answer, with the samples that are responsible if they can be found this way."""
     report, latest = answer.report, session.handouts.latest
     searched = report.batch is not None and report.batch.replays and not report.batch.note.startswith(ENDED)
@@ -44,7 +44,7 @@ def with_samples(session: Session, failure: Failure, answer: Answer) -> Answer:
     return answer
 
 
-def _candidates(session: Session, failure: Failure) -> Iterator[Turn]:
+def _candidates(session: Session, failure: StepFailure) -> Iterator[Turn]:
     """Whole turns and calls only: what is left out at a later start may be the program's own check of its batch."""
     latest = session.handouts.latest
     assert latest is not None
@@ -58,7 +58,7 @@ def _candidates(session: Session, failure: Failure) -> Iterator[Turn]:
             yield turn
 
 
-def _ask(session: Session, failure: Failure, turn: Turn, search: SampleSearch) -> None:
+def _ask(session: Session, failure: StepFailure, turn: Turn, search: SampleSearch) -> None:
     """Runs the turn with the samples that the search asks for, and tells it what came of that."""
     first, child = session.handouts.latest_first()[0], isolation.fork()
     if child is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from firstnan.gate.by_hand import HandWritten
 from firstnan.gate.forecast import LARGEST, SinkingScale
 from firstnan.gate.gradient_checks import Clipping, DeviceReads, QuickCheck
-from firstnan.gate.growth_guard import Alarm, Guard, Weights
+from firstnan.gate.growth_guard import Alarm, GrowthGuard, Weights
 from firstnan.gate.histories import Histories, Track
 from firstnan.gate.step_counter import ROTATION, ParameterRotation, StepCounter
 from firstnan.observe.gradient_hooks import GradientNorms
@@ -69,7 +69,7 @@ class Gate:
         thorough: bool = False,
         frugal: bool = False,
         synchronous: bool = True,
-        guard: Callable[[], Guard] | None = Guard,
+        guard: Callable[[], GrowthGuard] | None = GrowthGuard,
     ) -> None:
         self.frugal = frugal
         self._closely = self._is_safe = False
@@ -81,7 +81,7 @@ class Gate:
         self._quick_checks: dict[int, QuickCheck] = {}
         self._passed_quick_check = False
         """The current update passed the quick check."""
-        self._guards: dict[int, Guard] = {}
+        self._guards: dict[int, GrowthGuard] = {}
         """One for each optimizer, since their usual values differ."""
         self.thorough = thorough
         self.steps = StepCounter()

@@ -114,7 +114,7 @@ Forecasts = Sequence[Forecast]
 Steps = Sequence[tuple[Any, ...]]
 
 
-class Guard:
+class GrowthGuard:
     """Judges the gradient norm and loss of each step. Every optimizer has its own guard, since norms differ."""
 
     def __init__(self, limit: float | None = None) -> None:

@@ -21,7 +21,7 @@ from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """What the same call has in common each time it runs: many records share one."""
 
     func: OpInfo
@@ -56,7 +56,7 @@ class Raw:
     """
 
     __slots__ = ("call", "finding", "fingerprint", "forward", "numbers", "ranges", "region")
-    call: Call
+    call: OperatorCall
     forward: int | None
     numbers: tuple[int | None, ...]
     """For each tensor it read the event that wrote to it last (None if it is from before the trace) and its storage;
@@ -187,7 +187,7 @@ class Events(Sequence[OpEvent]):
             in_float64=detail.in_float64 if detail else None,
         )
 
-    def _place(self, call: Call) -> tuple[Site | None, str]:
+    def _place(self, call: OperatorCall) -> tuple[Site | None, str]:
         site = resolve(call.spot) if call.spot else None
         place = self._places[id(call)] = site, whole_path(call.module, self._parts)
         return place
@@ -209,7 +209,7 @@ class Events(Sequence[OpEvent]):
         return Operand(name, given, last, role, label, guilty, tuple(i for i in also if i is not None))
 
 
-def _multiplies_by_chance(finding: NonFiniteCall | None, call: Call, site: Site | None) -> bool:
+def _multiplies_by_chance(finding: NonFiniteCall | None, call: OperatorCall, site: Site | None) -> bool:
     """Whether it multiplies with an infinite number that the source does not ask for."""
     if finding is None or call.func.name not in ("mul", "div") or site is None or "inf" in site.code.lower():
         return False

@@ -27,7 +27,7 @@ from firstnan.tensors.models import Parts, is_safe
 from firstnan.tracing.examine import Detail, examine, in_float64, numbers_in
 from firstnan.tracing.memory import Memory
 from firstnan.tracing.operators import OpInfo, arguments_keep_finite, info, tensors_of
-from firstnan.tracing.recording import INCOMPLETE, Call, Events, NonFiniteCall, Raw, fingerprint
+from firstnan.tracing.recording import INCOMPLETE, Events, NonFiniteCall, OperatorCall, Raw, fingerprint
 
 _MAX_RAISED = 16
 _SMALL = 1 << 14  # Elements; up to this size an argument is copied before an in-place operator overwrites it.
@@ -99,7 +99,7 @@ class Tracer:
         self._last_asked = -1
         self._backward: tuple[int, Spots] = (-1, (None, None, False))
         """The number of the backward call that runs, and the place of what the engine computes in it."""
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[Any, OperatorCall] = {}
         self._stats: dict[TensorStat, TensorStat] = {}
         self._mode: _Mode | None = None
         self._patches = Patches()
@@ -496,7 +496,7 @@ class Tracer:
             phase = "optimizer"
         module = module or self.modules.current()
         step = self.step
-        call = Call(op, spot, inner, phase, name, module, python_backward, step, grad, names, forms)
+        call = OperatorCall(op, spot, inner, phase, name, module, python_backward, step, grad, names, forms)
         if len(self.raws) < _SHARED_FROM:
             raw.call = call
             return

@@ -632,7 +632,7 @@ ELSEWHERE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Explanation:
     """A rule that fits: what happened in this run, the numbers, and how sure the rule is."""
 
     why: str
@@ -640,7 +640,7 @@ class Finding:
     evidence: tuple[str, ...] = ()
 
 
-Look = Callable[[Failure], Finding | None]
+Look = Callable[[Failure], Explanation | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from firstnan.diagnose.rules.base import ANY, Failure, Finding, counted, describe, nonfinite, rule
+from firstnan.diagnose.rules.base import ANY, Explanation, Failure, counted, describe, nonfinite, rule
 from firstnan.records import OpEvent, Phase
 from firstnan.records.operator_families import CONSTRUCTORS, FULL, LOSSES, WRITES, words
 
@@ -21,11 +21,11 @@ def _content(failure: Failure) -> str:
     return nonfinite(failure.origin.produced or failure.made)
 
 
-def _found(failure: Failure, name: str, why: str, confidence: float, of_an_operator: float) -> Finding:
+def _found(failure: Failure, name: str, why: str, confidence: float, of_an_operator: float) -> Explanation:
     """The second confidence counts where an operator of this run made the value: its own cause says more."""
     stat = failure.origin.produced or failure.made
     evidence = (describe(stat, name),) if stat else ()
-    return Finding(why, confidence if failure.event is None else of_an_operator, evidence)
+    return Explanation(why, confidence if failure.event is None else of_an_operator, evidence)
 
 
 def _in_model(event: OpEvent) -> bool:
@@ -92,7 +92,7 @@ def _is_number(failure: Failure) -> bool:
 
 
 @rule("nan_input", title="Non-finite number made before the step", phases=INPUT)
-def nan_number(failure: Failure) -> Finding | None:
+def nan_number(failure: Failure) -> Explanation | None:
     origin = failure.origin
     if not _is_number(failure) or origin.read_at is None:
         return None
@@ -101,11 +101,11 @@ def nan_number(failure: Failure) -> Finding | None:
         f"{name} is {'Inf' if value else '-Inf'} from the line above on, before the first step. "
         f"`{origin.read_at.code}` (line {origin.read_at.line}) computes with it, so its result is non-finite."
     )
-    return Finding(why, 0.8)
+    return Explanation(why, 0.8)
 
 
 @rule("nan_label", phases=INPUT)
-def nan_label(failure: Failure) -> Finding | None:
+def nan_label(failure: Failure) -> Explanation | None:
     if failure.origin.role == "buffer" or _is_number(failure) or not _is_label(failure):
         return None
     name = failure.origin.label or _data_use(failure).label or "targets"
@@ -117,7 +117,7 @@ def nan_label(failure: Failure) -> Finding | None:
 
 
 @rule("nan_input", phases=INPUT)
-def nan_input(failure: Failure) -> Finding | None:
+def nan_input(failure: Failure) -> Explanation | None:
     if failure.origin.role == "buffer" or _is_number(failure):
         return None
     name = failure.origin.label or _data_use(failure).label or "input"
@@ -129,7 +129,7 @@ def nan_input(failure: Failure) -> Finding | None:
 
 
 @rule("nan_input", title="Non-finite value in a buffer", phases=INPUT)
-def nan_buffer(failure: Failure) -> Finding | None:
+def nan_buffer(failure: Failure) -> Explanation | None:
     if failure.origin.role != "buffer":
         return None
     name = failure.origin.label or "of the model"
@@ -141,7 +141,7 @@ def nan_buffer(failure: Failure) -> Finding | None:
 
 
 @rule("uninitialized_memory", phases=ANY)
-def uninitialized_memory(failure: Failure) -> Finding | None:
+def uninitialized_memory(failure: Failure) -> Explanation | None:
     event = failure.event
     if event is None or not any(e.uninitialized for e in (event, *failure.trace.producers(event))):
         return None
@@ -165,7 +165,7 @@ def writes_nan(failure: Failure) -> bool:
 
 
 @rule("nan_parameter", phases=PARAMETER)
-def nan_parameter(failure: Failure) -> Finding | None:
+def nan_parameter(failure: Failure) -> Explanation | None:
     name = failure.origin.label or "of the model"
     step = failure.origin.step
     if writes_nan(failure):
@@ -182,7 +182,7 @@ def nan_parameter(failure: Failure) -> Finding | None:
 
 
 @rule("nan_constant", phases=ANY)
-def nan_constant(failure: Failure) -> Finding | None:
+def nan_constant(failure: Failure) -> Explanation | None:
     event = failure.origin.event
     if event is None or failure.phase == "optimizer" or not event.bad or not _literal(failure, event):
         return None
@@ -193,7 +193,9 @@ def nan_constant(failure: Failure) -> Finding | None:
         why = (
             f"`{failure.code}` computes with, or selects, a NaN that is a constant in the code: {elements} became NaN."
         )
-    return Finding(why, 0.3 if failure.phase == "input" and _is_data(failure, event) else 0.9, failure.input_lines())
+    return Explanation(
+        why, 0.3 if failure.phase == "input" and _is_data(failure, event) else 0.9, failure.input_lines()
+    )
 
 
 def _is_data(failure: Failure, event: OpEvent) -> bool:

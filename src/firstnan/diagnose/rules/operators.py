@@ -18,7 +18,17 @@ import math
 import re
 from collections.abc import Collection
 
-from firstnan.diagnose.rules.base import ANY, ELSEWHERE, Failure, Finding, counted, describe, has_zero, rule, why_zero
+from firstnan.diagnose.rules.base import (
+    ANY,
+    ELSEWHERE,
+    Explanation,
+    Failure,
+    counted,
+    describe,
+    has_zero,
+    rule,
+    why_zero,
+)
 from firstnan.records import OpEvent, Phase, TensorStat
 from firstnan.records.operator_families import (
     ADDITIONS,
@@ -120,7 +130,7 @@ def _incoming(failure: Failure) -> str:
 
 
 @rule("where_grad_trap", phases=BACKWARD)
-def where_grad_trap(failure: Failure) -> Finding | None:
+def where_grad_trap(failure: Failure) -> Explanation | None:
     if not _of_torch(failure) or not _incoming_zero(failure):
         return None
     forward = failure.origin.forward_event
@@ -137,11 +147,11 @@ def where_grad_trap(failure: Failure) -> Finding | None:
         "through it: the incoming gradient is 0, the derivative is infinite, and 0 * inf (or 0/0) is NaN."
     )
     sure = selector is not None and (hidden or selector.op in ("where", "masked_fill", "nan_to_num"))
-    return Finding(why, 0.93 if sure else 0.91, _forward_lines(failure))
+    return Explanation(why, 0.93 if sure else 0.91, _forward_lines(failure))
 
 
 @rule("where_grad_trap", phases=frozenset({"forward"}))
-def discarded_in_forward(failure: Failure) -> Finding | None:
+def discarded_in_forward(failure: Failure) -> Explanation | None:
     """The origin is a forward infinity that forward itself discarded: only backward can have brought it back."""
     event = failure.event
     if event is None or not event.bad or event.phase != "forward":
@@ -153,7 +163,7 @@ def discarded_in_forward(failure: Failure) -> Finding | None:
         f"`{failure.code}` is non-finite in {counted(event.bad)}, and `{selector.op}` discards that before the loss. "
         "Backward still runs through it: a gradient of 0 times an infinite derivative is NaN."
     )
-    return Finding(why, 0.97, failure.input_lines())
+    return Explanation(why, 0.97, failure.input_lines())
 
 
 def _survives(failure: Failure, start: OpEvent) -> bool:
@@ -172,18 +182,18 @@ def _survives(failure: Failure, start: OpEvent) -> bool:
 
 
 @rule("sqrt_grad_at_zero", phases=BACKWARD)
-def sqrt_grad_at_zero(failure: Failure) -> Finding | None:
+def sqrt_grad_at_zero(failure: Failure) -> Explanation | None:
     if not _of_torch(failure, ROOTS_INSIDE) or not _at_edge(failure):
         return None
     why = (
         f"`{failure.code}` is exactly 0 in {counted(failure.bad)}, where the slope of a square root is infinite: "
         f"backward divides by this 0.{_at_zero(failure)} The forward value is finite."
     )
-    return Finding(why, 0.9, _forward_lines(failure) or failure.input_lines())
+    return Explanation(why, 0.9, _forward_lines(failure) or failure.input_lines())
 
 
 @rule("pow_grad_at_zero", phases=BACKWARD)
-def pow_grad_at_zero(failure: Failure) -> Finding | None:
+def pow_grad_at_zero(failure: Failure) -> Explanation | None:
     if not _of_torch(failure, {"pow"}) or not _at_edge(failure):
         return None
     power = _power(failure)
@@ -194,13 +204,13 @@ def pow_grad_at_zero(failure: Failure) -> Finding | None:
         f"`{failure.code}` raises exactly 0 to {shown}, where the slope is infinite: backward computes 0 to a negative "
         f"power.{_at_zero(failure)} The forward value is finite."
     )
-    return Finding(why, 0.9, _forward_lines(failure) or failure.input_lines())
+    return Explanation(why, 0.9, _forward_lines(failure) or failure.input_lines())
 
 
 @rule("sqrt_grad_at_zero", phases=BACKWARD)
-def half_power_at_zero(failure: Failure) -> Finding | None:
+def half_power_at_zero(failure: Failure) -> Explanation | None:
     found = pow_grad_at_zero(failure) if _power(failure) == 0.5 else None
-    return Finding(found.why, 0.93 if _of_squares(failure) else 0.5, found.evidence) if found else None
+    return Explanation(found.why, 0.93 if _of_squares(failure) else 0.5, found.evidence) if found else None
 
 
 def _of_squares(failure: Failure) -> bool:
@@ -221,40 +231,40 @@ def _power(failure: Failure) -> float | None:
 
 
 @rule("acos_grad_at_one", phases=BACKWARD)
-def acos_grad_at_one(failure: Failure) -> Finding | None:
+def acos_grad_at_one(failure: Failure) -> Explanation | None:
     if not _of_torch(failure, ARCS) or not (_at_edge(failure) or failure.op in ("rsqrt", "mul")):
         return None
     why = (
         f"`{failure.code}` was evaluated at the edge of its domain (1 or -1, up to rounding), where its slope is "
         f"infinite: backward divides by 0.{_incoming(failure)} The forward value is finite."
     )
-    return Finding(why, 0.9, _forward_lines(failure) or failure.input_lines())
+    return Explanation(why, 0.9, _forward_lines(failure) or failure.input_lines())
 
 
 @rule("xlogy_grad_at_zero", phases=BACKWARD)
-def xlogy_grad_at_zero(failure: Failure) -> Finding | None:
+def xlogy_grad_at_zero(failure: Failure) -> Explanation | None:
     if not failure.derivative_of(XLOGS) or failure.event is None or not failure.event.bad:
         return None
     why = (
         f"`{failure.code}` defines 0 * log(0) as 0, so the forward value is finite. Its derivative has no such "
         "exception: it divides by the argument, and 0/0 is NaN."
     )
-    return Finding(why, 0.9, _forward_lines(failure) or failure.input_lines())
+    return Explanation(why, 0.9, _forward_lines(failure) or failure.input_lines())
 
 
 @rule("logsumexp_grad_all_inf", phases=BACKWARD)
-def logsumexp_grad_all_inf(failure: Failure) -> Finding | None:
+def logsumexp_grad_all_inf(failure: Failure) -> Explanation | None:
     if not failure.derivative_of(LOG_SUMS) or not failure.nan:
         return None
     why = (
         f"`{failure.code}` reduces a slice in which every entry is -inf, so its value is -inf too. Backward computes "
         f"exp(x - result), and -inf - -inf is NaN: {counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.93, failure.input_lines() or _forward_lines(failure))
+    return Explanation(why, 0.93, failure.input_lines() or _forward_lines(failure))
 
 
 @rule("degenerate_decomposition", phases=BACKWARD)
-def degenerate_decomposition(failure: Failure) -> Finding | None:
+def degenerate_decomposition(failure: Failure) -> Explanation | None:
     if not failure.derivative_of(SPECTRAL | {"qr"}) or not failure.bad:
         return None
     needs, zero = "distinct singular values or eigenvalues", "two of them are equal (or one is 0)"
@@ -264,36 +274,36 @@ def degenerate_decomposition(failure: Failure) -> Finding | None:
         f"The derivative of `{failure.code}` needs {needs}. Here {zero}, so backward divides by 0: "
         f"{counted(failure.bad)} became non-finite."
     )
-    return Finding(why, 0.93, failure.input_lines() + _forward_lines(failure))
+    return Explanation(why, 0.93, failure.input_lines() + _forward_lines(failure))
 
 
 @rule("custom_backward", phases=BACKWARD)
-def custom_backward(failure: Failure) -> Finding | None:
+def custom_backward(failure: Failure) -> Explanation | None:
     if failure.event is None or not failure.event.in_python_backward:
         return None
     why = (
         f"`{failure.code}` runs inside a backward or gradient hook of the program itself, not of torch. There, the "
         f"operator {failure.op} produced {counted(failure.bad, 'non-finite element')} from finite numbers."
     )
-    return Finding(why, 0.95, failure.input_lines())
+    return Explanation(why, 0.95, failure.input_lines())
 
 
 @rule("infinite_derivative", phases=BACKWARD)
-def infinite_derivative(failure: Failure) -> Finding | None:
+def infinite_derivative(failure: Failure) -> Explanation | None:
     if failure.event is None or not _of_torch(failure) or not _at_edge(failure):
         return None
     why = (
         f"The slope of `{failure.code}` is infinite at this point: backward ({failure.event.node}) computes "
         f"{failure.op} at 0. {counted(failure.bad)} became non-finite.{_incoming(failure)}"
     )
-    return Finding(why, 0.4, _forward_lines(failure) + failure.input_lines())
+    return Explanation(why, 0.4, _forward_lines(failure) + failure.input_lines())
 
 
 ELEMENTWISE = ADDITIONS | {"div"}
 
 
 @rule("zero_over_zero", elsewhere=ELSEWHERE)
-def zero_over_zero(failure: Failure) -> Finding | None:
+def zero_over_zero(failure: Failure) -> Explanation | None:
     if failure.op not in DIVISIONS or not failure.nan:
         return None
     top, bottom = DIVISIONS[failure.op]
@@ -301,11 +311,11 @@ def zero_over_zero(failure: Failure) -> Finding | None:
         return None
     reason = why_zero(failure.trace, failure.event, bottom) or " Nothing keeps the denominator away from 0."
     why = f"`{failure.code}` divides 0 by 0 in {counted(failure.nan)}, and 0/0 is NaN.{reason}"
-    return Finding(why, 0.95, failure.input_lines(top, bottom))
+    return Explanation(why, 0.95, failure.input_lines(top, bottom))
 
 
 @rule("zero_over_zero", title="Normalising equal values")
-def normalise_constant(failure: Failure) -> Finding | None:
+def normalise_constant(failure: Failure) -> Explanation | None:
     if failure.op not in NORMALISERS or not failure.nan or failure.fed_by_nonfinite:
         return None
     eps = failure.scalar("eps")
@@ -315,14 +325,14 @@ def normalise_constant(failure: Failure) -> Finding | None:
         f"`{failure.code}` divides by a spread or norm of 0, with eps = {number(eps)}. Equal values then give "
         f"0/0: {counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.9, failure.input_lines())
+    return Explanation(why, 0.9, failure.input_lines())
 
 
 NORMALISATIONS = ("nn/utils/spectral_norm.py", "nn/utils/weight_norm.py", "nn/utils/parametrizations.py")
 
 
 @rule("zero_over_zero", title="Weight or spectral norm of a weight of zeros")
-def norm_of_zero_weight(failure: Failure) -> Finding | None:
+def norm_of_zero_weight(failure: Failure) -> Explanation | None:
     site = failure.event.library_site if failure.event is not None else None
     within = site is not None and site.file.replace("\\", "/").endswith(NORMALISATIONS)
     if not (failure.op in WEIGHT_NORMS or (within and failure.op == "div")) or not failure.nan:
@@ -340,11 +350,11 @@ def norm_of_zero_weight(failure: Failure) -> Finding | None:
         f"The weight{layer}{f' ({label})' if label else ''} is {rows}, and `{failure.code}` divides it by its {kind}: "
         f"0/0 in {counted(failure.nan)}. Such a weight was initialised, or set, to zero."
     )
-    return Finding(why, 0.97, failure.input_lines())
+    return Explanation(why, 0.97, failure.input_lines())
 
 
 @rule("div_by_zero", elsewhere=ELSEWHERE)
-def div_by_zero(failure: Failure) -> Finding | None:
+def div_by_zero(failure: Failure) -> Explanation | None:
     made = failure.origin.produced
     # torch 2.6 divides complex numbers by 0 to NaN, later versions to an infinity.
     gives_nan = failure.op in ("fmod", "remainder") or (made is not None and made.dtype.startswith("complex"))
@@ -357,11 +367,11 @@ def div_by_zero(failure: Failure) -> Finding | None:
     became = f"{counted(failure.inf)} became infinite" if failure.inf else f"{counted(failure.nan)} became NaN"
     reason = why_zero(failure.trace, failure.event, bottom)
     why = f"`{failure.code}` divides {numerator}by exactly 0: {became}.{reason}"
-    return Finding(why, 0.94, failure.input_lines(*(n for n in (top, bottom) if n)))
+    return Explanation(why, 0.94, failure.input_lines(*(n for n in (top, bottom) if n)))
 
 
 @rule("zero_times_inf", elsewhere=ELSEWHERE)
-def zero_times_inf(failure: Failure) -> Finding | None:
+def zero_times_inf(failure: Failure) -> Explanation | None:
     if failure.op not in PRODUCTS or not failure.nan or failure.event is None or failure.reads_nan:
         return None
     constant, seen = failure.scalar("other", "value"), failure.read_at.values()
@@ -373,11 +383,11 @@ def zero_times_inf(failure: Failure) -> Finding | None:
         f"`{failure.code}` multiplies infinity by 0 in {counted(failure.nan)}, and 0 * inf is NaN. An infinity, as "
         "from a mask, can be added or selected, but not multiplied by 0."
     )
-    return Finding(why, 0.92, failure.input_lines())
+    return Explanation(why, 0.92, failure.input_lines())
 
 
 @rule("inf_minus_inf")
-def inf_minus_inf(failure: Failure) -> Finding | None:
+def inf_minus_inf(failure: Failure) -> Explanation | None:
     infinite, seen = sum(t.inf for t in failure.tensors), failure.read_at.values()
     if failure.op not in ELEMENTWISE | SUMS | SPREADS | {"cumsum"} or not failure.nan:
         return None
@@ -390,11 +400,11 @@ def inf_minus_inf(failure: Failure) -> Finding | None:
         f"`{failure.code}` reads {counted(infinite, 'infinite element')} and {kind}. The result is undefined: "
         f"{counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.6, failure.input_lines())
+    return Explanation(why, 0.6, failure.input_lines())
 
 
 @rule("inf_minus_inf", title="Operator undefined for infinity")
-def undefined_for_infinity(failure: Failure) -> Finding | None:
+def undefined_for_infinity(failure: Failure) -> Explanation | None:
     if failure.event is None or not failure.event.nan_from_inf or failure.reads_nan:
         return None
     infinite = counted(sum(t.inf for t in failure.tensors), "infinite element")
@@ -402,7 +412,7 @@ def undefined_for_infinity(failure: Failure) -> Finding | None:
         f"`{failure.code}` reads {infinite}, and {failure.op} is undefined for infinity: {counted(failure.nan)} became "
         "NaN. The infinity itself looks intentional, as in a mask."
     )
-    return Finding(why, 0.2, failure.input_lines())
+    return Explanation(why, 0.2, failure.input_lines())
 
 
 def _logarithm(failure: Failure, edge: float) -> str:
@@ -410,7 +420,7 @@ def _logarithm(failure: Failure, edge: float) -> str:
 
 
 @rule("log_of_zero", elsewhere=ELSEWHERE)
-def log_of_zero(failure: Failure) -> Finding | None:
+def log_of_zero(failure: Failure) -> Explanation | None:
     if failure.op not in LOGS or not failure.inf:
         return None
     name, edge = LOGS[failure.op]
@@ -424,11 +434,11 @@ def log_of_zero(failure: Failure) -> Finding | None:
         f"`{failure.code}` {_logarithm(failure, edge)} exactly {number(edge)} in {counted(count or failure.inf)}, "
         f"which gives -inf.{reason} The infinity then spreads to the loss and the gradients."
     )
-    return Finding(why, 0.95 if touched else 0.7, failure.input_lines(name))
+    return Explanation(why, 0.95 if touched else 0.7, failure.input_lines(name))
 
 
 @rule("log_of_negative", elsewhere=ELSEWHERE)
-def log_of_negative(failure: Failure) -> Finding | None:
+def log_of_negative(failure: Failure) -> Explanation | None:
     if failure.op not in LOGS or not failure.nan:
         return None
     name, edge = LOGS[failure.op]
@@ -438,11 +448,11 @@ def log_of_negative(failure: Failure) -> Finding | None:
         f"`{failure.code}` {_logarithm(failure, edge)} numbers down to {number(failure.lowest(name))}, but it is "
         f"only defined above {number(edge)}. {counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.95, failure.input_lines(name))
+    return Explanation(why, 0.95, failure.input_lines(name))
 
 
 @rule("log_of_negative", title="Log-determinant of a negative determinant")
-def logdet_of_negative(failure: Failure) -> Finding | None:
+def logdet_of_negative(failure: Failure) -> Explanation | None:
     # logdet is slogdet, eq(sign, -1), scalar_tensor(nan), where: the NaN is a constant that torch itself selects.
     if failure.op != "where" or not failure.nan or not any(e.op in DETERMINANTS for e in failure.feeding(3)):
         return None
@@ -450,22 +460,22 @@ def logdet_of_negative(failure: Failure) -> Finding | None:
         f"The determinant in `{failure.code}` is negative for {counted(failure.nan, 'matrix', 'matrices')}. A negative "
         "number has no real logarithm, so torch returns NaN."
     )
-    return Finding(why, 0.97)
+    return Explanation(why, 0.97)
 
 
 @rule("log_of_zero", title="Log-determinant of a singular matrix")
-def logdet_of_singular(failure: Failure) -> Finding | None:
+def logdet_of_singular(failure: Failure) -> Explanation | None:
     if failure.op != "slogdet" or not failure.inf or failure.fed_by_nonfinite:
         return None
     why = (
         f"The determinant in `{failure.code}` is exactly 0 for {counted(failure.inf, 'matrix', 'matrices')}, and its "
         "logarithm is -inf. The matrix is singular: a row or column is zero or a combination of others."
     )
-    return Finding(why, 0.8, failure.input_lines())
+    return Explanation(why, 0.8, failure.input_lines())
 
 
 @rule("sqrt_of_negative", elsewhere=ELSEWHERE)
-def sqrt_of_negative(failure: Failure) -> Finding | None:
+def sqrt_of_negative(failure: Failure) -> Explanation | None:
     name = "running_var" if failure.op in NORMALISERS else "self"
     if failure.op not in ROOTS | NORMALISERS or not failure.nan or not failure.negative_at(name):
         return None
@@ -478,11 +488,11 @@ def sqrt_of_negative(failure: Failure) -> Finding | None:
         f"`{failure.code}` takes the square root of {number(lowest)}. A negative number has no real root: "
         f"{counted(failure.nan)} became NaN.{tail}"
     )
-    return Finding(why, 0.95, failure.input_lines(name))
+    return Explanation(why, 0.95, failure.input_lines(name))
 
 
 @rule("pow_of_zero", elsewhere=ELSEWHERE)
-def pow_of_zero(failure: Failure) -> Finding | None:
+def pow_of_zero(failure: Failure) -> Explanation | None:
     if (
         failure.op not in POWERS
         or not failure.inf
@@ -494,11 +504,11 @@ def pow_of_zero(failure: Failure) -> Finding | None:
         f"`{failure.code}` raises 0 to the power {number(failure.at('exponent'))}. A negative power divides by "
         f"its base: {counted(failure.inf)} became infinite.{why_zero(failure.trace, failure.event, 'self')}"
     )
-    return Finding(why, 0.95, failure.input_lines("self"))
+    return Explanation(why, 0.95, failure.input_lines("self"))
 
 
 @rule("pow_of_negative", elsewhere=ELSEWHERE)
-def pow_of_negative(failure: Failure) -> Finding | None:
+def pow_of_negative(failure: Failure) -> Explanation | None:
     if failure.op not in POWERS or not failure.nan or not failure.negative_at("self"):
         return None
     exponent, base = failure.at("exponent"), failure.at("self")
@@ -510,17 +520,17 @@ def pow_of_negative(failure: Failure) -> Finding | None:
         f"`{failure.code}` raises {shown} to {power}. A negative base has no real fractional power: "
         f"{counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.95, failure.input_lines("self"))
+    return Explanation(why, 0.95, failure.input_lines("self"))
 
 
 @rule("sqrt_of_negative")
-def half_power_of_negative(failure: Failure) -> Finding | None:
+def half_power_of_negative(failure: Failure) -> Explanation | None:
     found = pow_of_negative(failure) if failure.at("exponent") in (0.5, -0.5) else None
-    return Finding(found.why, 0.5, found.evidence) if found else None
+    return Explanation(found.why, 0.5, found.evidence) if found else None
 
 
 @rule("arc_out_of_domain", elsewhere=ELSEWHERE)
-def arc_out_of_domain(failure: Failure) -> Finding | None:
+def arc_out_of_domain(failure: Failure) -> Explanation | None:
     if not failure.nan or failure.op not in INVERSE_FUNCTIONS:
         return None
     low, high = INVERSE_FUNCTIONS[failure.op]
@@ -535,11 +545,11 @@ def arc_out_of_domain(failure: Failure) -> Finding | None:
         f"`{failure.code}` evaluates {failure.op} at {worst:.8g}, but it is only defined from {number(low)} to "
         f"{number(high)}. "
     ) + (f"The excess of {number(excess)} is a rounding error." if excess < 1e-3 else "The result is NaN.")
-    return Finding(why, 0.95, failure.input_lines("self"))
+    return Explanation(why, 0.95, failure.input_lines("self"))
 
 
 @rule("pole", elsewhere=ELSEWHERE)
-def pole(failure: Failure) -> Finding | None:
+def pole(failure: Failure) -> Explanation | None:
     if not failure.bad or failure.fed_by_nonfinite:
         return None
     value = failure.at("self")
@@ -557,7 +567,7 @@ def pole(failure: Failure) -> Finding | None:
         f"`{failure.code}` evaluates {failure.op} at {where}, where the function goes to infinity. "
         f"{counted(failure.bad)} became non-finite."
     )
-    return Finding(why, 0.93, failure.input_lines("self"))
+    return Explanation(why, 0.93, failure.input_lines("self"))
 
 
 MATRIX_ERROR = re.compile(
@@ -567,7 +577,7 @@ MATRIX_ERROR = re.compile(
 
 
 @rule("not_positive_definite", phases=ANY)
-def not_positive_definite(failure: Failure) -> Finding | None:
+def not_positive_definite(failure: Failure) -> Explanation | None:
     said_so = re.search("positive[- ]definite", failure.raised)
     if failure.phase == "backward" or not (said_so or failure.op in CHOLESKY):
         return None
@@ -575,11 +585,11 @@ def not_positive_definite(failure: Failure) -> Finding | None:
         f"`{failure.code}` needs a positive definite matrix, but this one has an eigenvalue of 0 or below. Rounding "
         "alone can do that to a covariance of too few or nearly equal rows."
     )
-    return Finding(why, 0.96, failure.raised_lines() + failure.input_lines())
+    return Explanation(why, 0.96, failure.raised_lines() + failure.input_lines())
 
 
 @rule("not_positive_definite")
-def determinant_not_positive(failure: Failure) -> Finding | None:
+def determinant_not_positive(failure: Failure) -> Explanation | None:
     near = {failure.op} | {e.op for e in failure.feeding(3)}
     if failure.op not in ("where", "slogdet") or "slogdet" not in near or not failure.bad:
         return None
@@ -587,11 +597,11 @@ def determinant_not_positive(failure: Failure) -> Finding | None:
         f"`{failure.code}` takes the log-determinant of a matrix whose determinant is not positive. If the matrix "
         "should be a covariance, it is not positive definite."
     )
-    return Finding(why, 0.6, failure.input_lines())
+    return Explanation(why, 0.6, failure.input_lines())
 
 
 @rule("singular_matrix", phases=ANY)
-def singular_matrix(failure: Failure) -> Finding | None:
+def singular_matrix(failure: Failure) -> Explanation | None:
     solved = failure.op in SOLVERS and not failure.fed_by_nonfinite
     if failure.phase == "backward":
         fits = solved and failure.derivative_of(SOLVERS | DETERMINANTS | CHOLESKY)
@@ -603,16 +613,16 @@ def singular_matrix(failure: Failure) -> Finding | None:
         f"`{failure.code}` has to invert a matrix that has no inverse. A row or column is zero or a combination of "
         "others, so the solver divides by 0."
     )
-    return Finding(why, 0.94, failure.raised_lines() + failure.input_lines())
+    return Explanation(why, 0.94, failure.raised_lines() + failure.input_lines())
 
 
 @rule("decomposition_failed", phases=ANY)
-def decomposition_failed(failure: Failure) -> Finding | None:
+def decomposition_failed(failure: Failure) -> Explanation | None:
     algebra = "linalg" in failure.origin.aten or failure.op in MATRIX_ALGORITHMS
     if not failure.raised or not (algebra or MATRIX_ERROR.search(failure.raised)):
         return None
     why = f"`{failure.code}` raised an error instead of returning a value. torch said: {failure.raised}"
-    return Finding(why, 0.3, failure.input_lines())
+    return Explanation(why, 0.3, failure.input_lines())
 
 
 def _reduced(failure: Failure, stat: TensorStat) -> int | None:
@@ -633,7 +643,7 @@ def _is_mask(stat: TensorStat | None) -> bool:
 
 
 @rule("empty_reduction")
-def empty_reduction(failure: Failure) -> Finding | None:
+def empty_reduction(failure: Failure) -> Explanation | None:
     empty = [t for t in failure.tensors if t.numel == 0 or (failure.op in SPREADS and _reduced(failure, t) == 0)]
     if failure.op not in MEANS | SPREADS or not failure.bad or not empty:
         return None
@@ -641,11 +651,11 @@ def empty_reduction(failure: Failure) -> Finding | None:
         f"`{failure.code}` reduces a tensor of shape {list(empty[0].shape)}, which has no elements in this batch. The "
         "mean of zero elements is 0/0."
     )
-    return Finding(why, 0.97, failure.input_lines())
+    return Explanation(why, 0.97, failure.input_lines())
 
 
 @rule("empty_reduction", title="Every target in the batch is ignored")
-def all_ignored(failure: Failure) -> Finding | None:
+def all_ignored(failure: Failure) -> Explanation | None:
     # nll_loss divides by its second output, the summed weight of the targets that count.
     if failure.op not in NEGATIVE_LIKELIHOODS or not failure.nan or failure.fed_by_nonfinite:
         return None
@@ -660,11 +670,11 @@ def all_ignored(failure: Failure) -> Finding | None:
         f"`{failure.code}` averages over the targets that count, and {detail}. It divides by their total weight, which "
         "is 0, so the loss is NaN."
     )
-    return Finding(why, 0.95, failure.input_lines("target", "weight"))
+    return Explanation(why, 0.95, failure.input_lines("target", "weight"))
 
 
 @rule("empty_reduction")
-def empty_count(failure: Failure) -> Finding | None:
+def empty_count(failure: Failure) -> Explanation | None:
     bottom = DIVISIONS.get(failure.op, ("", ""))[1]
     if not bottom or not failure.nan or not failure.zero_at(bottom):
         return None
@@ -676,11 +686,11 @@ def empty_count(failure: Failure) -> Finding | None:
     if not (counted_mask or integer or isinstance(failure.scalar(bottom), int)):
         return None
     why = f"`{failure.code}` divides by a count that is 0 in this batch. There is nothing to average: the mean is 0/0."
-    return Finding(why, 0.6, failure.input_lines(bottom))
+    return Explanation(why, 0.6, failure.input_lines(bottom))
 
 
 @rule("single_sample_variance")
-def single_sample_variance(failure: Failure) -> Finding | None:
+def single_sample_variance(failure: Failure) -> Explanation | None:
     if failure.op not in SPREADS or not failure.nan or failure.fed_by_nonfinite:
         return None
     stat = failure.stat("self") or next(iter(failure.tensors), None)
@@ -694,11 +704,11 @@ def single_sample_variance(failure: Failure) -> Finding | None:
         f"`{failure.code}` computes an unbiased {failure.op} of {of}. It divides by the count minus "
         f"{number(correction)}, which is 0, so the result is NaN."
     )
-    return Finding(why, 0.97 if count is not None else 0.7, failure.input_lines())
+    return Explanation(why, 0.97 if count is not None else 0.7, failure.input_lines())
 
 
 @rule("single_sample_variance", title="Covariance of a single observation")
-def single_sample_covariance(failure: Failure) -> Finding | None:
+def single_sample_covariance(failure: Failure) -> Explanation | None:
     # torch.cov ends in div(product, count - correction) with an integer tensor that is 0 for one observation.
     if failure.op != "div" or not failure.nan or "cov" not in failure.code or not failure.zero_at("other"):
         return None
@@ -706,11 +716,11 @@ def single_sample_covariance(failure: Failure) -> Finding | None:
         f"`{failure.code}` computes an unbiased covariance of one observation. It divides by the count minus 1, which "
         "is 0, so the result is NaN."
     )
-    return Finding(why, 0.96, failure.input_lines("self", "other"))
+    return Explanation(why, 0.96, failure.input_lines("self", "other"))
 
 
 @rule("ctc_infeasible", elsewhere=1.0)
-def ctc_infeasible(failure: Failure) -> Finding | None:
+def ctc_infeasible(failure: Failure) -> Explanation | None:
     if not (failure.op.startswith("ctc_loss") or failure.derivative_of({"ctc_loss"})) or not failure.bad:
         return None
     if any(t.bad for t in failure.stats("log_probs")):
@@ -722,7 +732,7 @@ def ctc_infeasible(failure: Failure) -> Finding | None:
         "needs one input frame per label and one more between equal neighbours; an impossible alignment has "
         "probability 0, so its loss is inf."
     )
-    return Finding(why, 0.95, lengths + failure.input_lines(*names))
+    return Explanation(why, 0.95, lengths + failure.input_lines(*names))
 
 
 LOSS_ARITHMETIC = SUMS | JOINS | ADDITIONS | words("log_softmax logsumexp masked_fill mul neg select where")
@@ -739,7 +749,7 @@ def _width(failure: Failure, stat: TensorStat) -> int | None:
 
 
 @rule("fully_masked_softmax", elsewhere=0.5)
-def fully_masked_softmax(failure: Failure) -> Finding | None:
+def fully_masked_softmax(failure: Failure) -> Explanation | None:
     if failure.op not in SOFTMAXES | ATTENTION or not failure.nan:
         return None
     masked = [t for t in failure.tensors if t.neginf or (t.binary and t.dtype == "bool")]
@@ -755,11 +765,13 @@ def fully_masked_softmax(failure: Failure) -> Finding | None:
         f"`{failure.code}` takes a softmax over a row in which every entry is -inf, which is 0/0. {rows} became NaN: "
         "probably a sample is all padding, or two masks together cover everything."
     )
-    return Finding(why, 0.95, tuple(f"{t.name}: {t.neginf} of {t.numel} elements are -inf" for t in masked if t.neginf))
+    return Explanation(
+        why, 0.95, tuple(f"{t.name}: {t.neginf} of {t.numel} elements are -inf" for t in masked if t.neginf)
+    )
 
 
 @rule("fully_masked_softmax", title="Hand-written softmax over a fully masked row")
-def masked_by_hand(failure: Failure) -> Finding | None:
+def masked_by_hand(failure: Failure) -> Explanation | None:
     # exp(x - x.max()) over a row of -inf is exp(-inf - -inf).
     if failure.op not in ("sub", "rsub", "div") or not failure.nan or any(t.posinf or t.nan for t in failure.tensors):
         return None
@@ -776,11 +788,11 @@ def masked_by_hand(failure: Failure) -> Finding | None:
         f"`{failure.code}` is part of a hand-written softmax over a row in which every entry is -inf. Such a row has "
         f"no finite maximum and its exponentials sum to 0: {counted(failure.nan)} became NaN."
     )
-    return Finding(why, 0.96 if failure.op == "div" else 0.9, failure.input_lines())
+    return Explanation(why, 0.96 if failure.op == "div" else 0.9, failure.input_lines())
 
 
 @rule("masked_label")
-def masked_label(failure: Failure) -> Finding | None:
+def masked_label(failure: Failure) -> Explanation | None:
     if (
         failure.op not in LABEL_PICKS | LOSS_ARITHMETIC | {"logsumexp"}
         or not failure.inf
@@ -803,9 +815,9 @@ def masked_label(failure: Failure) -> Finding | None:
             f"`{failure.code}` reduces a slice in which every entry is masked with -inf{entries}. No class is left "
             "that the labels allow, so the loss is infinite."
         )
-        return Finding(why, 0.9, failure.input_lines())
+        return Explanation(why, 0.9, failure.input_lines())
     why = (
         f"`{failure.code}` picks the log-probability of a class that is masked with -inf{entries}. The loss is "
         "infinite because the mask and the labels contradict each other."
     )
-    return Finding(why, 0.9 if failure.op in LABEL_PICKS else 0.6, failure.input_lines())
+    return Explanation(why, 0.9 if failure.op in LABEL_PICKS else 0.6, failure.input_lines())

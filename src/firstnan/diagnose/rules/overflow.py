@@ -7,8 +7,8 @@ from typing import Any
 
 from firstnan.diagnose.rules.base import (
     ANY,
+    Explanation,
     Failure,
-    Finding,
     counted,
     describe,
     dtype_max,
@@ -101,7 +101,7 @@ def _magnitudes_before(failure: Failure) -> tuple[str, ...]:
 
 
 @rule("exp_overflow")
-def exp_overflow(failure: Failure) -> Finding | None:
+def exp_overflow(failure: Failure) -> Explanation | None:
     if failure.op not in EXPONENTIALS or not failure.inf or failure.fed_by_nonfinite:
         return None
     top = failure.highest("self")
@@ -114,11 +114,11 @@ def exp_overflow(failure: Failure) -> Finding | None:
         f"{why_large(failure.trace, failure.event, 'self')}"
     )
     fits_float32 = failure.narrow and top is not None and top < EXP_LIMIT
-    return Finding(why, 0.6 if fits_float32 else 0.92, failure.input_lines("self"))
+    return Explanation(why, 0.6 if fits_float32 else 0.92, failure.input_lines("self"))
 
 
 @rule("low_precision_overflow", phases=ANY)
-def low_precision_overflow(failure: Failure) -> Finding | None:
+def low_precision_overflow(failure: Failure) -> Explanation | None:
     if not failure.narrow or not overflowed(failure):
         return None
     if failure.op in EXPONENTIALS and (failure.highest("self") or 0.0) >= EXP_LIMIT:
@@ -130,7 +130,7 @@ def low_precision_overflow(failure: Failure) -> Finding | None:
         f"{_sizes(failure)}{wider}"
     )
     confidence = 0.5 if failure.phase == "optimizer" else 0.9
-    return Finding(why, confidence, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
+    return Explanation(why, confidence, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
 
 
 def _mask_line(failure: Failure) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def _mask_line(failure: Failure) -> tuple[str, ...]:
 
 
 @rule("divergence_lr", phases=ANY)
-def divergence_lr(failure: Failure) -> Finding | None:
+def divergence_lr(failure: Failure) -> Explanation | None:
     growth = failure.growth
     if growth is None or not overflowed(failure) or failure.phase == "input":
         return None
@@ -157,7 +157,7 @@ def divergence_lr(failure: Failure) -> Finding | None:
     only_gradients = failure.phase == "backward" and failure.growth_of_loss is None
     state = failure.phase == "optimizer" and failure.op in STATE_UPDATES and not _is_lost(failure)
     confidence = 0.6 if failure.narrow or state or only_gradients else 0.93
-    return Finding(why, confidence, (*growth.lines(), *failure.input_lines()))
+    return Explanation(why, confidence, (*growth.lines(), *failure.input_lines()))
 
 
 def _is_lost(failure: Failure) -> bool:
@@ -197,7 +197,7 @@ def rate_set_by(history: OptimizerHistory) -> str:
 
 
 @rule("divergence_lr", title="The learning rate rose too far", phases=ANY - {"input"})
-def risen_rate(failure: Failure) -> Finding | None:
+def risen_rate(failure: Failure) -> Explanation | None:
     """The rate jumps so far that the next step overflows: there is no time for anything to grow."""
     rise = failure.rate_rise
     if rise is None or failure.growth is not None or not overflowed(failure):
@@ -210,11 +210,11 @@ def risen_rate(failure: Failure) -> Finding | None:
         return None
     weight = f" The parameter {found[0]} has magnitudes up to {number(found[2])}." if found is not None else ""
     why = f"{rate_in_use(failure).strip()}{weight} Its updates are that large, and {_operator(failure)} overflows."
-    return Finding(why, 0.6 if failure.narrow else 0.92, rise.lines()[:1])
+    return Explanation(why, 0.6 if failure.narrow else 0.92, rise.lines()[:1])
 
 
 @rule("divergence_lr", title="The first updates are far too large", phases=ANY - {"optimizer", "input"})
-def first_updates(failure: Failure) -> Finding | None:
+def first_updates(failure: Failure) -> Explanation | None:
     """Too early to call it growth: the weights are as large as the learning rate makes them."""
     found = _largest_weight(failure) if 0 < failure.origin.step <= 4 and overflowed(failure) else None
     if found is None or failure.growth is not None or not ORDINARY_WEIGHT <= found[2] <= _moved(failure):
@@ -224,11 +224,11 @@ def first_updates(failure: Failure) -> Finding | None:
         f"The updates before step {failure.origin.step} took the parameter {name} to magnitudes up to "
         f"{number(size)}.{rate_in_use(failure)} Products with {name} overflow {failure.dtype} at {_operator(failure)}."
     )
-    return Finding(why, 0.6 if failure.narrow else 0.9, (describe(stat, name),))
+    return Explanation(why, 0.6 if failure.narrow else 0.9, (describe(stat, name),))
 
 
 @rule("bad_init", phases=ANY - {"optimizer"})
-def bad_init(failure: Failure) -> Finding | None:
+def bad_init(failure: Failure) -> Explanation | None:
     if not overflowed(failure) or failure.origin.step > 1 or failure.growth is not None:
         return None
     found = _largest_weight(failure)
@@ -244,7 +244,7 @@ def bad_init(failure: Failure) -> Finding | None:
     confidence = 0.88 if size >= ABSURD_WEIGHT else 0.7
     if failure.narrow or failure.op in EXPONENTIALS or failure.phase == "backward":
         confidence *= 0.7
-    return Finding(why, confidence, (describe(stat, name),))
+    return Explanation(why, confidence, (describe(stat, name),))
 
 
 def _largest_weight(failure: Failure) -> tuple[str, TensorStat, float] | None:
@@ -283,7 +283,7 @@ def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]
 
 
 @rule("exploding_gradient", phases=frozenset({"backward"}))
-def exploding_gradient(failure: Failure) -> Finding | None:
+def exploding_gradient(failure: Failure) -> Explanation | None:
     if failure.event is None or failure.event.in_python_backward or not overflowed(failure):
         return None
     why = (
@@ -292,33 +292,33 @@ def exploding_gradient(failure: Failure) -> Finding | None:
     )
     steps = [s for s in failure.history.steps if s.grad_norm is not None and math.isfinite(s.grad_norm)]
     known = (f"last finite gradient norm: {number(steps[-1].grad_norm)} in step {steps[-1].step}",) if steps else ()
-    return Finding(why, 0.8, failure.input_lines() + _magnitudes_before(failure) + known)
+    return Explanation(why, 0.8, failure.input_lines() + _magnitudes_before(failure) + known)
 
 
 @rule("overflow")
-def overflow(failure: Failure) -> Finding | None:
+def overflow(failure: Failure) -> Explanation | None:
     if not overflowed(failure) or failure.op in EXPONENTIALS:
         return None
     why = (
         f"{_operator(failure)} produced {counted(failure.bad)} too large for {failure.dtype} from finite inputs. "
         f"{_sizes(failure)}{not_growing(failure.history)}"
     )
-    return Finding(why, 0.6, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
+    return Explanation(why, 0.6, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
 
 
 @rule("overflow", phases=ANY)
-def overflow_elsewhere(failure: Failure) -> Finding | None:
+def overflow_elsewhere(failure: Failure) -> Explanation | None:
     if not failure.inf or failure.nan or failure.fed_by_nonfinite or failure.event is None or not failure.event.born:
         return None
     if failure.event.on_purpose or failure.event.uninitialized or overflowed(failure):
         return None
     infinite = counted(failure.inf, "infinite element")
     why = f"{_operator(failure)} produced {infinite} from finite inputs. {_sizes(failure)}"
-    return Finding(why, 0.25, failure.input_lines())
+    return Explanation(why, 0.25, failure.input_lines())
 
 
 @rule("overflow", title="Number too large for its type", phases=ANY)
-def refused_number(failure: Failure) -> Finding | None:
+def refused_number(failure: Failure) -> Explanation | None:
     """torch raises an error for a Python number that is larger than the tensor's type can hold."""
     if "without overflow" not in failure.raised:
         return None
@@ -332,7 +332,7 @@ def refused_number(failure: Failure) -> Finding | None:
     if failure.phase == "optimizer":
         owner = f"{failure.history.optimizer or 'The optimizer'}'s update"
     why = f"{owner} was given {what}, but the largest {dtype} is {dtype_max(dtype):g}."
-    return Finding(why, 0.9, failure.raised_lines())
+    return Explanation(why, 0.9, failure.raised_lines())
 
 
 UPDATES: frozenset[Phase] = frozenset({"optimizer", "parameter"})
@@ -358,7 +358,7 @@ def _moved_by_gradient(failure: Failure) -> bool:
 
 
 @rule("nan_lr", phases=UPDATES)
-def nan_lr(failure: Failure) -> Finding | None:
+def nan_lr(failure: Failure) -> Explanation | None:
     given = dict(failure.event.scalars) if failure.event else {}
     names = (*RATE_NAMES, "other") if failure.op == "mul" else RATE_NAMES
     used = [(n, v) for n in names for v in _numbers(given.get(n))] + [("lr", v) for v in _numbers(failure.lr())]
@@ -372,11 +372,11 @@ def nan_lr(failure: Failure) -> Finding | None:
         f"The learning rate is non-finite: the update in step {failure.origin.step} was scaled by {bad[1]} ({bad[0]})."
         f"{was} {set_by or 'Look at the schedule, or at the code that sets the learning rate.'}"
     )
-    return Finding(why, 0.99, (f"{bad[0]} = {bad[1]}",))
+    return Explanation(why, 0.99, (f"{bad[0]} = {bad[1]}",))
 
 
 @rule("optimizer_eps", phases=UPDATES)
-def optimizer_eps(failure: Failure) -> Finding | None:
+def optimizer_eps(failure: Failure) -> Explanation | None:
     if not failure.bad:
         return None
     given = _numbers(failure.scalar("eps")) + _numbers(dict(failure.history.settings).get("eps"))
@@ -404,7 +404,7 @@ def optimizer_eps(failure: Failure) -> Finding | None:
         f"{failure.history.optimizer or 'The optimizer'} divides by exactly 0 in {where}{shown}.{low} The result "
         f"{became}: {counted(failure.bad)} of {failure.origin.label or 'the result'} became non-finite."
     )
-    return Finding(why, 0.96 if moved else 0.25, failure.input_lines(*(n for n in names if n)))
+    return Explanation(why, 0.96 if moved else 0.25, failure.input_lines(*(n for n in names if n)))
 
 
 def _in_users_code(failure: Failure) -> bool:
@@ -419,12 +419,12 @@ def _made_with(failure: Failure, name: str, eps: float) -> bool:
 
 
 @rule("zero_over_zero", phases=frozenset({"optimizer"}))
-def zero_over_zero_in_users_update(failure: Failure) -> Finding | None:
+def zero_over_zero_in_users_update(failure: Failure) -> Explanation | None:
     return zero_over_zero(failure) if _without_eps(failure) else None
 
 
 @rule("div_by_zero", phases=frozenset({"optimizer"}))
-def div_by_zero_in_users_update(failure: Failure) -> Finding | None:
+def div_by_zero_in_users_update(failure: Failure) -> Explanation | None:
     return div_by_zero(failure) if _without_eps(failure) else None
 
 
@@ -434,7 +434,7 @@ def _without_eps(failure: Failure) -> bool:
 
 
 @rule("optimizer_overflow", phases=frozenset({"optimizer"}))
-def optimizer_overflow(failure: Failure) -> Finding | None:
+def optimizer_overflow(failure: Failure) -> Explanation | None:
     if not failure.bad or not (failure.op in FUSED_UPDATES or overflowed(failure)):
         return None
     squared = " This squares the gradient." if failure.op in ("addcmul", "square", "pow") else ""
@@ -447,4 +447,4 @@ def optimizer_overflow(failure: Failure) -> Finding | None:
         f"{squared} {counted(failure.bad)} of its state or of the weights overflowed, although the gradient is finite."
         f"{stuck}"
     )
-    return Finding(why, 0.85 if failure.op in STATE_UPDATES | FUSED_UPDATES else 0.75, failure.input_lines())
+    return Explanation(why, 0.85 if failure.op in STATE_UPDATES | FUSED_UPDATES else 0.75, failure.input_lines())

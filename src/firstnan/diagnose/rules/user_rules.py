@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from firstnan.diagnose.rules.base import ANY, RULES, Failure, Finding, Rule
+from firstnan.diagnose.rules.base import ANY, RULES, Explanation, Failure, Rule
 from firstnan.records.arguments import require_share, require_string
 
 Reason = Callable[[Failure], str | None]
@@ -34,9 +34,9 @@ def rule(slug: str, *, title: str, confidence: float = 1.0) -> Callable[[Reason]
         raise ValueError(f"slug must be lowercase words joined by underscores, such as log_of_zero, got {slug!r}")
 
     def register(reason: Reason) -> Reason:
-        def look(failure: Failure) -> Finding | None:
+        def look(failure: Failure) -> Explanation | None:
             why = reason(failure)
-            return Finding(str(why), confidence, failure.input_lines()) if why else None
+            return Explanation(str(why), confidence, failure.input_lines()) if why else None
 
         # Running a notebook cell again replaces its rule.
         RULES[:] = [known for known in RULES if (known.slug, known.user_function) != (slug, reason.__qualname__)]

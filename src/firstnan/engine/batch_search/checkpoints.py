@@ -15,7 +15,7 @@ from firstnan.engine.batch_search.order import BatchOrder, Fetched
 from firstnan.engine.batch_search.result import BadBatch, BatchSearch, Seen
 from firstnan.engine.batch_search.training import Everything, SavedState, Training
 from firstnan.engine.step_check import Outcome, StepCheck
-from firstnan.gate.growth_guard import Guard
+from firstnan.gate.growth_guard import GrowthGuard
 from firstnan.records import words
 from firstnan.tensors.finite import norms, readable
 
@@ -163,7 +163,7 @@ class LateSearch:
         self._everything.restore_random()
         first = self._states[start].step
         rows: list[CheckpointRow] = []
-        guard = Guard()
+        guard = GrowthGuard()
         for step, fetched in enumerate(self._order.from_step(first), first):
             if step == end or (end is None and rows and fetched.index == rows[0].fetched.index):
                 break
