@@ -623,6 +623,8 @@ class Session(Observer):
         self.live.backward_begins()
         self._backward_called = True
         self.backwards += 1
+        if self._bad_after is not None and not self.bad_gradients():
+            self._bad_after = None  # The program has cleared them: what is bad at the end comes from a later batch.
         for trip in self.gate.backward_begins(roots):
             self._trip(trip, None)
         if self.layers is not None:
@@ -898,6 +900,7 @@ class Session(Observer):
             self._replay.tripped(trip, place)
         elif self.phase is WATCHING and self.policy.tripped(self, trip) and not self._told and not self._is_held():
             if self.values is not None and self._is_left_out(trip):
+                self.forget_backwards()  # The program clears these gradients: no later batch adds to them.
                 return
             others = [other for other in list(_active) if other is not self]
             self.is_detected = any(other._detects(trip, optimizer) for other in others)
@@ -992,7 +995,7 @@ class Session(Observer):
     def _copy_settings(self) -> SettingsCopy | None:
         """The settings of the optimizers that a detector watches, as they are now."""
         optimizers = self.scope.optimizers
-        return self._schedule_search.settings(list(optimizers), self._updates_made()) if optimizers else None
+        return self._schedule_search.settings(optimizers, self.gate.steps.of) if optimizers else None
 
     def _updates_made(self) -> dict[int, int]:
         return {id(optimizer): self.gate.steps.of(optimizer) for optimizer in self.scope.optimizers or ()}

@@ -138,9 +138,18 @@ def readable_path(name: str) -> str:
 def find_live_objects(*kinds: type) -> list[Any]:
     """Every object of these types and their subclasses (slow: it visits all objects, or at least the younger ones)."""
     if all(issubclass(kind, _SOUGHT) for kind in kinds) and not _AGES_MIX:
-        younger = [thing for generation in (0, 1) for thing in gc.get_objects(generation)]
-        return list({id(thing): thing for thing in (*_of_kinds(younger, kinds), *_oldest.find(kinds))}.values())
-    return _of_kinds(gc.get_objects(), kinds)
+        younger = [thing for generation in (0, 1) for thing in _in_generation(generation, kinds)]
+        return list({id(thing): thing for thing in (*younger, *_oldest.find(kinds))}.values())
+    return _in_generation(None, kinds)
+
+
+def _in_generation(generation: int | None, kinds: Iterable[type]) -> list[Any]:
+    """Those among the objects of one generation of the garbage collector, or among all."""
+    things = gc.get_objects(generation)
+    try:
+        return _of_kinds(things, kinds)
+    finally:
+        things.clear()  # The frame of this function may be one of them: a cycle that would keep all of them alive.
 
 
 def _of_kinds(things: Iterable[Any], kinds: Iterable[type]) -> list[Any]:
@@ -168,7 +177,7 @@ class _Oldest:
     def find(self, kinds: Iterable[type]) -> list[Any]:
         now = [generation["collections"] for generation in gc.get_stats()[1:]]
         if now != self._as_of:
-            self._found = list(map(weakref.ref, _of_kinds(gc.get_objects(2), _SOUGHT)))
+            self._found = list(map(weakref.ref, _in_generation(2, _SOUGHT)))
             self._as_of = now
         return _of_kinds([thing for ref in self._found if (thing := ref()) is not None], kinds)
 

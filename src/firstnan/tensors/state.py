@@ -470,12 +470,16 @@ class SettingsCopy:
 
     __slots__ = ("_members", "updates")
 
-    def __init__(self, optimizers: Iterable[Any], schedulers: Iterable[LRScheduler], updates: dict[int, int]) -> None:
-        """`updates`: the number of updates of each optimizer so far, by its id."""
-        self.updates = updates
+    def __init__(
+        self, optimizers: Iterable[Any], schedulers: Iterable[LRScheduler], updates: Callable[[Any], int]
+    ) -> None:
+        """`updates`: the number of updates of an optimizer so far."""
+        self.updates: dict[int, int] = {}
+        """By the id of an optimizer."""
         self._members: dict[int, list[tuple[Any, Any]]] = {}
         """The id of an optimizer -> what belongs to it, with its members."""
         for optimizer in optimizers:
+            self.updates[id(optimizer)] = updates(optimizer)
             kept = self._members[id(optimizer)] = []
             for group in optimizer.param_groups:
                 kept.append((group, group.copy()))
@@ -579,9 +583,10 @@ class ScheduleSearch:
         if all(ref() is not scheduler for ref in self._found):
             self._found.append(weakref.ref(scheduler))
 
-    def settings(self, optimizers: list[Any], updates: dict[int, int]) -> SettingsCopy:
+    def settings(self, optimizers: Iterable[Any], updates: Callable[[Any], int]) -> SettingsCopy:
         """A copy of what is known, at the beginning of a step."""
-        schedulers = [s for ref in self._found if isinstance(s := ref(), LRScheduler)]
+        found = self._found
+        schedulers = [s for ref in found if isinstance(s := ref(), LRScheduler)] if found else ()
         return SettingsCopy(optimizers, schedulers, updates)
 
     def copy(

@@ -71,6 +71,7 @@ class Tracer:
         self._lock = threading.RLock()
         self._helpers: dict[int, _Mode] = {}
         """The other threads that are recorded, by their ids."""
+        self._helpers_started = 0
         self._new_threads = NewThreads(self._helper_started) if helpers else None
         self.of_helpers: set[int] = set()
         """The events of those threads."""
@@ -140,8 +141,9 @@ class Tracer:
         """A thread begins while the step is recorded. Autograd numbers its nodes per thread, so it begins elsewhere."""
         with self._lock:
             mode = self._helpers[threading.get_ident()] = _Mode(self)
+            self._helpers_started += 1  # A new thread may have the id of one that has ended.
             base = self._last_node + _NODES_OF_STEP if self._last_node < _MANY_NODES else 0
-            begin = base + len(self._helpers) * _NODES_OF_HELPER
+            begin = base + self._helpers_started * _NODES_OF_HELPER
         leaf = torch.zeros((), requires_grad=True)
         with torch.enable_grad():
             while _sequence_number() < begin:
