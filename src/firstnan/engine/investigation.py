@@ -348,12 +348,12 @@ class Investigation:
         if told and self.seconds > trials.PATIENCE:
             return
         # An infinity that a program returns is usually intended, so nothing is printed until that is known.
-        if not output or (watch.values.bad_output is not None and watch.values.bad_output.name):
-            why = "where the bad value was created" if told else "its operators"
-            step = "" if output or first.step is None else f" in step {first.step}"
-            say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
         try:
             with own_handlers_interrupt():
+                if not output or (watch.values.bad_output is not None and watch.values.bad_output.name):
+                    why = "where the bad value was created" if told else "its operators"
+                    step = "" if output or first.step is None else f" in step {first.step}"
+                    say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
                 run = self._second_run(None if output else first.step)
         except KeyboardInterrupt:
             run = None
@@ -392,12 +392,12 @@ class Investigation:
         if batch is None or self._still_wanted() is not None:
             return None
         given = list(batch.indices), batch.length
-        say(
-            "starting the program again with the failing batch first, to see where the bad value was created "
-            "(its output is hidden; Ctrl-C skips this)"
-        )
         try:
             with own_handlers_interrupt():
+                say(
+                    "starting the program again with the failing batch first, to see where the bad value was created "
+                    "(its output is hidden; Ctrl-C skips this)"
+                )
                 second = self.start.run_again(
                     self.options.program,
                     step=0,
