@@ -87,3 +87,12 @@ def test_a_wrong_argument_is_named_in_one_sentence(
             assert len(text) < 200
     RULES[:] = rules
     assert refused >= 5
+
+
+def test_what_a_detector_hands_out_or_calls_has_to_be_fit_for_it() -> None:
+    model = torch.nn.Linear(2, 1)
+    with firstnan.NaNDetector(model) as detector:
+        with pytest.raises(TypeError, match="loader must yield batches"):
+            detector.batches(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="function must be"):
+            detector.step(3)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from firstnan.gate.growth_guard import GrowthGuard
 from firstnan.observe.layers import LayerWatch, Sink
 from firstnan.observe.sites import Ownership, directories, ends_at_origin
 from firstnan.records import NaNEvent, Report
-from firstnan.records.arguments import require_path, short
+from firstnan.records.arguments import require_batches, require_callable, require_path, short
 from firstnan.records.errors import NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.models import TrainingObjects, parameters_of, unwrapped
@@ -271,11 +271,13 @@ class NaNDetector:
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """The loader's batches; one that fails is handed out again, so the loop body can be traced."""
+        require_batches("loader", loader)
         return Batches(self._attached, loader)
 
     def step(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the function, which makes one training step; if that fails, it is called again and explained."""
         __tracebackhide__ = True
+        require_callable("function", function)
         session = self._attached()
         session.through_the_loop()
         session.body_ended()
