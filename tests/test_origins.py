@@ -24,11 +24,11 @@ from torch.utils.data import (
 )
 
 from firstnan.engine import data_origin, isolation
+from firstnan.engine.conclude import unit_of
 from firstnan.engine.handouts import FirstBatch, ReplayError
 from firstnan.engine.samples.cut import Cut, Maker
 from firstnan.engine.samples.search import SampleSearch, search
 from firstnan.engine.samples.underlying import underlying
-from firstnan.engine.samples.units import unit_of
 from firstnan.observe.line_watch import RETURNED, LineWatch
 from firstnan.observe.sites import Ownership, resolve
 from firstnan.records import Batch, Element, History, Origin, Report, StepRecord

@@ -148,8 +148,8 @@ DIES = """
 
 HANGS = """
     import signal, time
-    from firstnan.engine import ranks, waiting
-    ranks._PATIENCE = waiting._ANSWERED_WITHIN = 2.0
+    from firstnan.engine import ranks
+    ranks._PATIENCE = ranks._ANSWERED_WITHIN = 2.0
     how, guilty, wrapper = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
     model = DDP(net) if wrapper == "ddp" else net

@@ -25,7 +25,6 @@ from firstnan.engine.policies import Policy, Raise, RaiseInSteps, Rollback, Skip
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.replicas import Replicas
 from firstnan.engine.sampling import StepSamples
-from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
 from firstnan.engine.step_log import StepLog
 from firstnan.gate.gate import Gate
@@ -36,7 +35,7 @@ from firstnan.records import NaNEvent, Report
 from firstnan.records.arguments import require_batches, require_callable, require_path, short
 from firstnan.records.errors import NonFiniteError
 from firstnan.report import nonfinite_error
-from firstnan.tensors.models import TrainingObjects, parameters_of, unwrapped
+from firstnan.tensors.models import Scope, TrainingObjects, parameters_of, unwrapped
 from firstnan.tensors.state import NamelessSource
 
 OnNonfinite = Literal["raise", "warn", "skip", "rollback"]

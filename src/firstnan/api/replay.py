@@ -14,14 +14,13 @@ from firstnan.capsule.content import load
 from firstnan.engine.capsule_replay import told_by
 from firstnan.engine.policies import RaiseAsItRuns
 from firstnan.engine.restart import Restart
-from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
 from firstnan.gate.gate import Gate
 from firstnan.observe.sites import Ownership, directories
 from firstnan.records import Report
 from firstnan.records.arguments import require_callable, require_path
 from firstnan.records.errors import NonFiniteError
-from firstnan.tensors.models import TrainingObjects
+from firstnan.tensors.models import Scope, TrainingObjects
 from firstnan.tensors.state import NamelessSource
 
 

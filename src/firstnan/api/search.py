@@ -26,13 +26,12 @@ from firstnan.engine.handouts import Handouts
 from firstnan.engine.policies import Policy
 from firstnan.engine.samples.cut import CutError, cut
 from firstnan.engine.samples.search import search
-from firstnan.engine.scope import Scope
 from firstnan.engine.session import Session
 from firstnan.engine.step_check import StepCheck
 from firstnan.observe.sites import Ownership
 from firstnan.records import Batch
 from firstnan.records.arguments import require_batches, require_callable, require_flag, require_pairs
-from firstnan.tensors.models import Models, find_live_objects
+from firstnan.tensors.models import Models, Scope, find_live_objects
 from firstnan.tensors.state import RandomState, Schedules, restore_buffers
 
 

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isinf, prod
+from time import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from firstnan.diagnose.blame import Verdict, blame
-from firstnan.diagnose.rules import explain, received, transient
+from firstnan.diagnose.rules import divergence, explain, received, transient
 from firstnan.engine.data_origin import bad_rows, find_maker, made_by
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.ranks import world
 from firstnan.engine.rates import with_rate_sites
 from firstnan.engine.samples.cut import Maker
-from firstnan.engine.samples.units import unit_of
 from firstnan.gate.gate import Gate
+from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.compiler import was_used
 from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership, Spot, names_read_on, resolve
-from firstnan.records import Batch, History, Noticed, OpEvent, Origin, Report, Role, Site, Trace
+from firstnan.records import Batch, History, NaNEvent, Noticed, OpEvent, Origin, Report, Role, Site, StepRecord, Trace
 from firstnan.repair import propose
 from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
@@ -469,3 +471,48 @@ def _is_bad(t: Tensor) -> bool:
     if is_finite(t):
         return False
     return bool(torch.isnan(t).any()) or (t.requires_grad and t.numel() == 1)
+
+
+def diverged(alarm: Alarm, history: History, last: StepRecord) -> Report:
+    """The report of a training that diverged and stayed finite: the steps around the explosion, and the `last` one."""
+    assert alarm.since is not None
+    site = history.made_at or history.stepped_at or history.rate_set_at
+    origin = Origin("optimizer", "", "", site=site, step=alarm.since)
+    cause = divergence(history, alarm.since, alarm.before, str(alarm.weights or ""), last)
+    return Report(
+        "diverged",
+        alarm.since,
+        origin=origin,
+        cause=cause,
+        remedies=propose(origin, Trace(), history, [cause]),
+        noticed=Noticed("loss"),
+        events=(event_of(alarm),),
+        history=history,
+        environment=environment(),
+    )
+
+
+def event_of(alarm: Alarm) -> NaNEvent:
+    return NaNEvent("explosion", alarm.text, alarm.step, grad_norm=alarm.norm, time=time())
+
+
+_GRAPH = re.compile(r"edge|adj|laplac|graph", re.IGNORECASE)
+_TEXT = re.compile(r"(^|[^a-z])(input_ids|tokens?|texts?|chars?|words?|sentences?|documents?)([^a-z]|$)", re.IGNORECASE)
+
+
+def unit_of(data: Iterable[tuple[str, Tensor]], size: int) -> str:
+    """What the `size` rows are, by the names and shapes of the step's data."""
+    for name, t in data:
+        if _GRAPH.search(name) and t.dim() == 2 and _connects(t, size):
+            return "node"
+        if _TEXT.search(name) and not t.is_floating_point() and t.numel() == size:
+            return "token"
+    return "sample"
+
+
+def _connects(t: Tensor, size: int) -> bool:
+    """Whether this is a matrix between `size` nodes, or a list of edges between them."""
+    if tuple(t.shape) == (size, size):
+        return True
+    pairs = 2 in t.shape and t.layout is torch.strided and not t.is_floating_point() and t.dtype != torch.bool
+    return pairs and t.numel() > 0 and 0 <= int(t.min()) <= int(t.max()) < size

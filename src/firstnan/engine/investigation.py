@@ -17,10 +17,9 @@ from firstnan.capsule import Wanted
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
 from firstnan.engine.isolation import IsolationError
-from firstnan.engine.ranks import Ranks
+from firstnan.engine.ranks import HeldRank, Ranks
 from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
-from firstnan.engine.waiting import HeldRank
 from firstnan.engine.workers import WorkerReports
 from firstnan.observe.runner import (
     Program,

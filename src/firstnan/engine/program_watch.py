@@ -16,14 +16,13 @@ from torch import Tensor
 
 from firstnan.capsule import Wanted
 from firstnan.capsule.content import Capsule
+from firstnan.engine.bad_losses import MOST_BAD, leaves_out_update
 from firstnan.engine.block_trials import try_fixes_in_worker
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
-from firstnan.engine.conclude import AS_IT_RAN, bad_values
-from firstnan.engine.divergence import event_of
+from firstnan.engine.conclude import AS_IT_RAN, bad_values, event_of
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.journal import event_of_forecast
-from firstnan.engine.left_out import MOST_BAD, leaves_out_update
 from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.model_calls import UpdateReplay
 from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, RaiseInProgram, Stop, end_program

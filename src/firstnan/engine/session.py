@@ -21,12 +21,11 @@ from torch import Tensor
 
 from firstnan.diagnose.unusual_data import with_doubt
 from firstnan.engine import children, isolation, parts_replay, turn_search
+from firstnan.engine.bad_losses import UnusedLosses, hidden_by
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
-from firstnan.engine.conclude import AS_IT_RAN, bad_values
-from firstnan.engine.divergence import diverged
+from firstnan.engine.conclude import AS_IT_RAN, bad_values, diverged
 from firstnan.engine.handouts import FirstBatch, Handouts
-from firstnan.engine.hidden_losses import hidden_by
 from firstnan.engine.loop_replay import LoopReplay, StepFailure, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
 from firstnan.engine.parts_replay import PartsReplay
@@ -44,12 +43,9 @@ from firstnan.engine.policies import (
     Policy,
 )  # fmt: skip
 from firstnan.engine.ranks import world
-from firstnan.engine.rates import with_rate_sites
-from firstnan.engine.scope import Scope
-from firstnan.engine.setting_changes import come_first
+from firstnan.engine.rates import come_first, with_rate_sites
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import Turn, calls_around, loops_of, turns_around, turns_in_traceback, values_around
-from firstnan.engine.unused_losses import UnusedLosses
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.gradient_checks import LATE
 from firstnan.observe.compiler import compiles
@@ -61,7 +57,7 @@ from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Notic
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
-from firstnan.tensors.models import Parts, drop_gradients, parameters_of
+from firstnan.tensors.models import Parts, Scope, drop_gradients, parameters_of
 from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, SettingsCopy, restore_buffers
 
 if TYPE_CHECKING:

@@ -1,7 +1,11 @@
-"""Finds out whether a program leaves out the update of a bad loss by itself, by letting a forked child go on."""
+"""What a program does about a bad loss by itself: its logs hide it, its loop drops it, or its update is left out."""
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +17,83 @@ from firstnan.engine.handouts import Handouts
 from firstnan.engine.policies import Policy
 from firstnan.engine.ranks import world
 from firstnan.gate.gate import Trip
-from firstnan.tensors.finite import is_finite
+from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite
 from firstnan.tensors.models import leaves_below
+from firstnan.tensors.state import local_variables
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
+
+_FILTER = "logging_nan_inf_filter"
+_IN_THE_LOGS = (
+    f"the Trainer's {_FILTER} is on: its logs show an average of earlier losses in place of a NaN or Inf loss"
+)
+
+
+def hidden_by(frame: FrameType | None) -> str:
+    """What hides a bad loss, said in one sentence; empty if nothing is known to. No framework is imported.
+
+    A Trainer of transformers is one of the objects whose methods are running. Only what objects hold is looked at: a
+    property may do anything.
+    """
+    while frame is not None:
+        arguments = _held(frame.f_locals.get("self")).get("args")
+        if _held(arguments).get(_FILTER) is True:
+            return _IN_THE_LOGS
+        frame = frame.f_back
+    return ""
+
+
+def _held(value: Any) -> dict[str, Any]:
+    try:
+        return vars(value) if value is not None else {}
+    except TypeError:  # it has no attributes of its own
+        return {}
+
+
+_MOST_READ = 1 << 20
+"""Elements up to which another tensor than a loss is read."""
+_MOST_FRAMES = 4
+
+
+class UnusedLosses:
+    """Looks at the variables of the functions that have called the model, each tensor once."""
+
+    def __init__(self, owns: Callable[[CodeType], bool]) -> None:
+        self._owns = owns
+        self._seen: deque[weakref.ref[Tensor]] = deque(maxlen=64)
+
+    def find(self, *places: FrameType | None, only_losses: bool = False) -> tuple[str, Tensor] | None:
+        """The name and the value of a bad loss in these functions and their callers, or of what one is made of."""
+        found = {id(value): (name, value) for frame in self._functions(places) for name, value in _computed(frame)}
+        losses = [(name, value) for name, value in found.values() if value.numel() == 1]
+        others = [(name, value) for name, value in found.values() if 1 < value.numel() <= _MOST_READ]
+        for name, value in losses if only_losses else (*losses, *others):
+            if any(ref() is value for ref in self._seen) or (only_losses and not value.is_cpu):
+                continue
+            self._seen.append(weakref.ref(value))
+            # Before a softmax, -inf is a mask.
+            if not is_finite(value) if value.numel() == 1 else has_nan_or_positive_inf(value):
+                self._seen.extend(weakref.ref(value) for _, value in losses)  # told once
+                return name, value
+        return None
+
+    def _functions(self, places: tuple[FrameType | None, ...]) -> list[FrameType]:
+        found: dict[int, FrameType] = {}
+        for place in places:
+            frame, left = place, _MOST_FRAMES
+            while frame is not None and left:
+                if self._owns(frame.f_code):
+                    found[id(frame)], left = frame, left - 1
+                frame = frame.f_back
+        return list(found.values())
+
+
+def _computed(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
+    for name, value in local_variables(frame).items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            yield name, value
+
 
 _PATIENCE = 4.0
 """Seconds for the rest of a step, and what the program does between two steps; more where its steps take long."""
