@@ -40,9 +40,9 @@ pytest_plugins = ["zygote"]
 # --- the search ---------------------------------------------------------------------------------------------------
 
 
-def found(size: int, fails: Callable[[list[int]], bool], suspects: Sequence[int] = ()) -> SearchResult:
+def found(size: int, fails: Callable[[list[int]], bool], suspects: Sequence[int] = (), others: int = 0) -> SearchResult:
     """What the search finds where `fails` judges a batch, given as the samples that stand in its places."""
-    asking = search(size, suspects)
+    asking = search(size, suspects, others)
     question: Replaced = next(asking)
     while True:
         try:
@@ -127,6 +127,19 @@ def test_a_sample_is_not_confirmed_where_another_one_has_its_share() -> None:
     assert answer.bad in ((3,), (12,))
     assert not answer.confirmed
     assert answer.note == ONLY_WITH_OTHERS
+
+
+@pytest.mark.parametrize("has_label", range(4, 8))
+def test_a_batch_that_lacks_what_one_sample_of_another_batch_has(has_label: int) -> None:
+    for suspects in ((), (3,)):
+        answer = found(4, lambda batch: has_label not in batch, suspects, others=4)
+        assert (answer.bad, answer.confirmed) == (None, False)
+
+
+def test_a_sample_is_confirmed_with_the_samples_of_another_batch() -> None:
+    # Undefined wherever two samples are equal.
+    answer = found(4, lambda batch: 2 in batch or len(set(batch)) < 4, others=4)
+    assert (answer.bad, answer.confirmed) == ((2,), True)
 
 
 def test_the_first_stand_ins_may_be_bad_themselves() -> None:

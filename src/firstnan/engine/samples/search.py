@@ -188,12 +188,15 @@ WITHOUT = "the step is finite without it, and fails with it whichever half of th
 WITHOUT_THESE = "the step is finite without these samples; which of them are responsible is unknown"
 ONLY_WITH_OTHERS = "the step is finite without these samples, but they fail only together with others of the batch"
 NOT_ALONE = "no single sample is responsible: no part of the batch fails alone"
+REPLACEMENTS = "no single sample is responsible: it depends on what the samples of this batch are replaced with"
 ENDED = "the search for bad samples ended early: "
 
 Replaced = dict[int, int]
 """Position in the batch -> the sample that replaces it; from the size of the batch on, those of another one."""
 OTHERS = -1
 """Stands for the samples of another batch, each in the place of one: a step may not work with the same sample twice."""
+SHIFTED = -2
+"""The same samples, each one place before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +246,9 @@ class _Counted:
         if self.replays >= MOST:
             raise _EnoughError
         self.replays += 1
-        if stand_ins == (OTHERS,):
-            return (yield {i: len(self.everyone) + i % self.others for i in sorted(replaced)})
+        if stand_ins[0] < 0:
+            shift = OTHERS - stand_ins[0]
+            return (yield {i: len(self.everyone) + (i + shift) % self.others for i in sorted(replaced)})
         return (yield dict(zip(sorted(frozenset(replaced).difference(stand_ins)), cycle(stand_ins), strict=False)))
 
     def fails_alone(self, kept: Iterable[int], stand_in: int) -> Generator[Replaced, bool, bool]:
@@ -273,10 +277,19 @@ def _search(ask: _Counted, suspects: frozenset[int]) -> Search:
         # Rows at the origin may be bad by chance or because of their position, whatever data is there.
         return SearchResult(None, note=WHOEVER if suspects else NO_SINGLE)
     if without and (yield from ask.fails_alone(suspects, stand_in)):
-        return (yield from _each(ask, suspects, stand_in))
-    if without:
-        return SearchResult(ask.known, note=ONLY_WITH_OTHERS)
-    return (yield from _halves(ask, stand_in))
+        result = yield from _each(ask, suspects, stand_in)
+    elif without:
+        result = SearchResult(ask.known, note=ONLY_WITH_OTHERS)
+    else:
+        result = yield from _halves(ask, stand_in)
+    if stand_in == OTHERS and result.confirmed and not (yield from _is_confirmed_by(ask, result.bad or (), SHIFTED)):
+        return SearchResult(None, note=REPLACEMENTS)
+    return result
+
+
+def _is_confirmed_by(ask: _Counted, bad: tuple[int, ...], stand_in: int) -> Generator[Replaced, bool, bool]:
+    """Whether others show the same: one sample of another batch may be what the whole batch lacks, such as a label."""
+    return (yield from ask.finite(bad, stand_in)) and (yield from ask.fails_alone(bad, stand_in))
 
 
 def _stand_in(
