@@ -596,3 +596,41 @@ def test_the_line_that_changes_a_rate_by_hand(tmp_path: Path, update: str, fixed
     origin = Origin("forward", "mm", "aten.mm", site=Site(names[0], 4), step=8)
     remedies = propose(origin, Trace(), history, [Cause("divergence_lr", "", "")])
     assert [r.title for r in remedies if r.title.startswith("Use `lr")] == ([f"Use `{fixed}`"] if fixed else [])
+
+
+TRANSFORMED = """
+import torch
+from torch import nn
+from torch.func import functional_call, grad, grad_and_value, vmap
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+params = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def loss_of(params, x, y):
+    slope = vmap(grad(lambda one: functional_call(model, params, (one,)).sum()))(x)
+    error = (functional_call(model, params, (x,)).squeeze(-1) - y) / SCALE
+    return error.square().mean() + 1e-3 * slope.square().mean()
+
+
+for step in range(12):
+    x = torch.randn(6, 3)
+    y = x[:, 0].clone()
+    y[4] = 0.0 if step == 7 else 1.0
+    weight = OUTSIDE
+    grads, loss = grad_and_value(loss_of)(params, x, y)
+    params = {name: p - 0.01 * weight * grads[name] for name, p in params.items()}
+"""
+
+
+@pytest.mark.parametrize(
+    ("scale", "outside", "line"), [("y", "1.0", "SCALE"), ("2.0", "1.0 / y.abs().min()", "OUTSIDE")]
+)
+def test_training_by_transforms_alone(firstnan: Zygote, tmp_path: Path, scale: str, outside: str, line: str) -> None:
+    """Gradients of `torch.func` are steps too, and weights that an update has lost are blamed on that update."""
+    (tmp_path / "train.py").write_text(TRANSFORMED.replace("SCALE", scale).replace("OUTSIDE", outside))
+    found = firstnan(["run", "--verify", "2", "train.py"], cwd=tmp_path).found
+    at = next(i for i, text in enumerate(TRANSFORMED.splitlines(), 1) if line in text)
+    assert (found["step"], found["origin"]["line"], found["cause"]["slug"]) == (7, at, "div_by_zero")
+    assert found["reproduced"] == "deterministic"

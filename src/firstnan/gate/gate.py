@@ -229,7 +229,10 @@ class Gate:
         self.norm = size if size is not None and math.isfinite(size) else None
         checked = ((_LOSS, outputs), (_GRADIENT, gradients if self.norm is None else []))
         found = [(noticed, [t for t in tensors if not is_finite(t)]) for noticed, tensors in checked]
-        return trips + [Trip(noticed, bad, before_update=False) for noticed, bad in found if bad]
+        found = [(noticed, bad) for noticed, bad in found if bad]
+        if found and (lost := [t for t in targets if not is_finite(t)]):
+            found = [(_PARAMETER, lost)]  # the update before has written them
+        return trips + [Trip(noticed, bad, before_update=False) for noticed, bad in found]
 
     def gradients_clipped(self, parameters: list[Tensor], limit: Any, norm: Any) -> None:
         self.clipping.gradients_clipped(parameters, limit, norm)

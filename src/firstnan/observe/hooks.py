@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -27,16 +28,23 @@ from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.patches import Hook, Patches
 from firstnan.observe.sites import ends_at_origin
 from firstnan.records.errors import NonFiniteError
-from firstnan.tensors.finite import is_finite
+from firstnan.tensors.finite import is_finite, unwrapped
 from firstnan.tensors.models import calls_closure_first, drop_gradients
 
 _NO_MODES = nullcontext()
 _function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_GRADIENT = torch._C._functorch.TransformType.Grad
 
 
 def outside_modes() -> AbstractContextManager[Any]:
     """A context in which the program's `TorchFunctionMode`s do not see what we compute."""
     return torch._C.DisableTorchFunction() if _function_modes() else _NO_MODES
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """A context in which what we compute is not part of a `torch.func` transform that is running."""
+    return temporarily_clear_interpreter_stack() if _transforms() else _NO_MODES
 
 
 class Hooks:
@@ -231,7 +239,14 @@ class Hooks:
             result = original(outputs, inputs, *args, **kwargs)
             if not torch.compiler.is_compiling() and not self.idle:
                 create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-                self.guarded(self._grad_returned, outputs, inputs, result, create_graph, sys._getframe(1))
+                if _transforms():
+                    # torch.func always creates a graph. Only the outermost of nested gradients is for an update.
+                    create_graph = (
+                        sum(level.key() == _GRADIENT for level in torch._C._functorch.get_interpreter_stack() or ())
+                        != 1
+                    )
+                with outside_transforms():
+                    self.guarded(self._grad_returned, outputs, inputs, result, create_graph, sys._getframe(1))
             return result
 
         return grad
@@ -240,10 +255,13 @@ class Hooks:
         targets = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if create_graph or not all(isinstance(t, Tensor) for t in targets):
             return
-        losses = [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if isinstance(t, Tensor)]
+        losses = [
+            unwrapped(t) for t in ([outputs] if isinstance(outputs, Tensor) else outputs) if isinstance(t, Tensor)
+        ]
         if self.observer.concerns(losses):
             self._training_begins()
-            self.observer.gradients_returned(losses, targets, [g for g in result if isinstance(g, Tensor)], frame)
+            gradients = [unwrapped(g) for g in result if isinstance(g, Tensor)]
+            self.observer.gradients_returned(losses, [unwrapped(t) for t in targets], gradients, frame)
 
     # Clipping.
 

@@ -26,6 +26,13 @@ _SHORT = 1 << 13
 _in_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
+def unwrapped(t: Tensor) -> Tensor:
+    """The tensor with values inside one that `vmap` or another transform has wrapped."""
+    while _in_transform(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
+
+
 def readable(t: Any) -> Tensor | None:
     """A plain floating-point tensor with the values of `t`, or None if there are none to read.
 
