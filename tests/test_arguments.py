@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -96,3 +97,33 @@ def test_what_a_detector_hands_out_or_calls_has_to_be_fit_for_it() -> None:
             detector.batches(3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="function must be"):
             detector.step(3)  # type: ignore[arg-type]
+
+
+def test_what_would_be_misread_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for call, sentence in (
+        (lambda: firstnan.NaNDetector("x", OPTIMIZER), "model must be a torch.nn.Module, got 'x'"),
+        (lambda: firstnan.NaNDetector(nn.Linear, OPTIMIZER), "model must be a torch.nn.Module, got the class Linear"),
+        (
+            lambda: firstnan.NaNDetector(MODEL, capsule_dir=tmp_path / "file"),
+            "capsule_dir must be a folder, got the file",
+        ),
+        (lambda: copy.deepcopy(firstnan.NaNDetector(MODEL)), "a NaNDetector cannot be copied or pickled"),
+        (lambda: firstnan.rule("my_rule", title="Mine")(3), "the rule must be a function, got 3"),
+        (
+            lambda: firstnan.check_weights(MODEL, since={"epoch": 3}),
+            "since must be an earlier state dict of this model",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            call()  # type: ignore[no-untyped-call]
+
+
+def test_a_step_that_shows_nothing_is_pointed_out() -> None:
+    silent = firstnan.find_bad_batch(lambda batch: None, [torch.ones(2, 2)], model=MODEL, progress=False)
+    assert "returned no loss and did not call backward" in str(silent)
+    assert "no loss" not in str(firstnan.find_bad_batch(step, [torch.ones(2, 2)], model=MODEL, progress=False))
+    assert (
+        "only one sample"
+        in firstnan.find_bad_samples(lambda batch: step(batch).log() - torch.inf, torch.ones(1, 2)).note
+    )

@@ -13,6 +13,7 @@ import torch
 import firstnan as package
 from capsules import signed, taken_apart
 from firstnan.capsule.content import load
+from firstnan.capsule.file import CapsuleError
 from zygote import Result, Zygote
 
 pytestmark = pytest.mark.slow
@@ -229,9 +230,11 @@ def test_no_training_step_to_land_in(firstnan: Zygote, tmp_path: Path) -> None:
     _, capsule = captured(firstnan, tmp_path)
     path.write_text("import torch\nprint('only this')\n")
     again = replayed(firstnan, tmp_path, capsule)
-    assert again.code == 0
+    assert again.code == 2
     assert again.stdout == "only this\n"
     assert "reached no training step" in again.stderr
+    path.write_text("raise SystemExit(5)\n")
+    assert replayed(firstnan, tmp_path, capsule).code == 5
 
 
 # --- what is in the way of a capsule ------------------------------------------------------------------------------
@@ -386,6 +389,8 @@ def test_a_step_that_is_finite_here(tmp_path: Path) -> None:
     assert report.verdict == "clean"
     with pytest.raises(ZeroDivisionError):
         package.replay(capsule, step=lambda _: 1 // 0, model=loop.net, optimizer=loop.optimizer)
+    with pytest.raises(CapsuleError, match="was not replayed as captured: no model of this program matches"):
+        package.replay(capsule, step=step, model=torch.nn.Bilinear(1, 1, 1))
 
 
 def test_a_loop_that_is_left_in_the_middle_of_it(tmp_path: Path) -> None:

@@ -235,6 +235,8 @@ def check_weights(
     _bound("max_abs", max_abs)
     if since is not None and not isinstance(since, Mapping):
         raise TypeError(f"since must be a state dict, got {_short(since)}")
+    if since and {w.name for w in weights}.isdisjoint(readable_path(str(name)) for name in since):
+        raise ValueError("since must be an earlier state dict of this model, got one without any of its parameters")
     never = _never_updated(weights, optimizers)
     stuck = _is_stuck(weights)
     unusual = _Unusual(weights, since or {}, max_abs, max_gain, max_ratio, max_growth)

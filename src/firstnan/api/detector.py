@@ -110,6 +110,8 @@ class NaNDetector:
                 raise TypeError(f"{name} must be callable, got {short(called)}")
         if capsule_dir is not None:
             require_path("capsule_dir", capsule_dir)
+            if os.path.exists(capsule_dir) and not os.path.isdir(capsule_dir):
+                raise ValueError(f"capsule_dir must be a folder, got the file {str(capsule_dir)!r}")
         capsules = None if capsule_dir is None else Wanted(Path(os.path.abspath(capsule_dir)), capsule_limit)
         self._on_nonfinite, self._snapshot_every, self._capsules = on_nonfinite, snapshot_every, capsules
         self._guard, self._max_grad_norm, self._check_replicas = guard, max_grad_norm, check_replicas
@@ -309,6 +311,9 @@ class NaNDetector:
         told = _counted(self.summary()) or "no steps"
         return f"<NaNDetector of {models}: {told}{'' if self._session is None else ', attached'}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a NaNDetector cannot be copied or pickled, because it watches live objects")
+
     def _attached(self) -> Session:
         if self._session is None:
             raise RuntimeError("the detector is not attached: use `with NaNDetector(...) as detector:` or attach()")
@@ -396,13 +401,13 @@ def models_given(model: Any) -> dict[str, Module]:
         return {"": model}
     if isinstance(model, Mapping):
         found = {str(name): m for name, m in model.items()}
-    elif isinstance(model, Iterable):
+    elif isinstance(model, Iterable) and not isinstance(model, str):
         found = {str(i): m for i, m in enumerate(model)}
     else:
         found = {"": model}
     for name, one in found.items():
         if not isinstance(one, Module):
-            raise TypeError(f"model{f'[{name}]' if name else ''} must be a torch.nn.Module, got {type(one).__name__}")
+            raise TypeError(f"model{f'[{name}]' if name else ''} must be a torch.nn.Module, got {short(one)}")
     if not found:
         raise ValueError("model must hold at least one torch.nn.Module, got none")
     return found
@@ -413,7 +418,7 @@ def optimizers_given(optimizer: Any) -> list[Any]:
     given = [unwrapped(one) for one in given]
     for one in given:
         if not hasattr(one, "register_step_pre_hook") or not hasattr(one, "param_groups"):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(one).__name__}")
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {short(one)}")
     return given
 
 

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from firstnan.api.detector import models_given, optimizers_given
 from firstnan.capsule.content import load
+from firstnan.capsule.file import CapsuleError
 from firstnan.engine.capsule_replay import told_by
 from firstnan.engine.policies import RaiseAsItRuns
 from firstnan.engine.restart import Restart
@@ -36,7 +37,8 @@ def replay(
         report = firstnan.replay("firstnan-step000011.capsule", step=train_step, model=model, optimizer=optimizer)
 
     `step` is called once for each batch of the step (with None if no batch was captured). The report's verdict is
-    "clean" if everything was finite. Model and optimizer are left as the step leaves them.
+    "clean" if everything was finite; if the model does not match the captured one, that raises CapsuleError instead.
+    Model and optimizer are left as the step leaves them.
     """
     caller = sys._getframe(1)
     require_path("capsule", capsule)
@@ -62,4 +64,6 @@ def replay(
     except NonFiniteError as error:
         if error.report is not session.report:
             raise
+    if session.report is None and restart.restorer is not None and restart.restorer.mismatch:
+        raise CapsuleError(f"{os.fspath(capsule)}: the step was not replayed as captured: {restart.restorer.mismatch}")
     return told_by(restart, session.report or Report("clean"), caller.f_code.co_filename)

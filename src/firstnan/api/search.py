@@ -131,9 +131,11 @@ def find_bad_samples(step: Callable[[Any], Any], batch: Any) -> Batch:
                 break
     if not found.repeated:
         return Batch(size=pieces.size, replays=found.replays, note="the step is finite with this batch")
-    bad = found.bad or ()
+    bad, note = found.bad or (), found.note
+    if pieces.size == 1 and not bad:
+        note = "the batch has only one sample, so no other can replace it"
     return Batch(
-        None, pieces.size, found.bad, found.confirmed, None, pieces.features(bad), found.replays, found.note,
+        None, pieces.size, found.bad, found.confirmed, None, pieces.features(bad), found.replays, note,
         values=pieces.values(bad),
     )  # fmt: skip
 

@@ -66,7 +66,8 @@ def _run(words: list[str]) -> int:
     parsed = _run_parser().parse_args(options)
     if not program:
         what = "module" if parsed.module else "script"
-        raise UsageError(f"no {what} given: firstnan run [options] {'-m ' * parsed.module}{what} [arguments]")
+        taken = f" ({options[-1]!r} is the value of {options[-2]})" if options[-2:-1] and options[-2] in _VALUED else ""
+        raise UsageError(f"no {what} given{taken}: firstnan run [options] {'-m ' * parsed.module}{what} [arguments]")
     return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
 
 
@@ -160,6 +161,8 @@ def _open(page: Path) -> None:
 
 def _fix(words: list[str]) -> int:
     parsed = _fix_parser().parse_args(words)
+    if not os.path.isdir(parsed.root):
+        raise UsageError(f"--root must be a folder, got {parsed.root!r}")
     from firstnan.cli.fix import apply, show
     from firstnan.records.codec import ReportError
     from firstnan.records.files import load
@@ -184,6 +187,8 @@ def _causes(words: list[str]) -> int:
     from firstnan.diagnose.causes import catalogue, listing, page
 
     if parsed.slug is None:
+        if parsed.example:
+            raise UsageError("--example needs a cause: firstnan causes SLUG --example")
         text = listing()
     else:
         entry = catalogue().get(parsed.slug) or _unknown("cause", parsed.slug, catalogue(), "firstnan causes")
@@ -246,6 +251,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("unrecognized arguments: ", "unknown option or argument: ")
+        message = re.sub(r"^the following arguments are required: (.+)", r"no \1 given", message)
+        message = re.sub(r"^argument (\S+): expected one argument", r"\1 needs a value", message)
+        message = re.sub(r"^argument (\S+): invalid choice: (.+?) \(choose from (.+)\)", _choice, message)
+        message = re.sub(r"^argument (\S+): ", r"\1 ", message)
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
@@ -322,7 +331,7 @@ def _replay_parser() -> _Parser:
         usage="firstnan replay [options] CAPSULE script.py [arguments]\n"
         "       firstnan replay [options] CAPSULE -m module [arguments]",
         description="Starts a program, restores the failing step from a capsule, and reports what happens in it.",
-        epilog="Exit code: 3 if the step failed again, 0 if it was finite; 2 if the program could not be started.",
+        epilog="Exit code: 3 if the step failed again, 0 if it was finite; 2 if it could not be replayed.",
     )
     _add_program_options(parser)
     parser.set_defaults(
@@ -356,9 +365,13 @@ def _add_annotate(parser: _Parser) -> None:
     )
 
 
+def _choice(found: re.Match[str]) -> str:
+    return f"{found[1]} must be {' or '.join(found[3].replace(chr(39), '').split(', '))}, got {found[2]}"
+
+
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"must be a number, 0 or larger, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
     return int(text)
 
 

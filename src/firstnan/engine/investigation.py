@@ -235,9 +235,13 @@ class Investigation:
 
     def _tell_of_restart(self) -> int | None:
         """Prints the result of replaying a captured step, if that was requested; returns the exit code."""
-        replay = self._replay
-        if replay is None:
+        replay, wanted = self._replay, self.options.restart
+        if wanted is None:
             return None
+        failed = self._fate.error or self._fate.exit or self._interrupted  # then the exit code is the program's own
+        if replay is None:
+            say(f"the program reached no training step, so step {wanted.steps.current} of the capsule was not replayed")
+            return None if failed else 2
         self.report = replay.told(self.report, self.options.program.target)
         if self.report.verdict == "clean" and replay.mismatch:
             self.report = replace(self.report, notes=(f"but {replay.outcome}",))
@@ -245,7 +249,9 @@ class Investigation:
             for note in self.report.notes:
                 say(note)
             say(replay.outcome)
-        return 2 if replay.mismatch else 0 if replay.was_finite else None
+        if replay.mismatch:
+            return 2
+        return 0 if replay.was_finite else None if failed else 2
 
     # The report.
 

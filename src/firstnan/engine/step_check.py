@@ -30,6 +30,8 @@ class Outcome:
     seen: tuple[Seen, ...]
     loss: float | None
     grad_norm: float | None
+    judged: bool
+    """Whether there was a loss or a gradient to judge the step by."""
 
 
 class Collect(Policy):
@@ -136,6 +138,7 @@ class StepCheck:
             (*bad_inputs, *policy.seen.values()),
             next((s.loss for s in reversed(past) if s.loss is not None), loss),
             math.hypot(*policy.norms) if policy.norms else past[-1].grad_norm if past else None,
+            policy.went_back or loss is not None,
         )
 
     def _run(self, batch: Any, policy: Collect, updates: bool) -> float | None:

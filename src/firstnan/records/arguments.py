@@ -9,6 +9,8 @@ from typing import Any
 
 def short(given: Any) -> str:
     """What was passed, in a word."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
     plain = isinstance(given, str | bytes | bool | int | float | None)
     return repr(given)[:60] if plain else type(given).__name__
 

@@ -90,7 +90,7 @@ def loads(text: str | bytes) -> Any:
     except ReportError:
         raise
     except ValueError as error:  # bad JSON, bad UTF-8, or a number with thousands of digits
-        raise ReportError(f"not JSON: {str(error).splitlines()[0]}") from None
+        raise ReportError(f"not JSON: {str(error).splitlines()[0]}" if text else "the file is empty") from None
 
 
 def _refuse_constant(name: str) -> Any:

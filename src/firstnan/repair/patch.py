@@ -23,10 +23,10 @@ def choose(report: Report, number: int | None = None) -> Remedy | None:
     if number is None:
         return next((remedy for remedy in report.remedies if remedy.proven and remedy.diff), None)
     if not 1 <= number <= len(report.remedies):
-        raise PatchError(f"the report has no change {number}: it has {len(report.remedies)}")
+        raise PatchError(f"--number must be a fix of the report, which has {len(report.remedies)}, got {number}")
     remedy = report.remedies[number - 1]
     if not remedy.diff:
-        raise PatchError(f"change {number} is advice without a diff: {remedy.title}")
+        raise PatchError(f"fix {number} is advice without a diff: {remedy.title}")
     return remedy
 
 
@@ -267,7 +267,8 @@ def _check(edit: Edit, found: str) -> None:
     pairs = zip_longest(edit.old.split("\n"), found.split("\n"), fillvalue="(nothing)")
     for number, (wanted, there) in enumerate(pairs, edit.line):
         if wanted != there:
-            raise PatchError(f"{edit.file}:{number}: expected {wanted[:80]!r}, found {there[:80]!r}")
+            changed = f"expected {wanted[:80]!r}, found {there[:80]!r}"
+            raise PatchError(f"{edit.file}:{number}: {changed} (the line has changed since the report)")
 
 
 def edits_of(remedy: Remedy) -> dict[str, list[Edit]]:

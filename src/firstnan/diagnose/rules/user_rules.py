@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from firstnan.diagnose.rules.base import ANY, RULES, Explanation, Failure, Rule
-from firstnan.records.arguments import require_share, require_string
+from firstnan.records.arguments import require_callable, require_share, require_string
 
 Reason = Callable[[Failure], str | None]
 
@@ -34,6 +34,8 @@ def rule(slug: str, *, title: str, confidence: float = 1.0) -> Callable[[Reason]
         raise ValueError(f"slug must be lowercase words joined by underscores, such as log_of_zero, got {slug!r}")
 
     def register(reason: Reason) -> Reason:
+        require_callable("the rule", reason)
+
         def look(failure: Failure) -> Explanation | None:
             why = reason(failure)
             return Explanation(str(why), confidence, failure.input_lines()) if why else None

@@ -25,6 +25,7 @@ _ALONE = 8
 """The first batches are tried alone, and groups begin with as many."""
 _MOST_MEMORY = 1 << 30
 """Bytes: what a group's batches, and the values that backward needs of them, may take."""
+_UNJUDGED = "step(batch) returned no loss and did not call backward, so only the batches and buffers were checked."
 _IN_GROUPS = "The batches before it were tested in groups, not one by one."
 
 
@@ -44,6 +45,8 @@ class Scan:
         """Whether a group was finite, so its batches were not tried one by one."""
         self._tested: set[int] = set()
         """The batches that were tried alone."""
+        self._judged = False
+        """Whether any call of the step had a loss or gradients."""
         self._memory = 1
         """The bytes that a batch takes, with the values that backward needs of it."""
 
@@ -58,6 +61,8 @@ class Scan:
         if self._passed and not self._found:
             self._everything.restore_random()
             self._test_alone(f for f in self._order.once() if f.index not in self._tested)
+        if self._tested and not self._judged and not self._found:
+            notes = (_UNJUDGED,)
         return BatchSearch(
             "scan",
             tuple(self._found),
@@ -81,10 +86,11 @@ class Scan:
         self._everything.restore()
         try:
             with _Saved() as saved:
-                seen = self._step(fetched.batch, updates=False).seen
+                outcome = self._step(fetched.batch, updates=False)
         except Exception as error:
             error.add_note(f"firstnan: raised by step(batch) with batch {fetched.index} of the loader")
             raise
+        seen, self._judged = outcome.seen, self._judged or outcome.judged
         self._tested.add(fetched.index)
         self._memory = max(self._memory, saved.bytes + _bytes(fetched.batch))
         if seen:
