@@ -91,6 +91,11 @@ CASES: list[tuple[str, str, Make]] = [
     ("sqrt", "sqrt_grad_at_zero", lambda t: t(0.0, 1.0).sqrt()),
     ("sqrt_times_mask", "sqrt_grad_at_zero", lambda t: t(0.0, 1.0).sqrt() * torch.tensor([0.0, 1.0])),
     ("hypot", "sqrt_grad_at_zero", lambda t: torch.hypot(t(0.0, 0.0), t(0.0, 1.0))),
+    (
+        "hypot_in_a_branch",
+        "sqrt_grad_at_zero",
+        lambda t: (lambda r: torch.where(r < 3, r, 2 * r))(torch.hypot(t(0.0, 0.0), t(0.0, 1.0))),
+    ),
     ("pow", "pow_grad_at_zero", lambda t: t(0.0, 1.0) ** 0.7),
     ("acos_edge", "acos_grad_at_one", lambda t: t(1.0, 0.0).acos()),
     ("asin_edge", "acos_grad_at_one", lambda t: t(-1.0, 0.0).asin()),

@@ -81,7 +81,12 @@ def _incoming_zero(failure: Failure) -> bool | None:
         return None
     # pow and acos make the infinity first and multiply it by the gradient in a later op of the same node.
     later = [e for e in failure.same_node() if e.op == "mul" and len(e.inputs) > 1]
-    answers = (_zero_factor(e) for e in (event, *later))
+    # hypot divides the product of the gradient and what forward read, and either may be the 0.
+    made = [failure.trace.events[i.producer] for i in event.inputs if i.name == "self" and i.producer is not None]
+    product = event.op == "div" and any(
+        m.op == "mul" and (m.node, m.forward) == (event.node, event.forward) for m in made
+    )
+    answers = (_zero_factor(e) for e in (later if product else (event, *later)))
     return next((answer for answer in answers if answer is not None), None)
 
 
