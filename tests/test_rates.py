@@ -634,3 +634,28 @@ def test_training_by_transforms_alone(firstnan: Zygote, tmp_path: Path, scale: s
     at = next(i for i, text in enumerate(TRANSFORMED.splitlines(), 1) if line in text)
     assert (found["step"], found["origin"]["line"], found["cause"]["slug"]) == (7, at, "div_by_zero")
     assert found["reproduced"] == "deterministic"
+
+
+NORMALISED = """
+import torch
+
+torch.manual_seed(0)
+weight = torch.randn(3, requires_grad=True)
+bias = torch.zeros(1, requires_grad=True)
+for step in range(9):
+    x = torch.randn(8, 3) * (step != 5)
+    loss = (x @ weight + bias - 1).square().mean()
+    weight.grad = bias.grad = None
+    loss.backward()
+    with torch.no_grad():
+        for p in (weight, bias):
+            p -= 0.01 * p.grad / p.grad.norm()
+"""
+
+
+def test_an_update_by_hand_of_tensors_that_belong_to_no_module(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NORMALISED)
+    found = firstnan(["run", "--verify", "2", "train.py"], cwd=tmp_path).found
+    assert (found["step"], found["origin"]["phase"], found["origin"]["line"]) == (5, "optimizer", 14)
+    assert found["cause"]["slug"] == "optimizer_eps"
+    assert found["loops"] == []  # the update is judged in the next turn

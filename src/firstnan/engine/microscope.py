@@ -19,7 +19,7 @@ from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, Spot
 from firstnan.records import History, Noticed, Report
 from firstnan.tensors.finite import tensors_in
-from firstnan.tensors.models import Models, state_tensors
+from firstnan.tensors.models import Models, parameters_of, state_tensors
 from firstnan.tracing.other_threads import OtherThreads
 from firstnan.tracing.tracer import Tracer
 
@@ -90,6 +90,10 @@ class Microscope:
             self.models = self.find_models()
         for p, name in self.models.parameters.values():
             self.tracer.give_role(p, "parameter", name)
+        loose = [p for o in list(self.gate.steps.done) for p in parameters_of(o)] + self.gate.leaves
+        for p in loose:
+            if id(p) not in self.models.parameters:  # a tensor that belongs to no module
+                self.tracer.give_role(p, "parameter", "")
         for b, name in self.models.buffers.values():
             self.tracer.give_role(b, "buffer", name)
         if self.find_models is not Models:  # a step may use models that are not watched, such as a reference model

@@ -936,7 +936,7 @@ class Session(Observer):
         # The source of the loops is read only for a failure that is investigated: it takes longer than a small step.
         owns = self.microscope.ownership.owns
         turns = turns_around(sys._getframe(), owns) if closely or self.live.on else []
-        self._loops = loops_of(turns, owns)
+        self._loops = self._loops_at(trip, turns)
         report = replace(self.known(trip, anew=closely), loops=self._loops)
         self._tripped_in = report.step
         self._hidden_by = hidden_by(sys._getframe())
@@ -1064,10 +1064,15 @@ class Session(Observer):
             self.policy.interrupt()
             return Answer(replace(failure.report, notes=(*failure.report.notes, _INTERRUPTED)))
 
+    def _loops_at(self, trip: Trip, turns: Sequence[Turn]) -> tuple[LoopTurn, ...]:
+        """How far the loops were in the failing step; unknown where an update by hand is judged in the next turn."""
+        late = self.gate.is_by_hand and trip.noticed.what == "parameter"
+        return () if late else loops_of(turns, self.microscope.ownership.owns)
+
     def _answer_of_children(self, failure: StepFailure) -> Answer | None:
         answer = children.ask(self, failure)
         if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
-            loops = loops_of(failure.turns, self.microscope.ownership.owns)
+            loops = self._loops_at(failure.trip, failure.turns)
             answer = replace(answer, report=replace(answer.report, loops=loops))
         if answer is None or self.in_child:
             return answer
