@@ -288,11 +288,22 @@ class Gate:
         self.trained = True
         if optimizer not in self.steps.known:
             self.optimizer_made(optimizer)
+        if self.in_step is not None and self.in_step is not optimizer:
+            self._is_inside(self.in_step, optimizer)
         self.steps.expect(optimizer)
         # With `found_inf` a gradient scaler leaves infinities to the optimizer's own kernel.
         if getattr(optimizer, "found_inf", None) is not None:
             return _NONE
         return self._check_gradients(optimizer, parameters_of(optimizer), before_update=not closure)
+
+    def _is_inside(self, outer: Any, optimizer: Any) -> None:
+        """An optimizer's step calls that of another one (`ZeroRedundancyOptimizer`): both make the same step."""
+        if self.steps.of(outer) or outer in self.steps.wraps:
+            return
+        trained = {id(p) for p in parameters_of(outer)}
+        if any(id(p) in trained for p in parameters_of(optimizer)):  # otherwise the outer one's update was left
+            self.steps.wraps[outer] = weakref.ref(optimizer)
+            self.optimizers -= 1
 
     def update_begins(self, optimizer: Any, *, closely: bool = False, safe: bool = False) -> Alarm | None:
         """The update is made; `closely` reads every parameter after it, `safe` none. Unusual growth is returned."""
@@ -638,6 +649,11 @@ class Gate:
     def steps_of(self, optimizers: list[Any]) -> list[StepRecord]:
         """The last steps of these optimizers; without any, of the current one."""
         return [r for o in optimizers for r in self._histories.of(o)] if optimizers else list(self.past().steps)
+
+    @property
+    def last_loss(self) -> float | None:
+        """That of the last backward call since the last update, if it was read."""
+        return self._loss
 
     def last_step(self) -> tuple[str, StepRecord] | None:
         """The last step that was made; with several optimizers, the name of the one that made it comes first."""

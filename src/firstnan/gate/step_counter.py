@@ -24,6 +24,8 @@ class StepCounter:
         """The optimizers that were seen; `done` has the number of their steps."""
         self.follows: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         """Optimizer -> the one that was stepped after it the last time."""
+        self.wraps: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        """Optimizer -> the one that its own step calls, whose steps are counted."""
         self.last: weakref.ref[Any] | None = None
         self.total = 0
         self.manual = 0
@@ -151,7 +153,9 @@ class StepCounter:
     def of(self, optimizer: Any) -> int:
         if self._alone and self.last is not None and self.last() is optimizer:  # the usual case, kept fast
             return self._number + 1
-        return self.done.get(optimizer, 0)
+        inner = self.wraps.get(optimizer) if self.wraps else None
+        inside = inner() if inner is not None else None
+        return self.done.get(optimizer if inside is None else inside, 0)
 
     def current_optimizer(self, updated: bool) -> Any:
         """The optimizer of the current step, or of the last one if the current step's update was made (`updated`)."""
