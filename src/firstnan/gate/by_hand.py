@@ -297,4 +297,5 @@ def _is_simple(t: Tensor) -> bool:
 
 
 def _first(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)[:_SAMPLE]
+    """Empty if its memory was freed, as `fully_shard` does with weights that are needed again later."""
+    return tensor.detach().view(-1)[: _SAMPLE if tensor.untyped_storage().nbytes() else 0]
