@@ -481,9 +481,14 @@ LOGARITHM = """
 """
 
 
-def test_a_program_started_by_the_program_is_said_not_to_be_watched(firstnan: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "start", ["run([sys.executable, 'worker.py'], check=True)", "run('echo torchrun worker.py', shell=True)"]
+)
+def test_a_program_started_by_the_program_is_said_not_to_be_watched(
+    firstnan: Zygote, tmp_path: Path, start: str
+) -> None:
     (tmp_path / "worker.py").write_text(textwrap.dedent(LOGARITHM) + "\ntrain()\n")
-    start = "import subprocess, sys\nsubprocess.run([sys.executable, 'worker.py'], check=True)\n"
+    start = f"import subprocess, sys\nsubprocess.{start}\n"
     result = firstnan(["run", script(tmp_path, start)], cwd=tmp_path)
     assert result.report is not None
     assert (result.code, result.report["verdict"]) == (0, "clean")

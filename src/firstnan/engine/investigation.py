@@ -57,6 +57,7 @@ _STILL_WAITS = "rank {} has waited {:.0f} seconds in its backward pass for the o
 _LEFT_RANGE = "the loss left its first range in step {} for good"
 _FINITE = "the second run did not fail in the same way"
 _SAME_LOSS = 1e-3
+_STARTERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
 _ELSEWHERE = "but the program started {}, which was not watched; FIRSTNAN=1 python instead of firstnan run watches both"
 _UNFINISHED = "the second run did not finish"
 _IN_WORKER = "it happened in a process that the program has started, which was not ended"
@@ -156,9 +157,10 @@ class Investigation:
             self.watch.values.program_failed(error)
 
     def _started_by_program(self, words: list[str]) -> None:
-        names = [word for word in words[1:] if word.endswith(".py")]
-        if names and "python" in os.path.basename(words[0]) and not self._not_watched:
-            self._not_watched = names[0]
+        scripts = [word for word in words[1:] if word.endswith(".py")]
+        programs = [os.path.basename(word) for word in words]
+        if any("python" in name or name in _STARTERS for name in programs) and scripts and not self._not_watched:
+            self._not_watched = scripts[0]
 
     def _left_at_once(self, code: int) -> int:
         """The program calls `os._exit`; returns the exit code to use."""

@@ -522,8 +522,9 @@ def before_starting(act: Callable[[list[str]], None]) -> None:
         start, process = popen._execute_child, os.getpid()
 
         def _execute_child(self: Any, args: Any, *others: Any) -> Any:
-            if os.getpid() == process and isinstance(args, list | tuple):
-                act([word for word in args if isinstance(word, str)])
+            words = args.split() if isinstance(args, str) else args  # a string is a command of the shell
+            if os.getpid() == process and isinstance(words, list | tuple):
+                act([word for word in words if isinstance(word, str)])
             return start(self, args, *others)
 
         popen._execute_child = _execute_child
