@@ -58,7 +58,12 @@ def test_hooks_replace_what_the_manifest_names_and_nothing_else(program: bool) -
     finally:
         hooks.remove()
     changed = {key for key in before | after if before.get(key) is not after.get(key)}
-    names = (*manifest.TRAINING, *manifest.ALL_OPTIMIZERS, *(manifest.PROGRAM if program else ()))
+    names = (
+        *manifest.TRAINING,
+        *manifest.COLLECTIVES,
+        *manifest.ALL_OPTIMIZERS,
+        *(manifest.PROGRAM if program else ()),
+    )
     assert changed == {(id(owner), name) for owner, name in names}
     assert seen() == before
 

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from firstnan.diagnose.rules import received
 from firstnan.engine import ranks as module
 from firstnan.engine.ranks import Ranks, World
+from firstnan.gate.by_hand import HandWritten
 from firstnan.records import Noticed, Origin, Report
 from firstnan.report.sentences import ranks_line
 from zygote import SOURCE, Zygote, ask
@@ -311,6 +313,76 @@ REPLICAS = """
 """
 
 
+EXCHANGES = """
+    import logging
+    import torch.distributed.nn.functional as exchange
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from firstnan import NaNDetector
+    logging.disable()
+
+    def count(model, x, fails):  # rank 0 has nothing to count, but the others have
+        kept = torch.zeros(8) if rank == 0 else torch.ones(8)
+        number = kept.sum()
+        dist.all_reduce(number)
+        if fails and rank == 1:
+            x[3] = 0
+        return ((model(x) - x.sum(1, keepdim=True).log()).square().mean(1) * kept).sum() / number  # count
+
+    def norm(model, x, fails):
+        x[:, 2] = 0.25 if fails else x[:, 2]
+        mean = exchange.all_reduce(x.mean(0)) / size
+        spread = exchange.all_reduce((x - mean).square().mean(0)).sqrt()
+        return model((x - mean) / spread).square().mean()  # norm
+
+    def half(model, x, fails):
+        total = (x.sum() * (1500 if fails else 1)).half()
+        dist.all_reduce(total)  # half
+        return model(x).square().mean() * total.float()
+
+    def hook(model, x, fails):
+        return model(x * 3e3 if fails and rank == 1 else x).square().mean() * (1e3 if fails else 1)
+
+    def zero(model, x, fails):
+        x[3] = 0 if fails and rank == 1 else x[3]
+        return (model(x) - x.sum(1, keepdim=True).log()).square().mean()  # zero
+
+    def stages(model, x, fails):
+        inner = model(x)
+        if rank == 0:
+            dist.send((inner * (0 if fails else 1)).detach(), 1)
+            gradient = torch.empty_like(inner)
+            dist.recv(gradient, 1)
+            return (inner * gradient.nan_to_num()).sum()
+        dist.recv(inner.detach(), 0)
+        seen = inner / inner.norm()  # stages
+        dist.send(torch.ones_like(inner), 0)
+        return seen.square().mean()
+
+    def train(case):
+        torch.manual_seed(0)
+        net = nn.Linear(6, 2)
+        model = net if case is stages else DDP(net)
+        if case is hook:
+            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        if case is zero:
+            optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=1e-3)
+        with NaNDetector(model, optimizer, on_nonfinite="skip") as detector:
+            for step in range(9):
+                x = torch.rand(8, 6, generator=draw) + 0.1
+                loss = case(model, x, step == 6)
+                optimizer.zero_grad()
+                loss.backward()  # hook
+                optimizer.step()
+        found = detector.report
+        return found and [found.step, found.origin and found.origin.site.line, found.cause and found.cause.slug]
+
+    found = {case.__name__: train(case) for case in (count, norm, half, hook, zero, stages)}
+    open(f"found{rank}.json", "w").write(json.dumps(found))
+    dist.barrier()
+"""
+
 ACCUMULATES = """
     import contextlib
 
@@ -585,6 +657,19 @@ def test_replicas_stay_alike(job: Job, ranks: int) -> None:
             assert last["line"] == job.line("forward") if fault == "forward" else last["line"] is not None
 
 
+def test_steps_that_exchange_values(job: Job) -> None:
+    results = job(EXCHANGES, options=None)
+    assert [code for code, _ in results] == [0, 0], results
+    first, second = job.answer("found0.json"), job.answer("found1.json")
+    assert first["count"] == first["zero"] == first["hook"] == [6, None, "collective"]
+    assert second["count"] == [6, job.line("count"), "log_of_zero"]
+    assert second["zero"] == [6, job.line("zero"), "log_of_zero"]
+    assert first["norm"] == second["norm"] == [6, job.line("norm"), "zero_over_zero"]
+    assert first["half"] == second["half"] == [6, job.line("half"), "low_precision_overflow"]
+    assert second["hook"] == [6, job.line("hook"), "low_precision_overflow"]
+    assert (first["stages"], second["stages"]) == (None, [6, job.line("stages"), "zero_over_zero"])
+
+
 def test_replicas_that_drift_apart(job: Job) -> None:
     results = job(REPLICAS, ranks=4, options=None)
     assert [code for code, _ in results] == [0] * 4, results
@@ -594,6 +679,14 @@ def test_replicas_that_drift_apart(job: Job) -> None:
     assert (kind, step, name) == ("replicas", 13, "2.weight")
     assert "replicas differ after step 13: parameter 2.weight has other values on rank 1 than on rank" in message
     assert message.endswith("they were equal after step 11")
+
+
+def test_weights_whose_memory_is_freed_until_they_are_gathered_again() -> None:
+    weight = torch.ones(8, requires_grad=True)
+    weight.untyped_storage().resize_(0)
+    hand_written = HandWritten()
+    hand_written.note([weight], [torch.ones(8)])
+    assert hand_written.backward_without_step() is None
 
 
 # The exchange, without processes.

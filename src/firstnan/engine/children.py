@@ -508,7 +508,7 @@ class TurnReplay:
         """The step has come to its update on this rank alone; there will be no second run to tell more."""
         failure, session = self.failure, self._session
         if failure.place == ("gradient update", id(optimizer)):
-            if not self._is_step:
+            if not self._is_step or not session.repeats_loss():
                 return
             session.settle(came_from_another_rank(failure.report), before_update=True)
         elif failure.trip.noticed.what == "loss" and self.whole:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -78,6 +79,7 @@ _SHARDED = "the weights are spread over several ranks, and not all of them came 
 _IN_PROCESS = "the step was replayed in the program's own process ({}); what Python code wrote meanwhile was discarded"
 _INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
 _DETECTED = "the program's own NaNDetector decided how training went on; failures after this one are in its reports"
+_SAME_LOSS = 1e-5
 _WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
 _MANY_OVERFLOWS = 8
@@ -171,6 +173,7 @@ class Session(Observer):
         """How many updates of the bad step each optimizer has attempted."""
         self._replay: LoopReplay | TurnReplay | None = None
         self._random_at_trip: RandomState | None = None
+        self._loss_at_trip: float | None = None
         self._random_at_start: RandomState | None = None
         """In a child: the state of the random generators where the step has failed, and where a replay has begun."""
         self._schedules: Schedules | None = None
@@ -526,7 +529,7 @@ class Session(Observer):
         return self.gate.steps.total - latest.updates if latest is not None else 0
 
     def update_count(self) -> int:
-        return self.gate.steps.total
+        return self.gate.steps.updates
 
     def _step_ended(self, by_hand: bool = False) -> None:
         if self._replay is not None:
@@ -1114,7 +1117,7 @@ class Session(Observer):
     def continue_as_child(self, policy: Answering) -> None:
         """From now on this process only investigates; everything it learns goes to its parent."""
         self.policy, self._process = policy, os.getpid()
-        self._random_at_trip = self.handouts.random_now()
+        self._random_at_trip, self._loss_at_trip = self.handouts.random_now(), self.gate.last_loss
         for other in list(_active):  # a detector has no say about what runs again
             other.let_go_of = other.let_go_of or other is not self
         self.hooks.moved_to_child()
@@ -1133,6 +1136,11 @@ class Session(Observer):
             self._random_at_trip,
             self._random_at_start,
         )
+
+    def repeats_loss(self) -> bool:
+        """Whether the last loss of the replay is that of the failing step; another one comes of other data."""
+        then, now = self._loss_at_trip, self.gate.last_loss
+        return then is None or (now is not None and math.isclose(then, now, rel_tol=_SAME_LOSS))
 
     def try_with(self, policy: Policy) -> None:
         """In a child that tries a change: training goes on from here, under this policy."""

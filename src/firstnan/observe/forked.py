@@ -203,14 +203,17 @@ def _forget_ranks() -> None:
     from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup
     from torch.nn import Module
 
+    from firstnan.observe.collectives import collectives
     from firstnan.tensors.models import find_live_objects
 
+    collectives.is_replaying = True
     make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
     for group in list(distributed.distributed_c10d._world.pg_map):
         for device in group._device_types:
             group._register_backend(device, ProcessGroup.BackendType.CUSTOM, make(group.rank(), group.size()))
     for name in ("recv", "recv_anysource", "broadcast", "scatter"):
         setattr(ProcessGroup, name, _receiving(getattr(ProcessGroup, name), always=name != "broadcast"))
+    ProcessGroup.allreduce = _reducing(ProcessGroup.allreduce, distributed)  # type: ignore[method-assign]
     replicated = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in [one for one in find_live_objects(Module) if isinstance(one, (replicated, sharded))]:
@@ -243,6 +246,42 @@ def _receiving(original: Callable[..., Any], *, always: bool) -> Callable[..., A
         return original(group, given, *args, **kwargs)
 
     return receive
+
+
+def _reducing(original: Callable[..., Any], distributed: Any) -> Callable[..., Any]:
+    """A sum over ranks: here over ranks that are all like this one."""
+    torch = sys.modules["torch"]
+
+    class Over(distributed.Work):  # type: ignore[misc]
+        """A call that is over; what waits for it gets its tensors."""
+
+        def __init__(self, tensors: list[Any]) -> None:
+            super().__init__()
+            self._tensors = tensors
+
+        def wait(self, *args: Any) -> bool:
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+        def result(self) -> list[Any]:
+            return self._tensors
+
+        def get_future(self) -> Any:
+            return _at_once(self._tensors)
+
+    def allreduce(group: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        original(group, given, *args, **kwargs)
+        tensors = given if isinstance(given, list) else [given]
+        operation = next((one.reduceOp for one in (*args, *kwargs.values()) if hasattr(one, "reduceOp")), None)
+        if operation is None or operation == distributed.ReduceOp.SUM:
+            with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view that must not be written
+                for tensor in tensors:
+                    tensor.detach().copy_(torch.stack([tensor.detach()] * group.size()).sum(0))
+        return Over(tensors)
+
+    return allreduce
 
 
 def is_received(value: Any) -> bool:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from firstnan.observe import manifest
+from firstnan.observe.collectives import NAMES, collectives
 from firstnan.observe.compiler import stay_uncompiled
 from firstnan.observe.forked import keep_indices
 from firstnan.observe.layers.global_hooks import GlobalHooks, unhookable
@@ -79,7 +80,7 @@ class Hooks:
         for optimizer in self._optimizers or ():
             self.watch(optimizer)
         # Where none was named, a framework may make one later.
-        names = [*manifest.TRAINING, *(() if self._optimizers else manifest.ALL_OPTIMIZERS)]
+        names = [*manifest.TRAINING, *manifest.COLLECTIVES, *(() if self._optimizers else manifest.ALL_OPTIMIZERS)]
         names += () if self._optimizers is None else manifest.SCHEDULERS
         if self._program:
             self._module_handles = [
@@ -340,6 +341,17 @@ class Hooks:
 
         return following
 
+    # Collectives.
+
+    def _collective(self, original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            if torch.compiler.is_compiling() or (self.idle and not collectives.is_replaying):
+                return original(*args, **kwargs)
+            return collectives.call(original, args, kwargs, self.observer.update_count(), self.observer.unseen)
+
+        return collective
+
     # Values that the program reads.
 
     def _item(self, original: Any) -> Any:
@@ -517,6 +529,7 @@ _AROUND = {
     "numpy": "_array",
     "tolist": "_array",
     "__bool__": "_bool",
+    **dict.fromkeys(NAMES, "_collective"),
 }
 """Which method of Hooks goes around each name of the manifest."""
 

@@ -18,6 +18,8 @@ from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from firstnan.observe import collectives
+
 Name = tuple[Any, str]
 
 TRAINING: tuple[Name, ...] = (
@@ -33,6 +35,14 @@ TRAINING: tuple[Name, ...] = (
     (_BaseDataLoaderIter, "__next__"),
 )
 """Replaced while any training is watched."""
+
+COLLECTIVES: tuple[Name, ...] = tuple(
+    (owner, name)
+    for owner in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None))
+    for name in collectives.NAMES
+    if hasattr(owner, name)
+)
+"""Replaced as well, if torch has them: a child that replays the step alone needs what other ranks have contributed."""
 
 ALL_OPTIMIZERS: tuple[Name, ...] = ((Optimizer, "__init__"),)
 """Replaced if all optimizers are watched, not only given ones."""
@@ -113,6 +123,7 @@ WORKER: tuple[tuple[str, str], ...] = (("torch.utils.data._utils.worker", "_work
 """Set while a forked child reads a stream as the worker that has made the batch (`forked.py`)."""
 
 RANKS: tuple[tuple[str, str], ...] = (
+    ("torch._C._distributed_c10d", "ProcessGroup.allreduce"),
     ("torch._C._distributed_c10d", "ProcessGroup.broadcast"),
     ("torch._C._distributed_c10d", "ProcessGroup.recv"),
     ("torch._C._distributed_c10d", "ProcessGroup.recv_anysource"),
@@ -166,4 +177,4 @@ HOOKS: tuple[Name, ...] = (
 )
 """torch's own registries of global hooks that are written to."""
 
-REPLACED = (*TRAINING, *ALL_OPTIMIZERS, *SCHEDULERS, *PROGRAM, *LAYERS, *TRACED)
+REPLACED = (*TRAINING, *COLLECTIVES, *ALL_OPTIMIZERS, *SCHEDULERS, *PROGRAM, *LAYERS, *TRACED)

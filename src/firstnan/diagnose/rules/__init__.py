@@ -110,10 +110,12 @@ def on_no_rank(size: int, rank: int | None) -> Cause:
     entry = catalogue()["transient"]
     which = "which one is not known" if rank is None else f"the first bad loss was that of rank {rank}"
     why = (
-        f"Each of the {size} ranks has replayed its own part of the step, and all of them were finite. So one of them "
+        f"Each of the {size} ranks has replayed its own part of the step, and all of them were finite. So their values "
     )
-    why += f"computed something else the first time; {which}. Possible reasons are {_MACHINE}, or other "
-    why += "program state such as a counter or a cache."
+    why += (
+        "are non-finite only together, as a sum that overflows, or one of them computed something else the first time; "
+    )
+    why += f"{which}. Possible reasons for that are {_MACHINE}, or other program state such as a counter or a cache."
     return Cause(entry.slug, entry.title, why, (), 0.5, entry.link)
 
 
