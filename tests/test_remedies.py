@@ -216,6 +216,17 @@ NEAR_MISSES = {
         """,
         "clamp_min(1)",
     ),
+    "a ratio of counts is no count": (
+        """
+        w = torch.tensor([1.0, 2.0], requires_grad=True)
+        hits, labels = torch.tensor([True, False, True]), torch.tensor([0, 1, 0])
+        # step
+        recall = torch.bincount(labels[hits], minlength=2) / torch.bincount(labels)
+        loss = (w * (1.0 / recall)).sum()
+        loss.backward()
+        """,
+        "clamp_min(1)",
+    ),
     "an eps that float16 rounds to 0": (
         """
         w = torch.tensor([0.0, 1.0], requires_grad=True, dtype=torch.float16)

@@ -609,15 +609,23 @@ def _is_count(at: FailingOperation, name: str) -> bool:
     if isinstance(scalar, int):
         return True
     producers = [i.producer for i in event.inputs if i.name == name and i.producer is not None] if event else []
-    for producer in (trace.events[p] for p in producers):
-        for op in (producer, *trace.feeding(producer, 3)):
-            if op.op in ("count_nonzero", "bincount"):
-                return True
-            if op.op == "sum" and any(_is_binary(at, i.stat, i.producer) for i in op.inputs):
-                return True
-            if op.op in ("index_add", "scatter_add") and _counts_rows(at, op):
-                return True
+    wave = [trace.events[p] for p in producers]
+    for _ in range(4):
+        wave = [op for op in wave if op.op not in _FRACTIONS]
+        if any(_counts(at, op) for op in wave):
+            return True
+        wave = [made for op in wave for made in trace.producers(op)]
     return False
+
+
+_FRACTIONS = words("div reciprocal mean var std pow sqrt rsqrt exp log sigmoid softmax log_softmax mm addmm bmm")
+"""What these make of counts are no counts."""
+
+
+def _counts(at: FailingOperation, op: OpEvent) -> bool:
+    if op.op == "sum":
+        return any(_is_binary(at, i.stat, i.producer) for i in op.inputs)
+    return op.op in ("count_nonzero", "bincount") or (op.op in ("index_add", "scatter_add") and _counts_rows(at, op))
 
 
 def _counts_rows(at: FailingOperation, op: OpEvent) -> bool:
