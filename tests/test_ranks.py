@@ -25,6 +25,7 @@ from firstnan.diagnose.rules import received
 from firstnan.engine import ranks as module
 from firstnan.engine.ranks import Ranks, World
 from firstnan.gate.by_hand import HandWritten
+from firstnan.observe import collectives
 from firstnan.records import Noticed, Origin, Report
 from firstnan.report.sentences import ranks_line
 from zygote import SOURCE, Zygote, ask
@@ -787,3 +788,17 @@ def test_the_answer_reaches_rank_0_before_anybody_ends() -> None:
     order.append("settled")
     thread.join()
     assert order[0] == "written"
+
+
+def test_collectives_are_kept_within_a_limit_and_only_if_they_can_be_copied() -> None:
+    kept, frame = collectives.Collectives(), sys._getframe()
+
+    def is_kept(tensor: torch.Tensor, step: int) -> bool:
+        call = kept.begin("all_reduce", (tensor,), {}, step, frame)
+        kept.left()
+        return call is not None
+
+    large = torch.zeros(collectives._MOST_BYTES // 8)  # half of the limit
+    assert not is_kept(torch.eye(4).to_sparse(), 0)
+    assert [is_kept(large, 0) for _ in range(3)] == [True, True, False]
+    assert is_kept(large, 1)

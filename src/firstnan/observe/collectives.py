@@ -6,8 +6,7 @@ Only calls that are over when they return, and only so many bytes of a step.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +26,15 @@ _RESULTS = {
 NAMES = tuple(_RESULTS)
 
 
+class _Call:
+    """A call that is under way: its tensors, and of a sum what this rank gives."""
+
+    def __init__(self, name: str, tensors: list[Tensor], group: Any, place: tuple[str, int]) -> None:
+        self.name, self.tensors, self.group = name, tensors, group
+        self.own: Tensor | None = None
+        self.key = (name, place, tuple((t.shape, t.dtype) for t in tensors))
+
+
 class _Contribution:
     """The result of a call; of a sum also what this rank has given."""
 
@@ -44,41 +52,40 @@ class Collectives:
         self._round, self._bytes = -1, 0
         self._calls: dict[Any, int] = {}
 
-    def call(self, original: Callable[..., Any], args: Any, kwargs: Any, round_: int, unseen: Any) -> Any:
-        """Calls a collective and keeps the result; in a child, the other ranks contribute what they did before."""
-        name = original.__name__
+    def begin(self, name: str, args: Any, kwargs: Any, round_: int, frame: FrameType) -> _Call | None:
+        """Before a collective is called: what is to be kept of it; None if nothing is, or several watch the program."""
+        if round_ != self._round and not self.is_replaying:
+            self._rounds, self._round, self._bytes = [self._rounds[1], {}], round_, 0
         given = args[0] if args else kwargs.get(_RESULTS[name])
         tensors = [given] if isinstance(given, Tensor) else list(given or ())
-        if self._is_inside or not all(type(t) in _PLAIN and t.device.type == "cpu" for t in tensors):
-            return original(*args, **kwargs)
-        with unseen():
-            sums = name == "all_reduce" and _operation(*args, **kwargs) == torch.distributed.ReduceOp.SUM
-            own = tensors[0].detach().clone() if sums and tensors[0].nbytes <= _MOST_BYTES else None
-        self._is_inside = True  # several may watch the same program
-        try:
-            result = original(*args, **kwargs)
-        finally:
-            self._is_inside = False
-        over = result is None or name == "recv"
-        if not over or torch.distributed.distributed_c10d._world.pg_coalesce_state:
-            return result
-        key = (name, _place(), tuple((t.shape, t.dtype) for t in tensors))
-        if self.is_replaying:
-            known = self._next(key)
-            with unseen(), torch.no_grad(), contextlib.suppress(RuntimeError):  # a view that must not be written
-                if known is not None:
-                    self._contribute(name, tensors, own, known, kwargs.get("group"))
-        else:
-            with unseen():
-                self._keep(key, tensors, own, round_)
-        return result
+        if self._is_inside or not all(map(_can_be_kept, tensors)):
+            return None
+        sums = name == "all_reduce" and _operation(*args, **kwargs) == torch.distributed.ReduceOp.SUM
+        if not self.is_replaying:
+            self._bytes += sum(t.nbytes for t in tensors)
+            if self._bytes > _MOST_BYTES:
+                return None
+        call = _Call(name, tensors, kwargs.get("group"), _place(frame))
+        call.own = tensors[0].detach().clone() if sums else None
+        self._is_inside = True
+        return call
 
-    def _keep(self, key: Any, tensors: list[Tensor], own: Tensor | None, round_: int) -> None:
-        if round_ != self._round:
-            self._rounds, self._round, self._bytes = [self._rounds[1], {}], round_, 0
-        self._bytes += sum(t.nbytes for t in tensors)
-        if self._bytes <= _MOST_BYTES:
-            self._rounds[1].setdefault(key, []).append(_Contribution(tensors, own))
+    def end(self, call: _Call, result: Any) -> None:
+        """Keeps the result; in a child, the other ranks contribute what they did before."""
+        is_over = result is None or call.name == "recv"
+        if not is_over or torch.distributed.distributed_c10d._world.pg_coalesce_state:
+            return
+        if not self.is_replaying:
+            self._rounds[1].setdefault(call.key, []).append(_Contribution(call.tensors, call.own))
+            return
+        known = self._next(call.key)
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view that must not be written
+            if known is not None:
+                self._contribute(call, known)
+
+    def left(self) -> None:
+        """The call has returned or raised."""
+        self._is_inside = False
 
     def _next(self, key: Any) -> _Contribution | None:
         """What was kept of this call: those of the same kind at the same place come in the same order."""
@@ -87,14 +94,14 @@ class Collectives:
         return known[number % len(known)] if known else None
 
     @staticmethod
-    def _contribute(name: str, tensors: list[Tensor], own: Tensor | None, known: _Contribution, group: Any) -> None:
+    def _contribute(call: _Call, known: _Contribution) -> None:
         """Writes what came from the others, as far as it was finite."""
-        size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-        before = known.result
-        if name == "all_gather_into_tensor":
+        size, rank = torch.distributed.get_world_size(call.group), torch.distributed.get_rank(call.group)
+        tensors, before, own = call.tensors, known.result, call.own
+        if call.name == "all_gather_into_tensor":
             tensors, before = list(tensors[0].chunk(size)), list(before[0].chunk(size))
         for i, (tensor, was) in enumerate(zip(tensors, before, strict=True)):
-            if name.startswith("all_gather") and i == rank:
+            if call.name.startswith("all_gather") and i == rank:
                 continue
             if own is not None and known.own is not None and not torch.equal(own, known.own):
                 was = was + (own - known.own)
@@ -102,18 +109,21 @@ class Collectives:
             tensor.detach().copy_(was if is_finite is None else torch.where(is_finite, was, tensor))
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 collectives = Collectives()
 """Those of this process; a child has what its parent has kept."""
+
+
+def _can_be_kept(t: Any) -> bool:
+    plain = type(t) in (Tensor, torch.nn.Parameter)
+    return plain and t.device.type == "cpu" and t.layout is torch.strided
 
 
 def _operation(tensor: Any = None, op: Any = None, *args: Any, **kwargs: Any) -> Any:
     return torch.distributed.ReduceOp.SUM if op is None else op
 
 
-def _place() -> tuple[str, int]:
+def _place(frame: FrameType) -> tuple[str, int]:
     """The line of the program that calls."""
-    frame = sys._getframe(3)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

@@ -348,7 +348,16 @@ class Hooks:
             __tracebackhide__ = True
             if torch.compiler.is_compiling() or (self.idle and not collectives.is_replaying):
                 return original(*args, **kwargs)
-            return collectives.call(original, args, kwargs, self.observer.update_count(), self.observer.unseen)
+            updates, name = self.observer.update_count(), original.__name__
+            call = self.guarded(collectives.begin, name, args, kwargs, updates, sys._getframe(1))
+            if call is None:
+                return original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                collectives.left()
+            self.guarded(collectives.end, call, result)
+            return result
 
         return collective
 
