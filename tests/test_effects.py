@@ -285,6 +285,17 @@ def test_environments_are_asked_for_each_step_once(stage: MakeStage) -> None:
     check(wrong, on.new_files(), outcome.wrong_answer(14), outcome.leftovers())
 
 
+def test_nobody_waits_forever_for_a_program_that_was_stopped(stage: MakeStage) -> None:
+    on = stage("waits_in_vain.py")
+    bare = on.bare()
+    outcome = on.run()
+    wrong = []
+    for read in (lines("thread.txt"), lines("process.txt")):
+        wrong += differences(read(on.project), read(bare), 9)
+        wrong += expect(len(read(on.project)) == 9, f"{len(read(on.project))} rows instead of 9")
+    check(wrong, on.new_files(), outcome.wrong_answer(9), outcome.leftovers())
+
+
 @pytest.mark.parametrize("how", ["thread", "pool", "fork", "spawn"])
 def test_a_training_outside_the_main_thread(stage: MakeStage, how: str) -> None:
     on = stage("elsewhere.py")

@@ -301,3 +301,24 @@ def test_a_message_that_nobody_answers_does_not_end_the_turn(tmp_path: Path) -> 
     turn.names["i"] = 4
     with pytest.raises(ValueError, match="another error"):
         turn.run(code)
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(111, "refused"), TimeoutError(), EOFError()])
+@pytest.mark.parametrize("statement", ["send()", "assert send() == 'ok'"])
+def test_nor_does_one_after_the_failing_statement(tmp_path: Path, statement: str, error: Exception) -> None:
+    text = f"""
+        def send():
+            return "ok"
+        for i in range(1):
+            here()
+            {statement}
+            done = True
+        """
+    (turn,) = first_turns(tmp_path, text)
+
+    def send() -> None:
+        raise error
+
+    turn.names.update({"here": lambda: None, "send": send, "done": False})
+    turn.run(turn.compiled())
+    assert turn.names["done"]

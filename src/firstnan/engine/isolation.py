@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from firstnan.engine.system_calls import change_nothing
-from firstnan.observe.forked import alone_after_fork, end_thread_pools, pretend_to_write
+from firstnan.observe.forked import NoServer, alone_after_fork, end_thread_pools, pretend_to_write
 
 _NEW_FILES, _NEW_IPC, _NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
@@ -94,6 +94,10 @@ def is_of_isolation(error: BaseException | None) -> bool:
         if isinstance(error, EOFError | TimeoutError | socket.gaierror):
             return True
         if isinstance(error, OSError) and error.errno in _NOBODY_THERE:
+            return True
+        if isinstance(error, RuntimeError) and "attached to a different loop" in str(error):  # of asyncio
+            return True
+        if isinstance(error, LookupError | AssertionError) and NoServer.answered:
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__

@@ -16,6 +16,7 @@ from firstnan.engine.handouts import FirstBatch
 from firstnan.engine.journal import one_line
 from firstnan.engine.ranks import world
 from firstnan.gate.gate import Trip
+from firstnan.observe.ending import stop_begins
 from firstnan.observe.observer import Decision
 from firstnan.records import Report
 from firstnan.report import nonfinite_error
@@ -36,6 +37,7 @@ class Stop(SystemExit):
 
 def end_program() -> NoReturn:
     """Stops the training thread; outside the main thread, only a plain SystemExit ends it silently."""
+    stop_begins()
     raise Stop if threading.current_thread() is threading.main_thread() else SystemExit(Stop().code)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from firstnan.engine.isolation import is_of_isolation
 from firstnan.observe.forked import NotContinued
 from firstnan.observe.loop_iterator import latest_value, running_iterator
 from firstnan.records import LoopTurn
@@ -302,7 +303,7 @@ class Excuses:
     """Which errors of statements that are there for their effects alone come from nobody answering in the child.
 
     In the failing turn such a statement has raised nothing before the failing one: where it does so now, the program
-    would have gone on. The same error is excused later, too.
+    would have gone on. The same error is excused later, too, and so is one that says that nobody answers.
     """
 
     def __init__(self) -> None:
@@ -314,7 +315,8 @@ class Excuses:
 
     def __call__(self, before: bool) -> bool:
         """Whether the error that is handled is excused; `before`: its statement comes before the failing one."""
-        at = sys.exc_info()[2]
+        error = sys.exc_info()[1]
+        at = error.__traceback__ if error is not None else None
         while at is not None and at.tb_next is not None:
             at = at.tb_next
         if at is None:
@@ -322,7 +324,7 @@ class Excuses:
         place = at.tb_frame.f_code, at.tb_lineno
         if before and self._turns == 1:
             self._places.add(place)
-        return place in self._places
+        return place in self._places or is_of_isolation(error)
 
 
 def _iterated(values: Any) -> Any:
@@ -418,6 +420,14 @@ class _Adapted(ast.NodeTransformer):
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
         if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Name) and call.func.id == _PAUSE):
             return node
+        return self._excused(node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        """The test may ask somebody who does not answer: `assert server.recv() == "ok"`."""
+        self.generic_visit(node)
+        return self._excused(node)
+
+    def _excused(self, node: ast.Expr | ast.Assert) -> ast.AST:
         before = ast.Constant((node.end_lineno or node.lineno) < self._before)
         excuse = ast.Call(ast.Name(_EXCUSE, ast.Load()), [before], [])
         otherwise = ast.If(ast.UnaryOp(ast.Not(), excuse), [ast.Raise(None, None)], [])

@@ -295,13 +295,20 @@ def _at_once(result: Any) -> Any:
     return future
 
 
-class _NoSocket:
+_ANSWER = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+
+
+class NoServer:
     """Takes every request and answers that all is well, with an empty object."""
 
     def sendall(self, data: Any, flags: int = 0) -> None: ...
 
+    answered = False
+    """Whether anybody has read an answer, in which something may be missing."""
+
     def makefile(self, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
-        return io.BytesIO(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        NoServer.answered = True
+        return io.BytesIO(_ANSWER)
 
     def close(self) -> None: ...
 
@@ -315,15 +322,16 @@ class _NoSocket:
 
 def connect_to_nobody(connection: Any) -> None:
     """In place of the `connect` of an HTTP connection: every request is answered, and none is sent."""
-    connection.sock = _NoSocket()
+    connection.sock = NoServer()
 
 
 def _answer_requests() -> None:
     """There is no network; a program that reports its progress over HTTP goes on as if it had arrived."""
-    client = sys.modules.get("http.client")
-    if client is not None:
-        client.HTTPConnection.connect = connect_to_nobody
-        client.HTTPSConnection.connect = connect_to_nobody
+    for name in ("http.client", "urllib3.connection"):  # `requests` uses the second, which connects in its own way
+        client = sys.modules.get(name)
+        if client is not None:
+            client.HTTPConnection.connect = connect_to_nobody
+            client.HTTPSConnection.connect = connect_to_nobody
 
 
 def pretend_to_write() -> None:

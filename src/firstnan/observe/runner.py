@@ -71,15 +71,26 @@ def run(program: Program, watcher: Watcher) -> int:
     watched = os.getpid() == process
     if error is not None and (watched or watcher.replays_here()):
         _guarded(watcher.failed, error)
+    ending: Any = sys.modules.get("firstnan.observe.ending")  # once the program was stopped
+    stopped = watched and ending is not None and ending.Stopped.is_here()
+    if stopped and ending.Stopped.released_main and type(error) is KeyboardInterrupt:
+        error = None
     code = 0 if error is None else _report_error(error)
     del error  # python has released it too by the time threads and exit handlers run
-    _wait_for_threads()
+    left = stopped and _guarded(ending.threads_wait_in_vain)
+    if not left:
+        _wait_for_threads()
+    if stopped:
+        _guarded(ending.interrupt_idle_workers)
     atexit._run_exitfuncs()
     _flush(sys.stdout)
     if watched:
         replaced = _guarded(watcher.end)
+        code = code if replaced is None else replaced
         _flush_open_files()
-        return code if replaced is None else replaced
+    if left:  # python would wait for these threads once more
+        _flush(sys.stderr)
+        os._exit(code)
     return code
 
 
