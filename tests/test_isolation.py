@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import importlib
+import json
 import os
 import queue
 import random
@@ -19,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -511,3 +514,29 @@ def test_ctrl_c_during_a_fork_arrives() -> None:
     with pytest.raises(KeyboardInterrupt):
         isolation.fork()
     assert in_child(lambda: signal.getsignal(signal.SIGINT) == signal.SIG_IGN)
+
+
+def test_other_http_clients_are_answered_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """urllib3, and so `requests`, connects in its own way."""
+
+    class Own(http.client.HTTPConnection):
+        def connect(self) -> None:
+            raise OSError("no network")
+
+    own = ModuleType("urllib3.connection")
+    own.__dict__.update(HTTPConnection=Own, HTTPSConnection=Own)
+    monkeypatch.setitem(sys.modules, "urllib3.connection", own)
+
+    def ask() -> list[bool]:
+        client, missing = Own("localhost"), []
+        for _ in range(2):
+            client.request("POST", "/", b"1")
+            answer = json.loads(client.getresponse().read())
+            try:
+                answer["id"]
+            except KeyError as error:
+                missing.append(isolation.is_of_isolation(error))
+        return missing
+
+    assert in_child(ask) == [True, True]
+    assert not isolation.is_of_isolation(KeyError("id"))

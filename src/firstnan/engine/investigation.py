@@ -31,7 +31,7 @@ from firstnan.observe.runner import (
     when_imported,
 )
 from firstnan.observe.sites import Ownership
-from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped
+from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped, wait_for_standstill
 from firstnan.records import Batch, NaNEvent, Report
 from firstnan.records.files import write_whole
 from firstnan.records.forecast_words import sentence
@@ -164,6 +164,7 @@ class Investigation:
 
     def _left_at_once(self, code: int) -> int:
         """The program calls `os._exit`; returns the exit code to use."""
+        wait_for_standstill()
         if self._over:
             return code
         for stream in (sys.stdout, sys.stderr):

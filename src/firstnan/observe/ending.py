@@ -108,7 +108,7 @@ def _idles(
     is_so: Callable[[], bool], processes: Callable[[], Iterable[int]] = tuple, seconds: float | None = None
 ) -> bool:
     """Waits while something is so; whether it stays so for long without any processor time being used."""
-    used, since = -1.0, 0.0
+    used, since = -1.0, time.monotonic()
     while is_so():
         now = sum(map(_processor_time, (os.getpid(), *processes())))
         if not 0 <= now - used < 0.02 + _BUSY * (time.monotonic() - since):

@@ -1,25 +1,51 @@
-"""The program's alarm clock and its signal handlers while the program stands still."""
+"""The program's alarm clocks and its signal handlers while the program stands still."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+_standing: dict[int, int] = {}
+"""The threads in which the program stands still, and how often."""
+
 
 @contextlib.contextmanager
 def timers_stopped() -> Iterator[None]:
-    """Stops `signal.alarm` and `setitimer`: an investigation takes longer than the step that they are set for."""
+    """Stops `signal.alarm` and `setitimer`: an investigation takes longer than the step that they are set for.
+
+    The clock of `faulthandler`, which ends the process, cannot be asked what is left of its time.
+    """
     process, (left, interval) = os.getpid(), signal.setitimer(signal.ITIMER_REAL, 0)
+    faulthandler = sys.modules.get("faulthandler")
+    if faulthandler is not None:
+        faulthandler.cancel_dump_traceback_later()
+    me = threading.get_ident()
+    _standing[me] = _standing.get(me, 0) + 1
     try:
         yield
     finally:
+        _standing[me] -= 1
         if left and os.getpid() == process:  # a forked child has none
             signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def wait_for_standstill() -> None:
+    """Waits while the program stands still in another thread, and forever if it is to end there.
+
+    For a watchdog of the program's, which ends the process if a step takes too long.
+    """
+    me, ending = threading.get_ident(), sys.modules.get("firstnan.observe.ending")
+    while any(count for thread, count in list(_standing.items()) if thread != me) or (
+        ending is not None and ending.Stopped.is_here() and threading.current_thread() is not threading.main_thread()
+    ):
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
