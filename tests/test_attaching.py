@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -497,3 +498,42 @@ def test_compiled_functions_run_compiled_again_when_the_last_one_is_done() -> No
     second.stop()
     second.stop()
     assert eval_frame._stance.stance == "default"
+
+
+# --- optimizers that come and go ----------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_replaces_another_is_watched_and_nothing_keeps_the_old_one() -> None:
+    model = nn.Linear(4, 1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    old = weakref.ref(optimizer)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for i, x in detector.batches(enumerate(torch.rand(9, 3, 4))):
+            if i in (2, 4):
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            loss = (model(x) * (0.0 if i == 7 else 1.0)).abs().sum().log()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    report = caught.value.report
+    assert report.cause is not None
+    assert report.batch is not None
+    assert (report.step, report.batch.index, report.cause.slug) == (7, 7, "log_of_zero")
+    del caught
+    assert old() is None
+
+
+def test_an_optimizer_beside_which_others_are_made_for_a_while_stays_watched() -> None:
+    model = nn.Linear(4, 1)
+    outer = torch.optim.SGD(model.parameters(), lr=0.01)
+    detector = NaNDetector(model, outer, on_nonfinite="skip")
+    for _ in range(2):
+        with detector:
+            for x in torch.rand(3, 3, 4):
+                inner = torch.optim.SGD(model.parameters(), lr=0.01)
+                for optimizer, scale in ((inner, 1.0), (outer, torch.inf)):
+                    optimizer.zero_grad()
+                    (model(x).sum() * scale).backward()
+                    optimizer.step()
+    assert detector.summary()["skipped"] == 6
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -639,10 +639,10 @@ def test_healthy_training_with_workers_is_the_same_to_the_last_bit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ((3,), TypeError, "model must be a torch.nn.Module, got int"),
+        ((3,), TypeError, "model must be a torch.nn.Module, got 3"),
         (([],), ValueError, "model must hold at least one torch.nn.Module, got none"),
-        (({"a": 3},), TypeError, r"model\[a\] must be a torch.nn.Module, got int"),
-        ((nn.Linear(1, 1), "adam"), TypeError, "optimizer must be a torch.optim.Optimizer, got str"),
+        (({"a": 3},), TypeError, r"model\[a\] must be a torch.nn.Module, got 3"),
+        ((nn.Linear(1, 1), "adam"), TypeError, "optimizer must be a torch.optim.Optimizer, got .adam."),
         ((nn.Linear(1, 1), nn.Linear(1, 1)), TypeError, "optimizer must be a torch.optim.Optimizer, got Linear"),
     ],
 )

@@ -189,7 +189,7 @@ def nested(depth: int) -> Any:
 
 
 FILES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "not JSON"),
+    "empty": (b"", "the file is empty"),
     "python": (b"import torch\n", "not JSON"),
     "binary": (b"\x80\x02\xff\xfe", "not JSON"),
     "half": (json.dumps(forward().to_dict()).encode()[:500], "not JSON"),

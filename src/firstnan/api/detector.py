@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from numbers import Real
@@ -86,6 +87,8 @@ class NaNDetector:
         log_to: Any = None,
     ) -> None:
         self._roots, self._optimizers = models_given(model), optimizers_given(optimizer)
+        self._superseded: list[weakref.ref[Any]] = []
+        """Optimizers that were replaced while the detector was attached."""
         if on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonfinite))}, got {short(on_nonfinite)}"
@@ -157,7 +160,7 @@ class NaNDetector:
         roots, optimizers, policy = self._roots, self._optimizers, self._policy
         guard = None if self._guard == "off" else lambda: GrowthGuard(self._max_grad_norm)
         gate = Gate(frugal=True, synchronous=self._on_nonfinite in ("raise", "skip"), guard=guard)
-        handouts, scope = Handouts(), Scope(roots, optimizers)
+        handouts, scope = Handouts(), Scope(roots, optimizers, self._superseded)
         models = scope.models()
         watches = self._layers or self._trackable is not None or self.stats is not None
         if self._last is not None:

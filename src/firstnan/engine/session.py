@@ -222,6 +222,9 @@ class Session(Observer):
             self._schedule_search.begin(list(self.scope.optimizers))
             self._settings_at_update = self._copy_settings()
         self.hooks.install()
+        for old in [ref() for ref in self.scope.superseded]:
+            if old is not None:
+                self.hooks.watch(old)
         if self.calls is not None:
             self.calls.when_called(self._model_is_called)
             self.calls.attach()
@@ -334,6 +337,8 @@ class Session(Observer):
     def passes_quickly(self, optimizer: Any) -> bool:
         if self.phase is not WATCHING or self._told or self._clip_at is not None or len(_active) > 1:
             return False
+        if self.scope.superseded:
+            self.scope.revive(optimizer)
         return self.gate.passes_quickly(optimizer)
 
     def passed_quickly(self, optimizer: Any) -> bool:
@@ -381,6 +386,8 @@ class Session(Observer):
         return Decision.RUN if self.let_go_of else decision
 
     def _before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
+        if self.scope.superseded:
+            self.scope.revive(optimizer)
         if self._compiled and self._replay is None:  # this one is not, or no longer
             self._compiled = [o for o in self._compiled if o is not optimizer]
         if not self.gate.call_sites.knows_step_of(optimizer):

@@ -79,8 +79,8 @@ class Hooks:
             ]
         for optimizer in self._optimizers or ():
             self.watch(optimizer)
-        # Where none was named, a framework may make one later.
-        names = [*manifest.TRAINING, *manifest.COLLECTIVES, *(() if self._optimizers else manifest.ALL_OPTIMIZERS)]
+        # A program or a framework may make an optimizer later, or replace one.
+        names = [*manifest.TRAINING, *manifest.COLLECTIVES, *manifest.ALL_OPTIMIZERS]
         names += () if self._optimizers is None else manifest.SCHEDULERS
         if self._program:
             self._module_handles = [

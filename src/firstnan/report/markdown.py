@@ -6,8 +6,8 @@ import os
 import re
 
 from firstnan.diagnose.causes import catalogue
-from firstnan.records import Report, TensorStat
-from firstnan.records.words import count, headline, number
+from firstnan.records import Remedy, Report, TensorStat
+from firstnan.records.words import count, headline, number, short_path
 from firstnan.report.characters import Charset
 from firstnan.report.sentences import (
     at_expression,
@@ -30,7 +30,10 @@ def render_markdown(report: Report) -> str:
     blocks = [f"### firstnan: {_text(headline(report))}"]
     if line := batch_line(report):
         blocks.append(f"**{_text(line)}**")
-    blocks += [*_source(report), *_cause(report), *_values(report), *_rest(report), *_remedies(report)]
+    # Whoever opens the issue sees its beginning: what happened, where, why, what to do.
+    blocks += [*_source(report), *_cause(report), *_remedies(report)]
+    if details := [*_evidence(report), *_values(report), *_rest(report)]:
+        blocks += ["#### Details", *details]
     blocks += [f"- note: {_text(note)}" for note in report.notes[: _MOST["notes"]]]
     if environment := ", ".join(f"{key} {value}" for key, value in report.environment.items() if value):
         blocks.append(f"<sub>{_text(environment)}</sub>")
@@ -60,9 +63,12 @@ def _cause(report: Report) -> list[str]:
         return ["No known cause fits."] if report.origin else []
     sure = "Cause" if cause.confidence >= 0.4 else "Maybe"
     blocks = [f"**{sure}: {_text(cause.title)}** (`{_bare(cause.slug)}`)", _text(cause.why)]
-    if evidence := evidence_lines(report):
-        blocks.append("\n".join(f"- {_text(line)}" for line in evidence))
     return [block for block in blocks if block]
+
+
+def _evidence(report: Report) -> list[str]:
+    evidence = evidence_lines(report) if report.cause is not None else ()
+    return ["\n".join(f"- {_text(line)}" for line in evidence)] if evidence else []
 
 
 def _values(report: Report) -> list[str]:
@@ -108,12 +114,22 @@ def _remedies(report: Report) -> list[str]:
         label = "Fix" if len(report.remedies) == 1 else f"Fix {i + 1}"
         why = f": {_text(remedy.why)}" if remedy.why else ""
         text = f"**{label}: {_text(remedy.title)}**{why}\n{_text(remedy_result(remedy, report))}"
-        lines = remedy.diff.strip("\n").split("\n")
+        lines = _diff(remedy).split("\n")
         if remedy.diff and (remedy.proven or i == 0):
             left_out = f"\n… {count(len(lines) - _MOST['diff'], 'more line')}" if len(lines) > _MOST["diff"] else ""
             text += "\n\n" + _fenced("\n".join(map(_code, lines[: _MOST["diff"]])) + left_out, "diff")
         blocks.append(text)
     return blocks
+
+
+def _diff(remedy: Remedy) -> str:
+    """The diff, with paths as they are below the current folder."""
+    return re.sub(
+        r"^(--- a/|\+\+\+ b/)(.+)$",
+        lambda found: found[1] + short_path(found[2]).lstrip("/"),
+        remedy.diff.strip("\n"),
+        flags=re.MULTILINE,
+    )
 
 
 def _text(text: str) -> str:
@@ -163,7 +179,7 @@ def github_annotation(report: Report) -> str:
     where.append(("title", f"firstnan: {cause.title or cause.slug}" if cause else "firstnan"))
     proven = next((remedy for remedy in report.remedies if remedy.proven), None)
     lines = [headline(report), batch_line(report), cause.why if cause else ""]
-    lines += [f"Proven fix: {proven.title}", proven.diff.strip("\n")] if proven else []
+    lines += [f"Proven fix: {proven.title}", _diff(proven)] if proven else []
     message = "\n".join(line for line in lines if line)
     properties = ",".join(f"{name}={_workflow(value, ':,')}" for name, value in where)
     return f"::error {properties}::{_workflow(message)}\n"

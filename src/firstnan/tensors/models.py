@@ -472,7 +472,9 @@ class Scope:
     roots: Mapping[str, Module] | None = None
     """Prefix of the names -> model; None: every model of the process."""
     optimizers: list[Any] | None = None
-    """None: every optimizer that makes a step. If it is empty, those that are made for these models are added."""
+    """None: every optimizer that makes a step. Those that are made for these models later are added."""
+    superseded: list[weakref.ref[Any]] = field(default_factory=list)
+    """Optimizers whose parameters have got another one since: nobody else may need them any more."""
 
     def models(self) -> Models:
         """The models as they are now."""
@@ -483,10 +485,19 @@ class Scope:
         if self.roots is None or self.optimizers is None:
             return False
         own = {id(p) for root in self.roots.values() for p in root.parameters()}
-        if all(id(p) not in own for p in parameters_of(optimizer)):
+        new = {id(p) for p in parameters_of(optimizer)}
+        if new.isdisjoint(own):
             return False
-        self.optimizers.append(optimizer)
+        old = [o for o in self.optimizers if new.issuperset(id(p) for p in parameters_of(o))]
+        self.superseded[:] = [ref for ref in self.superseded if ref() is not None] + [weakref.ref(o) for o in old]
+        self.optimizers[:] = [o for o in self.optimizers if all(o is not one for one in old)] + [optimizer]
         return True
+
+    def revive(self, optimizer: Any) -> None:
+        """A superseded optimizer makes a step after all."""
+        if self.optimizers is not None and any(ref() is optimizer for ref in self.superseded):
+            self.superseded[:] = [ref for ref in self.superseded if ref() is not optimizer]
+            self.optimizers.append(optimizer)
 
     def is_trained_by(self, loss: list[Tensor], models: Models | None) -> bool:
         """Whether this loss trains the models: that of another model does not count."""
