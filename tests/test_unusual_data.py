@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from firstnan.diagnose.unusual_data import with_doubt
-from firstnan.records import Batch, Cause, Feature, Report
+from firstnan.records import Batch, Cause, Feature, History, Origin, Remedy, Report, Site
+from firstnan.repair.data import doubtful_samples_left_out
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -43,6 +44,36 @@ def test_other_numbers_are_not_doubtful(report: Report) -> None:
     assert with_doubt(report) is report
 
 
+@pytest.mark.parametrize(
+    ("head", "index", "lines"),
+    [
+        ("for x, y in loader:", (0,), ["keep = y[:, 0].abs() < 10", "x, y = x[keep], y[keep]"]),
+        ("for i, (x, y) in enumerate(loader):", (), ["keep = y.abs() < 10", "x, y = x[keep], y[keep]"]),
+        (
+            "for pair in loader:",
+            (0, 3),
+            ["keep = (pair[1].abs() < 10).flatten(1).all(1)", "pair = [column[keep] for column in pair]"],
+        ),
+    ],
+)
+def test_samples_with_such_numbers_are_left_out_first(
+    tmp_path: Path, head: str, index: tuple[int, ...], lines: list[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\n{head}\n    loss = step()\n    loss.backward()\n")
+
+    def told(value: float) -> Report:
+        batch = Batch(6, 10, (9,), True, features=(Feature(9, "batch[1]", index, value, 0.1, 0.5),))
+        origin, history = Origin("forward", "exp", "", site=Site(str(path), 3)), History(backward_at=Site(str(path), 4))
+        cause = Cause("exp_overflow", "A title", "What happened.")
+        return Report("nonfinite", 6, batch, cause=cause, origin=origin, history=history, remedies=(Remedy("A bound"),))
+
+    first, second = doubtful_samples_left_out(told(900.0)).remedies
+    assert [line[1:].strip() for line in first.diff.splitlines() if line.startswith("+ ")] == lines
+    assert (first.kind, second.title) == ("data", "A bound")
+    assert doubtful_samples_left_out(told(9.0)).remedies == (second,)  # it may well be a measurement
+
+
 @pytest.mark.slow
 def test_a_report_says_that_a_number_is_doubtful(firstnan: Zygote, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("""import torch
@@ -60,3 +91,4 @@ for x, target in DataLoader(TensorDataset(torch.rand(24, 1), y), batch_size=8):
 """)
     result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
     assert "Sample 5 has batch[1][0] = 2500" in " ".join(result.found["cause"]["why"].split())
+    assert "+    keep = target[:, 0].abs() < 10" in result.found["remedies"][0]["diff"]

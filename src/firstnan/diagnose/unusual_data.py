@@ -15,13 +15,19 @@ BAD_DATA = ("nan_input", "nan_label")
 
 def with_doubt(report: Report) -> Report:
     """The report whose cause also says that a number of the bad sample may be wrong, if one is far from all others."""
+    batch, cause, found = report.batch, report.cause, doubtful(report)
+    if batch is None or cause is None or found is None:
+        return report
+    return replace(report, cause=replace(cause, why=f"{cause.why} {_doubt(found, batch)}"))
+
+
+def doubtful(report: Report, far: float = FAR) -> Feature | None:
+    """The number of the bad sample that is farthest from all others, if it is so many times larger."""
     batch, cause = report.batch, report.cause
     if batch is None or cause is None or cause.slug in BAD_DATA or not batch.confirmed:
-        return report
+        return None
     found = max(((_factor(f), f) for f in batch.features), key=lambda pair: pair[0], default=None)
-    if found is None or found[0] < FAR:
-        return report
-    return replace(report, cause=replace(cause, why=f"{cause.why} {_doubt(found[1], batch)}"))
+    return found[1] if found is not None and found[0] >= far else None
 
 
 def _factor(feature: Feature) -> float:

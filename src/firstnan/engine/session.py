@@ -56,6 +56,7 @@ from firstnan.observe.sites import Ownership, place_of
 from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped
 from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
+from firstnan.repair.data import doubtful_samples_left_out
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
 from firstnan.tensors.models import Parts, Scope, drop_gradients, parameters_of
@@ -1261,7 +1262,7 @@ class Session(Observer):
         if self._journal is not None and report.noticed is not None and report.noticed.what == "output":
             self._told = False  # no update follows
             report = self._outside_training(report)
-        report = with_doubt(self._told_of(self._without_wrong_batch(report)))
+        report = doubtful_samples_left_out(with_doubt(self._told_of(self._without_wrong_batch(report))))
         if self._capsules is None or self._journal is None:
             return report
         first = self.calls.first if self.calls is not None else None

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from firstnan.diagnose.rules.base import largest
-from firstnan.records import Edit, OpEvent, Remedy, TensorStat
-from firstnan.repair.context import FailureContext, remedies_for
+from firstnan.diagnose.rules.base import Failure, largest
+from firstnan.diagnose.unusual_data import doubtful
+from firstnan.records import Edit, OpEvent, Remedy, Report, TensorStat, Trace
+from firstnan.repair.context import FailureContext, SourceFiles, remedies_for
 from firstnan.repair.literals import format_number
-from firstnan.repair.source import SourceFile, insert_after, insert_before, replace_node
+from firstnan.repair.source import SourceFile, as_patch, insert_after, insert_before, replace_node
 
 FILLED = "Missing values become 0; all other values are unchanged."
 LEFT_OUT = "Samples with a bad value are left out of the loss; all others are unchanged."
 LOADS = ("torch.load", "numpy.load", "pickle.load", "joblib.load")
+_OTHER_UNIT = 100.0
+"""A number so many times larger than that of any other sample is hardly a measurement."""
 TABLES = ("numpy.genfromtxt", "numpy.loadtxt", "numpy.load", "numpy.fromfile", "numpy.memmap")
 
 
@@ -156,6 +160,8 @@ class BatchBinding:
     """The bad part has more dimensions than the samples."""
     limit: str = ""
     """The largest number of a good sample; "" for any that is finite."""
+    column: str = ""
+    """Which numbers of each sample count; "" for all."""
 
     def followed_by(self, *lines: str) -> Edit | None:
         """New lines right after it; for a loop at the start of its body."""
@@ -168,7 +174,8 @@ class BatchBinding:
         """Lines that remove the samples with a bad value."""
         finite = f"{self.source.spell('torch.isfinite', self.statement)}({self.bad})"
         if self.limit:
-            finite = f"({self.bad}.abs() < {self.limit})"
+            finite = f"{self.bad}{self.column}.abs() < {self.limit}"
+            finite = f"({finite})" if self.rows else finite
         lines = [f"keep = {finite}.flatten(1).all(1)" if self.rows else f"keep = {finite}"]
         target = self.source.code(self.target)
         if isinstance(self.target, ast.Tuple | ast.List):
@@ -204,6 +211,29 @@ def extreme_samples_left_out(context: FailureContext, limit: float) -> Iterator[
         if edit is not None:
             title = f"Leave out samples with a number above {text}"
             yield context.remedy(title, LEFT_OUT, edit, kind="data")
+
+
+def doubtful_samples_left_out(report: Report) -> Report:
+    """The report whose first remedy leaves out samples with a number like that of the bad one, if no other has such.
+
+    A bound in the code would train with it, whatever it is: another unit, a fill value.
+    """
+    found = doubtful(report, _OTHER_UNIT)
+    if found is None or report.origin is None or report.cause is None or not found.member.startswith("batch"):
+        return report
+    context = FailureContext(Failure(report.origin, Trace(), report.history), report.cause, SourceFiles())
+    usual = max(abs(found.low), abs(found.high))
+    limit = f"{10.0 ** math.floor(math.log10(usual * abs(found.value)) / 2):g}"
+    column = f"[:, {found.index[0]}]" if found.index is not None and len(found.index) == 1 else ""
+    title = f"Leave out samples with {found.member}{column} above {limit}, until the data is correct"
+    for bound in reversed(list(_batch_bindings(context, (found.member, None)))):  # the loop around backward
+        rows = found.index != () and not column
+        edit = bound.followed_by(*replace(bound, limit=limit, column=column, rows=rows).filtering())
+        edits, diff = as_patch([edit] if edit is not None else [], context.files.get)
+        if diff:
+            remedy = replace(context.remedy(title, LEFT_OUT, *edits, kind="data"), edits=edits, diff=diff)
+            return replace(report, remedies=(remedy, *report.remedies))
+    return report
 
 
 def _filled_in_loop(context: FailureContext) -> Iterator[Remedy]:
