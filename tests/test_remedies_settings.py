@@ -129,7 +129,7 @@ def diverged(text: str, folder: Path, **settings: float) -> tuple[Remedy, ...]:
         column = at - (text.rfind("\n", 0, at) + 1)
         return Site(str(file), line + 1, column, line + 1, column + len(code), code=code) if at >= 0 else None
 
-    made = text[text.index("SGD(") :].split("\n")[0]
+    made = text[text.index("SGD(" if "SGD(" in text else "Trainer(") :].split("\n")[0]
     made = made[: made.rindex(")") + 1]
     step = next((s for s in ("scaler.step(opt)", "opt.step()") if s in text), "?")
     read, wrote = TensorStat("self", (4,), "float32", -1e20, 1e20), TensorStat("result", (4,), "float32", posinf=4)
@@ -177,6 +177,21 @@ def test_rates_come_before_clipping(tmp_path: Path) -> None:
 def test_a_rate_that_nobody_wrote_is_added(tmp_path: Path) -> None:
     found = diverged("import torch\nopt = torch.optim.SGD(net.parameters())" + LOOP, tmp_path, lr=0.001)
     assert "+opt = torch.optim.SGD(net.parameters(), lr=1e-4)" in changes(found)[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "smaller"),
+    [
+        ("args = Arguments('out', learning_rate=0.5, epochs=3)", "learning_rate=0.05"),
+        ("LR = 0.5\nargs = dict(optimizer__lr=LR)", "LR = 0.05"),
+        ("args = {'lr': 0.5, 'momentum': 0.5}", "{'lr': 0.05, 'momentum': 0.5}"),
+        ("args = Arguments(lr=0.1, weight_decay=0.5)", ""),  # another number: it was given somewhere else
+        ("args = Arguments(lr=0.5)\nother = Arguments(lr=0.5)", ""),  # one of the two
+    ],
+)
+def test_a_rate_given_to_a_framework_is_changed_there(given: str, smaller: str, tmp_path: Path) -> None:
+    found = changes(diverged(f"{given}\nTrainer(net, args).fit(x, y)\nerr ** 2\n", tmp_path, lr=0.5))
+    assert (smaller in found[0].split("\n+")[1]) if smaller else not found
 
 
 def test_groups_with_a_rate_of_their_own(tmp_path: Path) -> None:

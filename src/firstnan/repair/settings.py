@@ -16,6 +16,7 @@ from firstnan.repair.literals import (
     dictionary_values,
     find_literal,
     format_number,
+    imported_files,
     nonfinite_constants,
     replace_number,
     scale_number,
@@ -109,12 +110,17 @@ class OptimizerSetup:
                         return Location(source, given)
         return None
 
+    @property
+    def is_constructor(self) -> bool:
+        """Whether the call is the optimizer's own constructor, not a framework's function that makes one."""
+        return self.call is not None and self.call[0].called_name(self.call[1]) == self.history.optimizer
+
     def takes(self, name: str) -> bool:
         """Whether the constructor is one of torch's that has this keyword argument."""
         if self.call is None or name not in self.settings:
             return False
         source, call = self.call
-        return source.called_name(call) == self.history.optimizer and self._own_setting(source, call, (name,)) is None
+        return self.is_constructor and self._own_setting(source, call, (name,)) is None
 
     @cached_property
     def setters(self) -> list[RateSetter]:
@@ -529,9 +535,11 @@ def _slower(setup: OptimizerSetup, factor: float) -> tuple[list[Edit], float | N
         edit, value = scale_number(context.files, setter.value, factor, constant)
         return [edit], value
     if setup.call is None:
-        return [], None
+        return _written_rate(setup, factor, expected)
     source, call = setup.call
     rate = setup.setting(*RATES, position=1)
+    if rate is not None and rate.node in call.args and not setup.is_constructor:  # `net.fit(x, y)`
+        rate = rate if expected is not None and find_literal(context.files, rate, expected) else None
     groups = _groups(source, call)
     edits = [scale_number(context.files, g, factor)[0] for g in groups]
     if rate is not None and not _is_shared(setup, rate):
@@ -542,7 +550,28 @@ def _slower(setup: OptimizerSetup, factor: float) -> tuple[list[Edit], float | N
         return [replace_node(rate.source, rate.node, text), *edits], expected * factor if expected else None
     if expected is not None and setup.takes("lr"):
         return [set_argument(source, call, "lr", format_number(expected * factor)), *edits], expected * factor
-    return edits or _groups_afterwards(source, call, factor), None
+    edits = edits or _groups_afterwards(source, call, factor)
+    return (edits, None) if edits else _written_rate(setup, factor, expected)
+
+
+def _written_rate(setup: OptimizerSetup, factor: float, expected: float | None) -> tuple[list[Edit], float | None]:
+    """A smaller rate where the program gives it to a framework, which makes the optimizer: `Arguments(lr=0.1)`."""
+    if expected is None:
+        return [], None
+    files = setup.context.files
+    sources = dict.fromkeys(s for one in setup.sources for s in (one, *imported_files(files, one)))
+    given = [Location(s, k.value) for s in sources for c in s.calls for k in c.keywords if _is_rate_name(k.arg)]
+    given += [v for s in sources for name in RATES for v in dictionary_values(s, name)]
+    numbers = {found.node: found for at in given if (found := find_literal(files, at, expected)) is not None}
+    if len(numbers) != 1:
+        return [], None
+    edit, value = scale_number(files, next(iter(numbers.values())), factor, expected)
+    return [edit], value
+
+
+def _is_rate_name(name: str | None) -> bool:
+    """Also of an option that is passed on: `optimizer__lr`."""
+    return name is not None and name.rpartition("__")[2] in RATES
 
 
 def rate_of(call: ast.Call) -> ast.expr | None:
