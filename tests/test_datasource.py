@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -204,9 +205,9 @@ def test_bad_rows_of_other_layouts() -> None:
 # --- the watch over lines ---------------------------------------------------------------------------------------------
 
 
-def watch(function: Any, *args: Any) -> tuple[int, str] | None:
+def watch(function: Any, *args: Any, seconds: float = math.inf) -> tuple[int, str] | None:
     """Offset of the line inside the function, and the variable."""
-    lines = LineWatch(Ownership())
+    lines = LineWatch(Ownership(), seconds)
     with lines.watching():
         function(*args)
     if lines.first is None:
@@ -226,6 +227,23 @@ def test_the_first_bad_variable() -> None:
         return d  # noqa: RET504
 
     assert watch(sample) == (3, "c")
+
+
+def test_what_the_program_takes_itself_does_not_end_the_watch() -> None:
+    def sample() -> Tensor:
+        time.sleep(0.3)  # as importing a framework takes a while
+        a = torch.ones(2)
+        b = torch.sqrt(a - 2)
+        return b  # noqa: RET504
+
+    def laborious() -> Tensor:
+        for _ in range(100_000):
+            a = torch.ones(2)
+        b = torch.sqrt(a - 2)
+        return b  # noqa: RET504
+
+    assert watch(sample, seconds=0.2) == (3, "b")
+    assert watch(laborious, seconds=0.001) is None
 
 
 def test_a_variable_that_was_bad_before_and_is_assigned_again() -> None:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from time import monotonic
+from time import thread_time
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -73,7 +73,10 @@ class _Frame:
 
 
 class LineWatch:
-    """Checks the variables of user code after each line, and what functions return; at most for so many seconds."""
+    """Checks the variables of user code after each line, and what functions return.
+
+    That may take so many `seconds` in all. What the program takes itself (importing a framework) does not count.
+    """
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class LineWatch:
         self._objects: dict[int, tuple[Any, tuple[int, ...]]] = {}
         """Some non-finite objects by their identity, and where they come from: a method finds them in its object."""
         self._kept: Counter[Spot] = Counter()
-        self._until, self._events = monotonic() + seconds, 0
+        self._left = seconds
 
     @property
     def first(self) -> BadLine | None:
@@ -151,10 +154,12 @@ class LineWatch:
         self._frames.clear()
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not self.ownership.owns(frame.f_code) or monotonic() > self._until:
+        if not self.ownership.owns(frame.f_code) or self._left < 0:
             return None
+        began = thread_time()
         with self._unseen():
             self._called(frame)
+        self._left -= thread_time() - began
         return self._line
 
     def _called(self, frame: FrameType) -> None:
@@ -176,12 +181,13 @@ class LineWatch:
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
             return self._line
-        self._events += 1
-        if self._events % 256 == 0 and monotonic() > self._until:
+        if self._left < 0:
             self.end()
             return None
+        began = thread_time()
         with self._unseen():
             self._reached(frame, event, arg)
+        self._left -= thread_time() - began
         return self._line
 
     def _reached(self, frame: FrameType, event: str, arg: Any) -> None:
