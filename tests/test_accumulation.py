@@ -114,6 +114,8 @@ def test_the_batch_with_the_bad_gradient_is_named(train: Callable[..., None], ba
     assert (report.batch.bad_samples, report.batch.dataset_indices) == ((bad % SIZE,), (bad,))
     assert report.cause is not None
     assert report.cause.slug == "sqrt_grad_at_zero"
+    counters = {turn.variable: turn.value for turn in report.loops}
+    assert counters.get("i") in (None, bad // SIZE + (train is overwritten))  # not that of the last batch of the step
 
 
 @pytest.mark.parametrize("bad", [33, 41])

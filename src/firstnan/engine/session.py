@@ -1083,8 +1083,10 @@ class Session(Observer):
     def _answer_of_children(self, failure: StepFailure) -> Answer | None:
         answer = children.ask(self, failure)
         if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
-            loops = self._loops_at(failure.trip, failure.turns)
-            answer = replace(answer, report=replace(answer.report, loops=loops))
+            # The innermost loop is at the last batch of the step, which may not be the bad one.
+            earlier = answer.part is not None and answer.part + 1 < len(self.handouts.parts(self.backwards))
+            self._loops = self._loops_at(failure.trip, failure.turns[earlier:])
+            answer = replace(answer, report=replace(answer.report, loops=self._loops))
         if answer is None or self.in_child:
             return answer
         if answer.part is not None:
