@@ -239,6 +239,21 @@ def test_only_lines_that_read_nothing_bad_have_made_it() -> None:
     assert lines.source_of(__file__, first + 2) is None
 
 
+def test_a_variable_that_is_assigned_again_passes_on_what_it_held() -> None:
+    def table() -> Any:
+        with np.errstate(all="ignore"):
+            x = np.ones(2) / np.zeros(2)
+        x = torch.from_numpy(x)
+        x = torch.ones(2) / 0.0
+        return x, 1
+
+    lines, first = watched(table), table.__code__.co_firstlineno
+    assert offset(table, lines) == [(2, "x"), (4, "x")]
+    passed_on = lines.source_of(__file__, first + 3)
+    assert passed_on is not None
+    assert resolve(passed_on.spot).line == first + 2
+
+
 def test_a_method_that_keeps_it_in_its_object() -> None:
     class Scaler:
         def __init__(self) -> None:

@@ -57,8 +57,8 @@ class _Frame:
     spot: Spot
     bad: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Its non-finite variables -> the lines, as numbers, that their values come from."""
-    old: dict[str, int] = field(default_factory=dict)
-    """Variables that were non-finite before the first line was watched -> the identity of their value then."""
+    held: dict[str, int] = field(default_factory=dict)
+    """The same variables -> the identity of their value; another one was assigned by the last line."""
     seen: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Identity and version of what was finite when it was read last."""
     writes: Counter[str] = field(default_factory=Counter)
@@ -176,7 +176,7 @@ class LineWatch:
         """Notes what is non-finite before the first line of a function that is watched."""
         found = self._bad(frame, known)
         known.bad = {name: self._objects.get(id(value), (None, came))[1] for name, value in found.items()}
-        known.old = {name: id(value) for name, value in found.items()}
+        known.held = {name: id(value) for name, value in found.items()}
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
@@ -208,9 +208,8 @@ class LineWatch:
     def _assigned(self, frame: FrameType, known: _Frame) -> None:
         """Notes which variables the last line has made bad."""
         bad = self._bad(frame, known)
-        new = [name for name in bad if name not in known.bad or known.old.get(name, id(bad[name])) != id(bad[name])]
-        for name in new:
-            known.old.pop(name, None)
+        new = [name for name in bad if known.held.get(name) != id(bad[name])]
+        known.held = {name: id(value) for name, value in bad.items()}
         if new:
             name = new[0]
             came = self._source(known, bad[name])
