@@ -311,6 +311,21 @@ def test_rows_that_went_through_a_library_are_recognised() -> None:
     assert lines.source_in([]) is None
 
 
+def test_the_table_that_a_bad_row_is_taken_from() -> None:
+    def prepared(counts: Any) -> Any:
+        with np.errstate(all="ignore"):
+            table = counts / counts.sum(1, keepdims=True)
+            column = np.log(counts[:, 0])
+        return object(), table, column  # a library's object: what it holds is not read
+
+    lines = watched(lambda: prepared(np.array([[1.0, 3.0], [0.0, 0.0], [2.0, 2.0]])))
+    made = lines.source_in([torch.tensor([[0.5, 0.5], [math.nan, math.nan]], dtype=torch.float32)])
+    assert made is not None
+    assert made.name == "table"
+    assert lines.source_in([torch.tensor([0.0, -math.inf])]) is None  # one number alone tells nothing
+    assert lines.source_in([torch.tensor([[0.25, math.nan]])]) is None
+
+
 # --- datasets ---------------------------------------------------------------------------------------------------------
 
 

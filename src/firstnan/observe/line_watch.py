@@ -27,6 +27,7 @@ _SMALL = 4096
 """Elements up to which an array is read again after each line, since a write into it leaves no other trace."""
 _LARGE = 1 << 20
 _MOST_OBJECTS = 256
+_MOST_ROWS = 64
 RETURNED = "returned"
 _LITERAL = re.compile(r"(^|[^a-z_])(nan|inf|infinity)([^a-z_]|$)", re.IGNORECASE)
 
@@ -326,15 +327,28 @@ def _version(value: Any) -> int | None:
 
 
 def _holds(t: Tensor, value: Tensor) -> bool:
-    """Whether these numbers are the tensor, or a row of it; a NaN equals a NaN, and numbers may be rounded."""
+    """Whether these numbers are the tensor, or a row of it, or a table with one of its bad rows.
+
+    A NaN equals a NaN, and numbers may be rounded.
+    """
     plain, value = readable(t), value.detach().cpu()
-    if plain is None or t.is_nested or value.dim() == 0:
+    if plain is None or t.is_nested or value.dim() == 0 or plain.dim() == 0:
         return False
     rows = plain.detach().cpu()
-    rows = rows[None] if rows.shape == value.shape else rows
-    if rows.shape[1:] != value.shape:
-        return False
-    return any(torch.allclose(row, value.to(row.dtype), equal_nan=True) for row in rows if not is_finite(row))
+    if rows.shape == value.shape and _is_row(rows, value):
+        return True
+    if rows.dim() > 1 and rows.shape[1:] == value.shape[1:]:
+        return any(_is_row(row, one) for row in _bad_rows(rows) for one in _bad_rows(value))
+    return rows.shape[1:] == value.shape and any(_is_row(row, value) for row in _bad_rows(rows))
+
+
+def _bad_rows(t: Tensor) -> Tensor:
+    """The first few rows that are non-finite."""
+    return t[(~torch.isfinite(t)).flatten(1).any(1).nonzero().flatten()[:_MOST_ROWS]]
+
+
+def _is_row(row: Tensor, value: Tensor) -> bool:
+    return torch.allclose(row, value.to(row.dtype), equal_nan=True)
 
 
 def holds_bad(value: Any) -> bool:
