@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import words
-from firstnan.repair.context import FailureContext, Location, remedies_for
-from firstnan.repair.guards import failing_operation
+from firstnan.repair.context import FailureContext, remedies_for
+from firstnan.repair.guards import FailingOperation, failing_operation
 from firstnan.repair.source import (
     Expr,
     SourceFile,
@@ -128,40 +128,49 @@ def spread_of_one(context: FailureContext) -> Iterator[Remedy]:
     found = failing_operation(context, *SPREADS)
     if found is None or not isinstance(found.expr.node, ast.Call):
         return
-    source, call, inner = found.location.source, found.expr.node, found.expr.args[0]
-    dim = found.expr.keywords.get("dim") or found.expr.keywords.get("axis") or _positional_dim(found.expr)
+    source, op = found.location.source, found.expr.op
+    statement = source.statement(found.location.node)
+    calls = [n for n in source.within(found.location.node) if isinstance(n, ast.Call)]
+    near = [source.expr(n) for n in calls if source.statement(n) is statement and n is not found.expr.node]
+    # The others of the line read as many samples.
+    others = [e for e in near if e.op == op and e.args and e.library == found.expr.library]
+    others = [] if hasattr(statement, "body") else others
+    changes = [list(_for_one(found, e)) for e in (found.expr, *others)]
+    also = f", and the same for the other `{op}` in this line" if others else ""
+    for title, why, _ in changes[0]:
+        edits = [edit for one in changes for name, _, edit in one if name == title]
+        yield context.remedy(title + also, why, *edits)
+
+
+def _for_one(found: FailingOperation, expr: Expr) -> Iterator[tuple[str, str, Edit]]:
+    """Title, reason and edit of each way to compute the spread of a single element."""
+    source, call, inner, numpy = found.location.source, expr.node, expr.args[0], found.writer.numpy
+    assert isinstance(call, ast.Call)
+    dim = expr.keywords.get("dim") or expr.keywords.get("axis") or _positional_dim(expr)
     plain = parenthesized(source, inner)
     count = f"{plain}.numel()" if dim is None else f"{plain}.shape[{source.code(dim)}]"
-    name = "ddof" if found.writer.numpy else "correction"
-    if found.writer.numpy and dim is None:
+    name = "ddof" if numpy else "correction"
+    if numpy and dim is None:
         count = f"{plain}.size"
-    is_std = found.expr.op.startswith("std")
+    is_std = expr.op.startswith("std")
     what, factor = ("standard deviation", "sqrt((n - 1) / n)") if is_std else ("variance", "(n - 1) / n")
     unbiased = any(k.arg == "unbiased" for k in call.keywords)
     simple = dim is None or literal_value(dim) is not None
     if simple and not unbiased:
         edit = set_argument(source, call, name, f"min(1, {count} - 1)")
         why = f"The {what} of a single element is 0 instead of 0/0; of more elements it is unchanged."
-        yield context.remedy("Use no correction for a single element", why, edit)
-        yield from _with_lower_bound(context, found.location, call, edit)
-    yield context.remedy(
+        yield "Use no correction for a single element", why, edit
+        if not expr.op.endswith("_mean"):
+            eps = found.context.epsilon("1e-8")
+            yield (
+                f"Use no correction for a single element, and keep the result at {eps} or above",
+                f"The result for a single element is {eps} instead of 0/0, so dividing by it is safe.",
+                replace_node(source, call, f"{changed_text(source, call, edit)}.clamp_min({eps})"),
+            )
+    yield (
         "Divide by the count instead of the count minus 1",
         f"The {what} of a single element is 0 instead of 0/0; of n elements it shrinks by {factor}.",
         set_argument(source, call, "unbiased", "False") if unbiased else set_argument(source, call, name, "0"),
-    )
-
-
-def _with_lower_bound(
-    context: FailureContext, location: Location[ast.AST], call: ast.Call, edit: Edit
-) -> Iterator[Remedy]:
-    if location.expr.op.endswith("_mean"):
-        return
-    eps = context.epsilon("1e-8")
-    text = f"{changed_text(location.source, call, edit)}.clamp_min({eps})"
-    yield context.remedy(
-        f"Use no correction for a single element, and keep the result at {eps} or above",
-        f"The result for a single element is {eps} instead of 0/0, so dividing by it is safe.",
-        replace_node(location.source, call, text),
     )
 
 
