@@ -132,7 +132,7 @@ def test_a_file_that_changed_since_is_refused(train: Path, capsys: pytest.Captur
 def test_an_unproven_change_has_to_be_named(train: Path, version: str, capsys: pytest.CaptureFixture[str]) -> None:
     written([change("take abs", train, OLD, NEW)], version)
     assert run("--apply") == 1
-    assert "no fix is proven; --number K chooses one anyway" in capsys.readouterr().out
+    assert "no fix is proven; --number K selects one anyway" in capsys.readouterr().out
     assert train.read_text() == OLD
     assert run("--apply", "--number", "1") == 0
     assert train.read_text() == NEW

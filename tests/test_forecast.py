@@ -136,7 +136,7 @@ def test_weights_that_grow_while_the_loss_does_not_fall() -> None:
     (told,) = grown(sizes)
     assert (told.kind, told.since_step, told.in_steps) == ("growth", 46, None)
     assert sentence(told) == (
-        "the norm of the weights is 10.2 times that before training, and the loss is no better for it: "
+        "the norm of the weights is 10.2 times its initial value, and the loss has not improved: "
         "training is likely to diverge"
     )
     assert grown(sizes, learns=True) == []
@@ -459,7 +459,7 @@ def test_a_denominator_that_halves_again_and_again() -> None:
     x = torch.ones(4, requires_grad=True)
     told = told_by_samples(lambda t: x / (x * 2.0 ** -(t / 20)), 2500)
     assert [(f.what, f.kind) for f in told] == [("operator", "min")]
-    assert "away from it and comes nearer" in sentence(told[0])
+    assert "away and getting closer" in sentence(told[0])
 
 
 def attention(fused: bool, sharpness: Any) -> Any:

@@ -284,7 +284,7 @@ def test_a_program_that_catches_everything_goes_on(firstnan: Zygote, tmp_path: P
     assert result.found["step"] == 5
     assert result.stdout == "caught\nend\n"
     assert result.found["notes"] == [
-        "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
+        "the program caught the SystemExit that should end it here and continued; its later steps were not watched"
     ]
 
 

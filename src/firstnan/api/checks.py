@@ -254,7 +254,7 @@ def check_weights(
             elif values.is_zero and w.gradient.is_zero and stuck:
                 findings.append(_finding(w.name, "all_zero", w.tensor, "is exactly zero, and so is its gradient"))
             elif values.is_constant and not values.is_zero and w.is_dense:
-                text = "has equal elements, so all units of the layer are the same"
+                text = "has equal elements, so all units of the layer are identical"
                 findings.append(_finding(w.name, "constant", w.tensor, text))
             elif (dead := _dead_units(w, weights)) is not None:
                 findings.append(_finding(w.name, "dead_units", w.tensor, dead))

@@ -17,7 +17,7 @@ from firstnan.repair.patch import FileOnDisk, PatchError, choose, how_to_apply, 
 from firstnan.report.characters import Charset
 from firstnan.report.sentences import remedy_result
 
-_NONE_PROVEN = "no fix is proven; --number K chooses one anyway\n"
+_NONE_PROVEN = "no fix is proven; --number K selects one anyway\n"
 _NONE = "the report proposes no fix\n"
 
 

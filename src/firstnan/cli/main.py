@@ -304,10 +304,10 @@ def _run_parser() -> _Parser:
         "--isolation",
         choices=("auto", "off"),
         default="auto",
-        help="keep whatever runs again away from your files, network and processes, or do not run it (default: auto); "
-        "off: run it again in the open",
+        help="auto (default): whatever runs again cannot touch your files, network or processes, and is left out where "
+        "that cannot be ensured; off: run it without this protection",
     )
-    parser.add_argument("--live", action="store_true", help="show in one line how training is doing")
+    parser.add_argument("--live", action="store_true", help="show the progress of training in one line")
     parser.add_argument("--csv", metavar="FILE", help="write loss, gradient norm and more of every step to a CSV file")
     parser.add_argument("--fix", action="store_true", help="write the best proven fix as a .patch next to the report")
     parser.add_argument("--capsule", metavar="DIR", help="save the failing step to a file in DIR, for firstnan replay")
@@ -330,7 +330,7 @@ def _replay_parser() -> _Parser:
         prog="firstnan replay",
         usage="firstnan replay [options] CAPSULE script.py [arguments]\n"
         "       firstnan replay [options] CAPSULE -m module [arguments]",
-        description="Starts a program, restores the failing step from a capsule, and reports what happens in it.",
+        description="Starts a program, restores the failing step from a capsule, and reports the result.",
         epilog="Exit code: 3 if the step failed again, 0 if it was finite; 2 if it could not be replayed.",
     )
     _add_program_options(parser)
@@ -361,7 +361,7 @@ def _add_annotate(parser: _Parser) -> None:
     parser.add_argument(
         "--annotate",
         choices=("github",),
-        help="print the finding so that a GitHub workflow shows it at its source line",
+        help="print the finding as a GitHub annotation of its source line",
     )
 
 

@@ -43,7 +43,9 @@ def follow(launcher: str, setting: str) -> None:
     if any(os.path.isfile(os.path.join(folder, "firstnan.pth")) for folder in sys.path):
         os.environ["FIRSTNAN"] = setting
     else:
-        text = f"the processes that {launcher} starts are not watched, since firstnan.pth is missing: install firstnan"
+        text = (
+            f"the processes that {launcher} starts are not watched, because firstnan.pth is missing: install firstnan"
+        )
         print(f"firstnan: {text}", file=sys.stderr)
 
 

@@ -13,7 +13,7 @@ from firstnan.observe.runner import Program
 from firstnan.records import Report
 from firstnan.report import Progress
 
-_ONLY_HERE = "it is outside of what the failing step runs"
+_ONLY_HERE = "the change is outside the code that the failing step runs"
 
 
 def try_fixes(report: Report, session: Session) -> None:

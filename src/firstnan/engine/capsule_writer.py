@@ -129,7 +129,7 @@ class CapsuleWriter:
         try:
             content = capture()
             if content is not None and not content.has_weights:
-                self._why = "no weights were found: they belong to no module and no optimizer, or were already freed"
+                self._why = "no weights were found: they are in no module and no optimizer, or were already freed"
             elif content is not None:
                 self._healthy = content.is_healthy
                 self._write(content, report)

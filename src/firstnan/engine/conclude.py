@@ -40,7 +40,7 @@ BAD_DATA = ("nan_input", "nan_label")
 DIVERGENCE = ("divergence_lr", "exploding_gradient")
 UNKNOWN = "no sample is known to be responsible"
 DIVERGED = f"{UNKNOWN}: training diverged"
-FIRST = "training had diverged before this step: these samples only exceed the limit first, others would do so later"
+FIRST = "training had diverged before this step: these samples are only the first to exceed the limit"
 _FROM_ELSEWHERE = (
     "the value was computed where operators are not recorded: in a thread that was running already, in code that is "
     "not Python, or before the step"

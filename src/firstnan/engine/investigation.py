@@ -54,13 +54,13 @@ _UPDATES_BEFORE = 16
 """How many updates a second run records before the failing one, where several optimizers make them."""
 _SPREAD = "each rank holds a part of the weights, so a fix would have to be tried by all ranks together"
 _STILL_WAITS = "rank {} has waited {:.0f} seconds in its backward pass for the other ranks, and still waits"
-_LEFT_RANGE = "the loss left its first range in step {} for good"
+_LEFT_RANGE = "the loss left its initial range in step {} and did not return"
 _FINITE = "the second run did not fail in the same way"
 _SAME_LOSS = 1e-3
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
 _ELSEWHERE = "but the program started {}, which was not watched; FIRSTNAN=1 python instead of firstnan run watches both"
 _UNFINISHED = "the second run did not finish"
-_IN_WORKER = "it happened in a process that the program has started, which was not ended"
+_IN_WORKER = "it happened in a process that the program had started; that process was not ended"
 _NOT_HERE = "it happened in another process of the program"
 _OWN_STATE = (
     "the step was finite when replayed in the first run, so it depends on other program state, such as a counter or a "

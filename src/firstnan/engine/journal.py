@@ -189,7 +189,7 @@ class Journal:
         """A model that is not being trained returned something non-finite."""
         self._outputs += 1
         if self._outputs.bit_count() == 1:
-            _say(logging.WARNING, f"{self._event_of(found).message}, and so is what the model returns")
+            _say(logging.WARNING, f"{self._event_of(found).message}, and so is the model's output")
 
     def magnitude(
         self, layer: str, phase: str, dtype: torch.dtype, norm: float, low: float, high: float, *shares: float
@@ -374,7 +374,8 @@ def event_of_forecast(forecast: Forecast) -> NaNEvent:
     step = forecast.since_step if forecast.withdrawn is None else forecast.withdrawn
     text = f"step {step}: {sentence(forecast)}"
     if forecast.withdrawn is not None:
-        text = f"step {step}: the forecast of step {forecast.since_step} is withdrawn: {subject(forecast)} has turned"
+        why = f"the trend of {subject(forecast)} has reversed"
+        text = f"step {step}: the forecast of step {forecast.since_step} is withdrawn: {why}"
     what: Any = _WHAT_MOVES[forecast.what]
     named = forecast.what in ("layer", "variance", "attention")
     return NaNEvent(kind, text, step, what=what, layer=forecast.name if named else "")

@@ -31,7 +31,7 @@ HOW = "the failing batch was handed out again"
 _NO_LOOP = "the training loop could not be replayed for this step"
 _NOT_HARMLESS = (
     "the training loop was not replayed: the process cannot be forked ({}), and {}. "
-    "With --isolation off, or FIRSTNAN_ISOLATION=off, it is replayed anyway, and what it writes is written again"
+    "With --isolation off, or FIRSTNAN_ISOLATION=off, it is replayed anyway, and writes its output a second time"
 )
 
 

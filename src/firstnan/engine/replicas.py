@@ -115,7 +115,7 @@ def _sentence(odd: list[str], step: int, group: ReplicaGroup, ranks: tuple[int, 
         rank, first = first, rank
     more = f" and {len(odd) - _MOST_NAMED} more" if len(odd) > _MOST_NAMED else ""
     what = f"{'parameters' if len(odd) > 1 else 'parameter'} {', '.join(odd[:_MOST_NAMED])}{more}"
-    since = "they were never seen equal" if group.agreed_in is None else f"they were equal after step {group.agreed_in}"
+    since = "they were never equal" if group.agreed_in is None else f"they were equal after step {group.agreed_in}"
     verb, others = "have" if len(odd) > 1 else "has", min(differ, agree)
     where = f"{verb} other values on rank {rank} than on rank {first}"
     if others > 1:

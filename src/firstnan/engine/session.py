@@ -76,12 +76,12 @@ if TYPE_CHECKING:
     from firstnan.tensors.models import Models
 
 _NOT_INVESTIGATED = "only the first 3 failures are investigated, and none once the weights are non-finite"
-_SHARDED = "the weights are spread over several ranks, and not all of them came here to replay the step"
+_SHARDED = "the weights are sharded over several ranks, and not all of them reached this point to replay the step"
 _IN_PROCESS = "the step was replayed in the program's own process ({}); what Python code wrote meanwhile was discarded"
 _INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
-_DETECTED = "the program's own NaNDetector decided how training went on; failures after this one are in its reports"
+_DETECTED = "the program's own NaNDetector decided how training continued; later failures are in its reports"
 _SAME_LOSS = 1e-5
-_WENT_ON = "the program caught the SystemExit that ends it here and went on; its later steps were not watched"
+_WENT_ON = "the program caught the SystemExit that should end it here and continued; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
 _MANY_OVERFLOWS = 8
 """So many skipped updates in a row, and twice as many and so on, raise the question whether the scale is to blame."""

@@ -65,5 +65,5 @@ class StepLog:
             act(what)  # type: ignore[operator]  # one of the two functions of a sink
         except Exception as error:  # a full disk or a lost connection must not stop training
             self._failed = True
-            text = "firstnan: can't log to %s any more: %s: %s"
+            text = "firstnan: stopped logging to %s: %s: %s"
             logging.getLogger("firstnan").warning(text, type(self._sink).__name__, type(error).__name__, error)

@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from firstnan.records import Report
 
-_MARK = "firstnan: fail this test at the first NaN or Inf that its training meets, with the report as the message"
+_MARK = "firstnan: fail this test at the first NaN or Inf in its training, with the report as the message"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

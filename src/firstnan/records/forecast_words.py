@@ -33,8 +33,8 @@ def sentence(forecast: Forecast) -> str:
     if f.what == "scale":
         return f"{subject(f)} has sunk to {f.now:g} and falls below {f.limit:g} in about {_steps(f)}"
     if f.what == "weights":
-        told = "a few updates made them so large" if f.kind == "jump" else "the loss is no better for it"
-        return f"{subject(f)} is {f.now:.3g} times that before training, and {told}: training is likely to diverge"
+        told = "after only a few updates" if f.kind == "jump" else "and the loss has not improved"
+        return f"{subject(f)} is {f.now:.3g} times its initial value, {told}: training is likely to diverge"
     if f.what == "attention":
         told = f"its entropy is {1 / f.now:.2g} of the largest possible, and keeps falling"
         return f"the attention at {f.name} gives all weight to one position in about {_steps(f)}: {told}"
@@ -43,9 +43,7 @@ def sentence(forecast: Forecast) -> str:
             f"{subject(f)} falls below {1 / f.limit:.3g} in about {_steps(f)}: it is {1 / f.now:.3g} and keeps falling"
         )
     if f.what == "operator" and f.kind == "min":
-        return (
-            f"{subject(f)} reaches its limit in about {_steps(f)}: it is {1 / f.now:.3g} away from it and comes nearer"
-        )
+        return f"{subject(f)} reaches its limit in about {_steps(f)}: it is {1 / f.now:.3g} away and getting closer"
     if f.what == "operator" and f.kind == "max":
         return (
             f"{subject(f)} reaches its limit of {f.limit:.4g} in about {_steps(f)}: it is {f.now:.3g} and keeps growing"

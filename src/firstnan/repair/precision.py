@@ -51,7 +51,7 @@ def exponentials_in_float64(context: FailureContext) -> Iterator[Remedy]:
     yield context.remedy(
         "Compute the exponentials of this line in float64",
         "float64 holds exponentials up to exp(709). They cancel later in this line, so the result is exact; a clamp "
-        "would make it wrong without a sign of it.",
+        "would silently make it wrong.",
         source.edit(start, start, "("),
         *edits,
         source.edit(end, end, ").float()"),

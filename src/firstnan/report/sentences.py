@@ -197,7 +197,7 @@ def replay_line(report: Report) -> str:
     every_time = " every time" if report.origin else ""
     result = {
         "deterministic": "the failure was reproduced",
-        "similar": "it failed in the same place, but with other numbers than the failing step had",
+        "similar": "it failed in the same place, but with different numbers",
         "transient": f"the failure was not reproduced{every_time}",
         "not_replayed": "" if report.replay else "the step was not replayed",
     }[report.reproduced]

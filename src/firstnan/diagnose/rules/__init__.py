@@ -70,7 +70,7 @@ def divergence(history: History, left: int, before: float | None, weights: str, 
     elif isinstance(lr, int | float):
         why += f" The learning rate is {number(lr)}."
     why += f" {overflow.rate_set_by(history)}".rstrip()
-    why += " No number overflowed, but training is lost."
+    why += " No number overflowed, but training did not recover."
     rise = growth(history)
     evidence = list(rise.lines()) if rise is not None else []
     if weights:
@@ -98,7 +98,7 @@ def transient(replay: str, difference: str = "", *, programs_own: bool | None = 
 def received(rank: int, size: int) -> Cause:
     """The cause if all that this rank computes itself is finite."""
     entry = catalogue()["collective"]
-    why = f"The step is finite with what rank {rank} computes itself. The value came from another of the {size} ranks."
+    why = f"What rank {rank} computes itself is finite, so the value came from another of the {size} ranks."
     return Cause(entry.slug, entry.title, why, (), 0.9, entry.link)
 
 

@@ -98,7 +98,7 @@ def nan_number(failure: Failure) -> Explanation | None:
         return None
     name, value = origin.label or "the number", origin.produced.posinf if origin.produced else 1
     why = (
-        f"{name} is {'Inf' if value else '-Inf'} from the line above on, before the first step. "
+        f"{name} has been {'Inf' if value else '-Inf'} since the line above, before the first step. "
         f"`{origin.read_at.code}` (line {origin.read_at.line}) computes with it, so its result is non-finite."
     )
     return Explanation(why, 0.8)
@@ -173,7 +173,11 @@ def nan_parameter(failure: Failure) -> Explanation | None:
         kind = "buffer" if failure.origin.role == "buffer" else "parameter"
         why = f"`{failure.code}` writes {_content(failure)} into the {kind} {name}, {when}; no optimizer did."
         return _found(failure, name, why, 0.97, 0.97)
-    source = "It was written after an earlier step" if step else "It came with the weights, as from a checkpoint"
+    source = (
+        "It was written after an earlier step"
+        if step
+        else "It was loaded with the weights, for example from a checkpoint"
+    )
     if name.endswith(")"):  # "(frozen)", "(in a copy of the model that is not trained)"
         source = "No update has written it: it is not trained"
     what = f"The optimizer's state, {name}," if failure.origin.role == "state" else f"The parameter {name}"
