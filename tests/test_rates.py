@@ -601,7 +601,7 @@ def test_the_line_that_changes_a_rate_by_hand(tmp_path: Path, update: str, fixed
 TRANSFORMED = """
 import torch
 from torch import nn
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import functional_call, grad_and_value, jacrev, vjp, vmap
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -609,7 +609,7 @@ params = {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def loss_of(params, x, y):
-    slope = vmap(grad(lambda one: functional_call(model, params, (one,)).sum()))(x)
+    slope = vmap(jacrev(lambda one: functional_call(model, params, (one,)).sum()))(x)
     error = (functional_call(model, params, (x,)).squeeze(-1) - y) / SCALE
     return error.square().mean() + 1e-3 * slope.square().mean()
 
@@ -619,17 +619,29 @@ for step in range(12):
     y = x[:, 0].clone()
     y[4] = 0.0 if step == 7 else 1.0
     weight = OUTSIDE
-    grads, loss = grad_and_value(loss_of)(params, x, y)
+    GRADIENTS
     params = {name: p - 0.01 * weight * grads[name] for name, p in params.items()}
 """
 
 
 @pytest.mark.parametrize(
-    ("scale", "outside", "line"), [("y", "1.0", "SCALE"), ("2.0", "1.0 / y.abs().min()", "OUTSIDE")]
+    ("gradients", "scale", "outside", "line"),
+    [
+        ("grads, loss = grad_and_value(loss_of)(params, x, y)", "y", "1.0", "SCALE"),
+        (
+            "(grads,) = vjp(lambda p: loss_of(p, x, y), params)[1](torch.ones(()))",
+            "2.0",
+            "1.0 / y.abs().min()",
+            "OUTSIDE",
+        ),
+    ],
 )
-def test_training_by_transforms_alone(firstnan: Zygote, tmp_path: Path, scale: str, outside: str, line: str) -> None:
+def test_training_by_transforms_alone(
+    firstnan: Zygote, tmp_path: Path, gradients: str, scale: str, outside: str, line: str
+) -> None:
     """Gradients of `torch.func` are steps too, and weights that an update has lost are blamed on that update."""
-    (tmp_path / "train.py").write_text(TRANSFORMED.replace("SCALE", scale).replace("OUTSIDE", outside))
+    program = TRANSFORMED.replace("GRADIENTS", gradients).replace("SCALE", scale).replace("OUTSIDE", outside)
+    (tmp_path / "train.py").write_text(program)
     found = firstnan(["run", "--verify", "2", "train.py"], cwd=tmp_path).found
     at = next(i for i, text in enumerate(TRANSFORMED.splitlines(), 1) if line in text)
     assert (found["step"], found["origin"]["line"], found["cause"]["slug"]) == (7, at, "div_by_zero")

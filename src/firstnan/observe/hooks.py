@@ -35,7 +35,6 @@ from firstnan.tensors.models import calls_closure_first, drop_gradients
 _NO_MODES = nullcontext()
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
-_GRADIENT = torch._C._functorch.TransformType.Grad
 
 
 def outside_modes() -> AbstractContextManager[Any]:
@@ -46,6 +45,16 @@ def outside_modes() -> AbstractContextManager[Any]:
 def outside_transforms() -> AbstractContextManager[Any]:
     """A context in which what we compute is not part of a `torch.func` transform that is running."""
     return temporarily_clear_interpreter_stack() if _transforms() else _NO_MODES
+
+
+def _nested_gradients(outputs: Any) -> int:
+    """How many gradients of `torch.func` are taken of this result, one inside the other."""
+    at = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
+    depth, functorch = 0, torch._C._functorch
+    while isinstance(at, Tensor) and functorch.is_functorch_wrapped_tensor(at):
+        depth += functorch.is_gradtrackingtensor(at)
+        at = functorch.get_unwrapped(at)
+    return depth
 
 
 class Hooks:
@@ -240,12 +249,8 @@ class Hooks:
             result = original(outputs, inputs, *args, **kwargs)
             if not torch.compiler.is_compiling() and not self.idle:
                 create_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-                if _transforms():
-                    # torch.func always creates a graph. Only the outermost of nested gradients is for an update.
-                    create_graph = (
-                        sum(level.key() == _GRADIENT for level in torch._C._functorch.get_interpreter_stack() or ())
-                        != 1
-                    )
+                if (depth := _nested_gradients(outputs)) > 0:
+                    create_graph = depth > 1  # torch.func always creates a graph; the outermost is for an update
                 with outside_transforms():
                     self.guarded(self._grad_returned, outputs, inputs, result, create_graph, sys._getframe(1))
             return result
