@@ -621,6 +621,8 @@ for step in range(12):
     weight = OUTSIDE
     GRADIENTS
     params = {name: p - 0.01 * weight * grads[name] for name, p in params.items()}
+    if step % 2:
+        shown = vmap(jacrev(lambda one: functional_call(model, params, (one,)).sum()))(x).norm()
 """
 
 

@@ -154,8 +154,10 @@ class HandWritten:
         """
         known = self._covers.get(place)
         if known is None:
-            given = {id(t) for t in targets}
-            known = self._covers[place] = all(id(leaf) in given for leaf in leaves_below(outputs))
+            given, rows = {id(t) for t in targets}, outputs[0].shape[:1] if outputs else ()
+            of_rows = len(targets) == 1 and bool(rows) and targets[0].shape[:1] == rows  # of samples, by `vmap`
+            known = not of_rows and all(id(leaf) in given for leaf in leaves_below(outputs))
+            self._covers[place] = known
         return known or not (self._leaves or any(self._covers.values()))
 
 
