@@ -225,11 +225,20 @@ class Handouts:
         if self._replays and (self.number in _LOOKED or self.number % _LOOKED_EVERY == 0):
             self._generators = own_generators(sys._getframe(2))
         last = self._last_random
-        if last is not None and not self._draws and self.number > _TESTED and self.number % _EVERY:
+        if last is not None and self._draws_nothing():
             return last
         now = self._last_random = RandomState.now(self._generators)
         self._testing = None if self._draws else now
         return now
+
+    def _draws_nothing(self) -> bool:
+        """Whether steps draw no random numbers, as far as is known; this one is not tested."""
+        return not self._draws and self.number > _TESTED and self.number % _EVERY != 0
+
+    def random_before_call(self) -> RandomState:
+        """The state of the generators of Python, numpy and torch; an older copy if steps draw no random numbers."""
+        last = self._last_random
+        return last if last is not None and self._draws_nothing() else RandomState.now()
 
     def training_begins(self) -> None:
         """No step was made yet: the first one begins here, as far as is known."""

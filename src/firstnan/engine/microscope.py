@@ -214,7 +214,7 @@ class LiveTrace:
             self._microscope.mark_batch(batch, sys._getframe())
 
     def backward_begins(self) -> None:
-        tracer = self.tracer
+        tracer = self._microscope.tracer if self.on else None
         if tracer is None:
             return
         if self._microscope.lines is not None:
@@ -231,7 +231,7 @@ class LiveTrace:
 
     def update_begins(self, optimizer: Any, closure: bool, norm: float | None, step: int) -> bool:
         """Returns whether the update is known to keep finite parameters finite."""
-        tracer = self.tracer
+        tracer = self._microscope.tracer if self.on else None
         if tracer is None:
             return False
         safe = tracer.update_begins(optimizer, closure, norm)
@@ -243,7 +243,7 @@ class LiveTrace:
         return False
 
     def step_ended(self, by_hand: bool, steps: StepCounter) -> None:
-        tracer = self.tracer
+        tracer = self._microscope.tracer if self.on else None
         if tracer is None:
             return
         tracer.update_ended()

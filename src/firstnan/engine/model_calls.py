@@ -128,8 +128,9 @@ class ModelCalls:
         self.caller = _calling_function()
         if len(self.calls) >= _MOST_CALLS:
             del self.calls[0]
-        random, buffers = RandomState.now(), self._handouts.copied_buffers()
-        autocast = [one for one in _autocast() if torch.is_autocast_enabled(one[0])]
+        random, buffers = self._handouts.random_before_call(), self._handouts.copied_buffers()
+        mixed = torch._C._is_any_autocast_enabled()
+        autocast = [one for one in _autocast() if torch.is_autocast_enabled(one[0])] if mixed else []
         call = ModelCall(module, args, kwargs, threading.get_ident(), autocast, random, buffers)
         self.calls.append(call)
         self.first = self.first or call
