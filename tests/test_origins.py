@@ -51,6 +51,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "sinus_table": {},
     "class_weights": {"bad_samples": None, "note": ""},
     "constant_module_level": {},
+    "numpy_in_step": {},
     "adjacency": {"bad_samples": [59], "unit": "node"},
     "transform_split": {"elements": [{"dataset": "Tiles", "index": 77, "part": ""}], "confirmed": True},
     "iterable_workers": {"elements": [{"dataset": "Windows", "index": 20, "part": "worker 1"}], "bad_samples": [4]},
@@ -173,6 +174,7 @@ def test_where_it_was_created_and_what_is_said_of_the_samples(firstnan: Zygote, 
         assert f"{name}.py:{read}" in result.stderr
     batch = result.found["batch"] or {}
     assert {key: batch.get(key) for key in ANSWERS[name]} == ANSWERS[name]
+    assert result.found["cause"]["slug"] != "nan_constant"  # none of them has one
     assert "internal error" not in result.stderr
     if (unit := batch.get("unit", "sample")) != "sample":
         assert f"{unit} " in result.stderr

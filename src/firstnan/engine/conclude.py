@@ -134,7 +134,7 @@ class Evidence:
         causes = explain(origin, trace, report.history)
         if causes[0].slug in BAD_DATA and seen is not None and infinite_number(seen) is None:
             # Whether it is an input or a target depends on where the step reads it, not on the Dataset.
-            causes = explain(seen, steps, report.history)
+            causes = [c for c in explain(seen, steps, report.history) if c.slug in BAD_DATA] or causes
         remedies = propose(origin, trace, report.history, causes)
         report = without_guesses(replace(report, cause=causes[0]))
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
