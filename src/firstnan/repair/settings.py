@@ -10,6 +10,7 @@ from functools import cached_property
 
 from firstnan.diagnose.rules.base import RATE_ROSE, Growth
 from firstnan.records import Edit, OptimizerHistory, Remedy
+from firstnan.records.operator_families import words
 from firstnan.repair.context import FailureContext, Location, SourceFiles, remedies_for
 from firstnan.repair.literals import (
     default_of,
@@ -234,6 +235,8 @@ def line_search(context: FailureContext) -> Iterator[Remedy]:
 
 
 _NO_STEPS = "A schedule without steps divides by 0."
+_MEASURES = words("max min amax amin mean median std var norm sum abs item")
+"""What these return is seldom a number of steps."""
 PEAKS = {"OneCycleLR": 1, "CyclicLR": 2}
 """Schedules with a peak, and its position among their arguments."""
 
@@ -362,6 +365,8 @@ def _guard(source: SourceFile, node: ast.AST) -> tuple[ast.expr, str, str] | Non
             return first, f"{parenthesized(source, first)}.clamp_min({floor})", why
         return first, f"max({source.code(first)}, {floor})", why
     if expr.op == "div" and (below := expr.arg(1, "other")) is not None and literal_value(below) is None:
+        if any(isinstance(n, ast.Call) and source.called_name(n) in _MEASURES for n in ast.walk(below)):
+            return below, f"max({source.code(below)}, 1e-8)", "Where it is 0, the fraction becomes 0 or very large."
         return below, f"max({source.code(below)}, 1)", _NO_STEPS
     return None
 

@@ -83,6 +83,9 @@ class LogForm:
             x, minus = source.code(expr.args[0]), f"-{parenthesized(source, expr.args[0])}"
             add, log = (source.spell(name, self.use) for name in ("torch.logaddexp", "math.log"))
             return f"({add}({x}, {minus}) - {log}(2))"
+        if expr.op == "det" and expr.args:
+            self.name = "logdet"
+            return f"{source.spell('torch', self.use)}.logdet({source.code(expr.args[0])})"
         if expr.op == "sum" and expr.args:
             return self._sum_of_exp(expr)
         if expr.op == "div":
@@ -159,7 +162,7 @@ def _remedy(context: FailureContext, forms: list[tuple[LogForm, Edit]]) -> Remed
     )
 
 
-@remedies_for("log_of_zero", "log_of_negative", "where_grad_trap", "zero_times_inf")
+@remedies_for("log_of_zero", "log_of_negative", "where_grad_trap", "zero_times_inf", "exploding_gradient")
 def logarithm_of_a_known_function(context: FailureContext) -> Iterator[Remedy]:
     found = failing_operation(context, "log")
     own = _stable_log(found.location, found.expr) if found is not None else None
