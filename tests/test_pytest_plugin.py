@@ -76,3 +76,11 @@ def test_a_marked_test_fails_with_the_report(pytester: pytest.Pytester) -> None:
 def test_the_option_watches_every_test(pytester: pytest.Pytester) -> None:
     result = run(pytester, "--firstnan", "-k", "marked or other or healthy")
     result.assert_outcomes(passed=1, failed=2, deselected=2)
+
+
+def test_arguments_of_the_marker_are_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.firstnan(on_nonfinite='skip')\ndef test_x(): pass\n")
+    known = {one.name for one in entry_points(group="pytest11")}
+    result = pytester.runpytest(*(() if "firstnan" in known else ("-p", "firstnan.integrations.pytest")))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*@pytest.mark.firstnan takes no arguments*"])

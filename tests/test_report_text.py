@@ -530,3 +530,15 @@ def test_a_change_that_makes_the_failing_step_finite_is_shown_although_a_later_o
     text = plain(dataclasses.replace(forward(), remedies=(fix, fix)))
     assert text.count("          + b\n") == 1
     assert "tried: step 11 is finite, but later training diverges (step 48)" in text
+
+
+def test_a_number_is_shown_once() -> None:
+    report = forward()
+    assert report.origin is not None
+    assert report.origin.produced is not None
+    assert report.cause is not None
+    single = dataclasses.replace(report.origin.produced, first_index=())
+    cause = dataclasses.replace(report.cause, evidence=("at the first bad element: self = -0.499 -> nan",))
+    origin = dataclasses.replace(report.origin, produced=single)
+    text = render_text(dataclasses.replace(report, origin=origin, cause=cause))
+    assert text.count("self = -0.499 -> nan") == 1

@@ -45,8 +45,10 @@ def _firstnan() -> Watched:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    given = getattr(item, "funcargs", {}).get("firstnan")
-    asked = item.config.getoption("--firstnan") or item.get_closest_marker("firstnan") is not None
+    given, marker = getattr(item, "funcargs", {}).get("firstnan"), item.get_closest_marker("firstnan")
+    if marker is not None and (marker.args or marker.kwargs):
+        pytest.fail("@pytest.mark.firstnan takes no arguments", pytrace=False)
+    asked = item.config.getoption("--firstnan") or marker is not None
     if not asked and not isinstance(given, Watched):
         return (yield)
     from firstnan.engine.investigation import strip_our_frames

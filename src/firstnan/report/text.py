@@ -315,7 +315,9 @@ def extra_values(report: Report) -> str:
     if origin is None:
         return ""
     witness = witness_line(origin)
-    return ", ".join(part for part in ("" if witness in evidence else witness, scalars_line(origin)) if part)
+    if any(line.endswith(witness) for line in evidence):
+        witness = ""
+    return ", ".join(part for part in (witness, scalars_line(origin)) if part)
 
 
 GROWTH = frozenset(
