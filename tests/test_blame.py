@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from firstnan.diagnose.blame import blame
-from firstnan.records import Operand, OpEvent, Role, Site, TensorStat, Trace
+from firstnan.diagnose.rules import explain
+from firstnan.records import History, Operand, OpEvent, Role, Site, TensorStat, Trace
 from firstnan.tracing.tracer import Tracer
 from traced import bad_of, run_snippet, trace_of
 
@@ -80,6 +81,18 @@ def test_what_came_from_outside_was_there_first() -> None:
     origin = blame(trace, [1]).origin
     assert origin is not None
     assert (origin.phase, origin.role, origin.op) == ("parameter", "parameter", "")
+
+
+@pytest.mark.parametrize("role", ["parameter", "buffer"])
+def test_what_is_copied_from_a_file_into_a_model_is_no_data(role: Role) -> None:
+    trace = Trace((
+        event(0, "copy", bad(None), role=role, label="norm.running_mean", region="setup"),
+        event(1, "batch_norm", good(), bad(0, role=role)),
+    ))  # fmt: skip
+    origin = blame(trace, [1]).origin
+    assert origin is not None
+    assert (origin.phase, origin.role, origin.label) == ("parameter", role, "norm.running_mean")
+    assert f"The {role} norm.running_mean contains" in explain(origin, trace, History())[0].why
 
 
 @pytest.mark.parametrize(

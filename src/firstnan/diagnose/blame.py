@@ -235,8 +235,9 @@ def _in_forward_pass(trace: Trace, event: OpEvent, chain: list[OpEvent]) -> bool
 
 def _from_outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Origin:
     """The value was bad before the trace began; the site is where it enters."""
-    # A tensor from a file that is copied into the weights is a bad weight.
-    written = next((e for e in chain if e.role == "parameter" and not e.grad), None) if operand.role is None else None
+    # A tensor from a file that is copied into the weights, or into a buffer, is a bad weight.
+    copies = (e for e in chain if e.role == "parameter" or (e.role == "buffer" and e.op == "copy"))
+    written = next((e for e in copies if not e.grad), None) if operand.role is None else None
     weight = operand.role in ("parameter", "state") or written is not None
     # Numbers become a tensor, or a part of one, where they are written; any other operator only reads them.
     makes = operand.role is None and (weight or event.op in CONSTRUCTORS | WRITES or "lift_fresh" in event.aten)
@@ -246,7 +247,7 @@ def _from_outside(event: OpEvent, operand: Operand, chain: list[OpEvent]) -> Ori
         aten=event.aten if makes else "",
         inputs=(operand.stat,) if operand.stat else (),
         produced=operand.stat,
-        role="parameter" if weight and operand.role != "state" else operand.role or "unknown",
+        role=written.role if written is not None else operand.role or "unknown",
         label=written.label if written is not None else operand.label,
     )
 

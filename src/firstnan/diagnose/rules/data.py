@@ -180,7 +180,9 @@ def nan_parameter(failure: Failure) -> Explanation | None:
     )
     if name.endswith(")"):  # "(frozen)", "(in a copy of the model that is not trained)"
         source = "No update has written it: it is not trained"
-    what = f"The optimizer's state, {name}," if failure.origin.role == "state" else f"The parameter {name}"
+    what = {"state": f"The optimizer's state, {name},", "buffer": f"The buffer {name}"}.get(
+        failure.origin.role or "", f"The parameter {name}"
+    )
     why = f"{what} contains {_content(failure)}, before step {step} computes anything. {source}."
     return _found(failure, name, why, 0.6, 0.35)
 
