@@ -71,6 +71,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (("run", "--js", "x", "train.py"), "unknown option or argument: --js"),
         (("run", "--replay", "always", "train.py"), "--replay must be auto or never, got 'always'"),
         (("run", "--json"), "--json needs a value"),
+        (("run", "-o", "a.html", "-o", "b.md", "train.py"), "-o takes one file, got 'a.html' and 'b.md': --json FILE"),
+        (("show", "-o", "a.html", "-o", "b.md", "x.json"), "-o takes one file, got 'a.html' and 'b.md'"),
         (("run", "--json", "train.py"), "no script given ('train.py' is the value of --json)"),
         (("run", "--verify", "few", "train.py"), "--verify must be an integer of at least 0, got 'few'"),
         (("causes", "--example"), "--example needs a cause"),

@@ -258,6 +258,17 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+class _Once(argparse.Action):
+    """Takes one file; a second one would replace the first without a word."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            more = "--json FILE writes JSON besides, and firstnan show converts it to other formats"
+            raise argparse.ArgumentError(None, f"{option_string} takes one file, got {before!r} and {values!r}: {more}")
+        setattr(namespace, self.dest, values)
+
+
 def _main_parser() -> _Parser:
     parser = _Parser(
         prog="firstnan",
@@ -308,7 +319,9 @@ def _run_parser() -> _Parser:
         "that cannot be ensured; off: run it without this protection",
     )
     parser.add_argument("--live", action="store_true", help="show the progress of training in one line")
-    parser.add_argument("--csv", metavar="FILE", help="write loss, gradient norm and more of every step to a CSV file")
+    parser.add_argument(
+        "--csv", action=_Once, metavar="FILE", help="write loss, gradient norm and more of every step to a CSV file"
+    )
     parser.add_argument("--fix", action="store_true", help="write the best proven fix as a .patch next to the report")
     parser.add_argument("--capsule", metavar="DIR", help="save the failing step to a file in DIR, for firstnan replay")
     parser.add_argument(
@@ -350,8 +363,10 @@ def _replay_parser() -> _Parser:
 
 def _add_program_options(parser: _Parser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, even if nothing was found")
-    parser.add_argument("-o", "--output", metavar="FILE", help=_OUTPUT)
+    parser.add_argument(
+        "--json", action=_Once, metavar="FILE", help="write the report as JSON, even if nothing was found"
+    )
+    parser.add_argument("-o", "--output", action=_Once, metavar="FILE", help=_OUTPUT)
     _add_annotate(parser)
     # Set by startup.py: of several processes of a job, only those that train write a report.
     parser.add_argument("--if-trained", action="store_true", help=argparse.SUPPRESS)
@@ -378,7 +393,7 @@ def _count(text: str) -> int:
 def _show_parser() -> _Parser:
     parser = _Parser(prog="firstnan show", description="Prints or converts a saved report.")
     parser.add_argument("report", type=Path, metavar="report.json", help="a file written by firstnan run --json")
-    parser.add_argument("-o", "--output", metavar="FILE", help=_OUTPUT)
+    parser.add_argument("-o", "--output", action=_Once, metavar="FILE", help=_OUTPUT)
     parser.add_argument("--open", action="store_true", help="write the report as a page and open it in the browser")
     _add_annotate(parser)
     return parser
