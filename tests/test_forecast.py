@@ -395,12 +395,12 @@ def test_without_gradients_nothing_is_sampled() -> None:
 def test_samples_are_rare_and_within_their_share_of_the_time() -> None:
     samples = StepSamples(Ownership())
     samples.step_ended(1)
-    assert samples.due == 33
+    assert samples.due == 2
     samples._cost = 1e9  # one sample that took far too long
     samples.step_ended(257)
     assert not samples.active
     assert samples.due > 1_000_000
-    samples._cost = 0.009  # little, however short the steps were so far
+    samples._cost = 0.049  # little, however short the steps were so far
     samples.step_ended(2000)
     assert samples.active
     assert samples.due == 2001  # this pass is timed, the next one is sampled
@@ -460,6 +460,38 @@ def test_a_denominator_that_halves_again_and_again() -> None:
     told = told_by_samples(lambda t: x / (x * 2.0 ** -(t / 20)), 2500)
     assert [(f.what, f.kind) for f in told] == [("operator", "min")]
     assert "away and getting closer" in sentence(told[0])
+
+
+def test_a_divisor_that_is_a_plain_number() -> None:
+    x = torch.ones(4, requires_grad=True)
+    (told,) = told_by_samples(lambda t: x / 0.9**t / 1e-6, 700, every=16)
+    assert told.since_step + 5 <= 829 <= told.since_step + (told.high or 0) + 30
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.15])
+def test_an_argument_that_is_about_to_pass_zero(floor: float) -> None:
+    x = torch.ones(4, requires_grad=True)
+
+    def forward(t: int) -> None:
+        (x - min(t, 96 * (1 - floor)) / 96).sqrt()
+        nn.functional.softplus(x * 4 - t / 20).clone().log()  # falls as fast, but never passes
+
+    told = told_by_samples(forward, 96, every=4)
+    assert [(f.what, f.kind) for f in told][: 1 if floor else 2] == [("operator", "min")]
+    assert told[0].since_step + (told[0].low or 0) <= 96 <= told[0].since_step + (told[0].high or 0) + 4
+
+
+def test_a_difference_from_one_has_no_small_values() -> None:
+    x = torch.ones(4, requires_grad=True)
+    (told,) = told_by_samples(lambda t: (1 - torch.sigmoid(x * t / 10)).log(), 160, every=4)
+    assert told.since_step + 5 <= 172 <= told.since_step + (told.high or 0) + 16
+
+
+def test_a_rise_that_gets_steeper_and_steeper() -> None:
+    points = [(t, 2.0 ** (1.25**t)) for t in range(14)]
+    found = reach(points, LARGEST["float32"], 3.0, steepens=True)
+    assert found is not None
+    assert found.low <= math.log(128, 1.25) - 13 <= found.high + 1
 
 
 def attention(fused: bool, sharpness: Any) -> Any:

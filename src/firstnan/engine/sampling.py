@@ -27,15 +27,14 @@ from firstnan.tensors.finite import read_all, readable
 from firstnan.tensors.models import Parts
 from firstnan.tracing.headroom import RiskyOperators
 
-_FIRST = 32
-_LEAST = 16
-"""Steps before the first sample, and between two."""
 _RARER, _MOST = 8, 512
-"""Between two samples is at least an eighth of all steps, or 512, unless something comes near its limit."""
+"""Between two samples is at least an eighth of all steps, or 512..."""
+_NEARER = 4
+"""...or a quarter of that, if something comes near its limit."""
 _SHARE = 0.005
 """Of the time of training, for all samples together..."""
-_ALLOWANCE = 0.01
-"""...and this many seconds: a training that fails after a few hundred short steps is sampled a few times too."""
+_ALLOWANCE = 0.05
+"""...and this many seconds: a training that fails after a few dozen short steps is sampled often enough too."""
 
 
 class StepSamples:
@@ -74,16 +73,16 @@ class StepSamples:
         """Called when `due` is reached: the next forward pass is timed, and the one after it looked at."""
         now = time.thread_time()
         if self._began is None:  # the first step has done what is done once
-            self._began, self._steps_before, self.due = now, updates, updates + _FIRST
+            self._began, self._steps_before, self.due = now, updates, updates + 1
             return
         elapsed, steps = now - self._began, max(updates - self._steps_before, 1)
         often = self._operators.approaching or self._layers.approaching
-        gap = max(_LEAST, 0 if often else min(steps // _RARER, _MOST))
-        self.due = updates + gap
+        gap = min(steps // _RARER, _MOST)
+        self.due = updates + max(gap // _NEARER if often else gap, 1)
         cost = self._cost - _ALLOWANCE
         if cost > _SHARE * elapsed:
             wait = (cost / _SHARE - elapsed) / (elapsed / steps)
-            self.due = updates + max(_LEAST, int(wait) + 1)
+            self.due = updates + int(wait) + 1
             return
         if self.active or was_used() or not world().is_alone:
             return

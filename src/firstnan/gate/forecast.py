@@ -46,19 +46,27 @@ class TimeToLimit:
     """How long the part of the rise was that shows it."""
 
 
-def reach(points: Sequence[Point], limit: float, horizon: float = math.inf) -> TimeToLimit | None:
+def reach(
+    points: Sequence[Point], limit: float, horizon: float = math.inf, *, steepens: bool = False
+) -> TimeToLimit | None:
     """When these positive numbers, oldest first, reach the limit; None if they do not rise steadily.
 
     A rise that is a straight line of the logarithms goes on as such. One that slows down there, but not by itself
-    (weights that grow by the same amount in each step), goes on as a straight line. What began differently long ago is
-    judged by its later part. Nothing is continued further than `horizon` times its own length, or said if it is vague.
+    (weights that grow by the same amount in each step), goes on as a straight line. One that gets steeper even there
+    (each layer multiplies the error of the one before), if it `steepens`, is a straight line of the logarithms of how
+    often it doubled. What began differently long ago is judged by its later part. Nothing is continued further than
+    `horizon` times its own length, or said if it is vague.
     """
+    if points[-1][1] >= limit:
+        return None
     for part in (points, points[len(points) // 2 :], points[len(points) * 3 // 4 :]):
         if len(part) < (4 if part is points else _ENOUGH):
             return None
         some = thinned(part)
-        for line in ([(step, math.log2(value)) for step, value in some], math.log2(limit)), (some, limit):
-            found = _line(*line)
+        base = min(value for _, value in some) / 2
+        scales = (lambda value, base=base: math.log2(math.log2(value / base))), math.log2, float
+        for scale in scales[0 if steepens and len(some) >= _ENOUGH else 1 :]:  # a few points get steeper by chance
+            found = _line([(step, scale(value)) for step, value in some], scale(limit))
             vague = found is None or found.high > _CERTAIN * max(found.low, 1.0)
             if found is not None and not vague and found.steps <= horizon * found.span:
                 return found
@@ -136,7 +144,7 @@ class Outlook:
         step, now = points[-1]
         if self.forecast is not None or step < self._quiet_until:
             return None
-        found = reach(points, limit, horizon or _HORIZON)
+        found = reach(points, limit, horizon or _HORIZON, steepens=what == "loss")
         if found is None:
             return None
         low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
@@ -231,11 +239,12 @@ class Course:
         near: float,
         risen: float = 8.0,
         doubles: bool = True,
+        fewest: int = _FEWEST,
     ) -> Forecast | None:
         """One more sample: a new forecast, or one that is withdrawn.
 
-        A forecast is made only of a value above `near` that is `risen` times the least one, and whose last samples rise
-        no more slowly than those before: their logarithms, if it `doubles`.
+        A forecast is made only of a value above `near` that is `risen` times the least of `fewest` or more, and whose
+        last samples rise no more slowly than those before: their logarithms, if it `doubles`.
         """
         self.nearer = False
         if not 0 < value < limit:
@@ -253,7 +262,7 @@ class Course:
         if not (is_near and self.nearer) or self._outlook.forecast is not None:
             return None
         rise = points[min(range(len(points)), key=lambda i: points[i][1]) :]
-        if len(rise) < _FEWEST or value < risen * rise[0][1]:
+        if len(rise) < fewest or value < risen * rise[0][1]:
             return None
         line = [(t, math.log2(v)) for t, v in rise] if doubles else rise
         if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < _STEADY * slope(thinned(line)):
@@ -262,6 +271,36 @@ class Course:
         if made is None and doubles and _gets_steeper(line[-_FEWEST:]):  # what came before does not show how fast
             made = self._outlook.make(what, name, kind, limit, rise[-_FEWEST:], _SAMPLED_HORIZON)
         return made
+
+
+_FALLEN, _FALLING = 0.8, 8
+"""What may pass zero is followed when it has lost this share of the most it was; samples of which that is said."""
+
+
+class Fall:
+    """A number that falls towards zero and may pass it, known of a few sampled steps."""
+
+    __slots__ = ("_course", "_most")
+
+    def __init__(self) -> None:
+        self._most = 0.0
+        self._course = Course()
+
+    @property
+    def nearer(self) -> bool:
+        return self._course.nearer
+
+    def add(self, name: Callable[[], str], step: int, value: float, tiny: float) -> Forecast | None:
+        """One more sample: a new forecast, or one that is withdrawn, in the numbers of a `Course` of 1 / value."""
+        if value >= self._most:
+            self._most, self._course = value, Course()
+            return None
+        most = self._most
+        news = self._course.add(
+            "operator", "min", name, step, most - value, most,
+            near=_FALLEN * most, risen=2.0, doubles=False, fewest=_FALLING,
+        )  # fmt: skip
+        return news and replace(news, now=1 / max(news.limit - news.now, tiny), limit=1 / tiny)
 
 
 def _gets_steeper(points: Sequence[Point]) -> bool:

@@ -15,12 +15,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from firstnan.gate.forecast import Course
+from firstnan.gate.forecast import Course, Fall
 from firstnan.observe.higher_order import accept, call_chosen_branch
 from firstnan.observe.patches import Patches
 from firstnan.observe.sites import Ownership, Spot, resolve
 from firstnan.records import Forecast, Headroom
-from firstnan.records.operator_families import ATTENTION, MATRIX_PRODUCTS, SOFTMAXES
+from firstnan.records.operator_families import (
+    ATTENTION,
+    CARRIERS,
+    EXTREMES,
+    FLOORS,
+    MATRIX_PRODUCTS,
+    NORMS,
+    SOFTMAXES,
+    SPREADS,
+    SUMS,
+    words,
+)
 from firstnan.tensors.finite import read_all, readable
 from firstnan.tracing.operators import plain_name
 
@@ -62,9 +73,14 @@ _RISKS = {
 _Place = tuple[str, int, int]
 """An operator, and the code and instruction that calls it, by identity."""
 
+_POSITIVE = (SOFTMAXES | SPREADS | NORMS | words("abs exp exp2 relu sigmoid softplus sqrt square")) - {"log_softmax"}
+"""Operators whose result cannot be negative, and those whose result is not if nothing that they read is:"""
+_STAYS_POSITIVE = (CARRIERS | SUMS | EXTREMES) | words("add cat cumsum div mul")
 _NEAR_EXPONENT = 0.25
-"""An exponent is followed from this share of the largest on; of other arguments, what may still double so often:"""
-_NEAR_LARGEST, _NEAR_ZERO = 6.0, 100.0
+"""An exponent is followed from this share of the largest on, a float16 result if it may still double so often:"""
+_NEAR_LARGEST = 6.0
+_NEAR_ZERO = 0.2
+"""And what sinks to zero when it has sunk by this share of all halvings from 1 to the smallest number."""
 _NEAR_ONE_HOT, _ONE_HOT = 10.0, 1e5
 """Attention is followed when its entropy is this many times below the largest; far below that its gradients vanish."""
 
@@ -77,6 +93,8 @@ class _Seen(NamedTuple):
     limit: float
     tiny: float
     spot: Spot
+    is_positive: bool
+    """Whether what it reads cannot pass zero, however it was computed."""
 
     @property
     def room(self) -> float:
@@ -93,7 +111,7 @@ class _Seen(NamedTuple):
             return course.add("attention", "entropy", what, self.step, value, _ONE_HOT, near=_NEAR_ONE_HOT)
         if self.ends == "min":
             value, limit = 1.0 / max(self.value - self.limit, self.tiny), 1.0 / self.tiny
-            near = limit / 2.0**_NEAR_ZERO
+            near = limit**_NEAR_ZERO
             return course.add("operator", "min", self._named, self.step, value, limit, near=near)
         if self.op in _RISKS:
             near, value = _NEAR_EXPONENT * self.limit, self.value
@@ -102,6 +120,12 @@ class _Seen(NamedTuple):
             )
         near = self.limit / 2.0**_NEAR_LARGEST
         return course.add("operator", "float16", self._named, self.step, self.value, self.limit, near=near)
+
+    def add_to_fall(self, fall: Fall) -> Forecast | None:
+        """Adds this to the fall of its place, if what it reads may pass its limit."""
+        if self.is_positive or self.ends == "max" or self.op == _ATTENTION or _RISKS[self.op].magnitude:
+            return None
+        return fall.add(self._named, self.step, self.value - self.limit, self.tiny)
 
     def _place(self) -> str:
         site = resolve(self.spot)
@@ -118,9 +142,15 @@ class RiskyOperators:
         self._ownership = ownership
         self._seen: dict[_Place, _Seen] = {}
         """The nearest miss of each operator at each place."""
-        self._courses: dict[_Place, Course] = {}
+        self._courses: dict[_Place, tuple[Course, Fall]] = {}
+        self._divisors: dict[_Place, float] = {}
+        """The last divisor that is a plain number, of each place."""
+        self._differences: dict[int, tuple[Tensor, float]] = {}
+        """By address, what was subtracted from a number in this pass, and the smallest difference there can be."""
+        self._positive: dict[int, Tensor] = {}
+        """By address, what cannot be negative in this pass."""
         self._mode: _Sample | None = None
-        self._waiting: list[tuple[str, Ends, float, float, Spot, Tensor]] = []
+        self._waiting: list[tuple[str, Ends, float, float, Spot, bool, Tensor]] = []
         self._weights: list[tuple[Tensor, Spot]] = []
         """The results of softmax in this pass: those that are multiplied with something are attention."""
         self._patches = Patches()
@@ -161,14 +191,15 @@ class RiskyOperators:
         if mode.thread == threading.get_ident() and _get_current_dispatch_mode() is mode:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
         waiting, self._waiting, self._weights = self._waiting, [], []
+        self._differences, self._positive = {}, {}
         self.approaching = False
         if not waiting:
             return []
         with torch.no_grad():
             numbers = read_all([value for *_, value in waiting])
         nearest: dict[_Place, _Seen] = {}
-        for (op, ends, limit, tiny, spot, _), number in zip(waiting, numbers, strict=True):
-            seen = _Seen(op, ends, number, step, limit, tiny, spot)
+        for (op, ends, limit, tiny, spot, is_positive, _), number in zip(waiting, numbers, strict=True):
+            seen = _Seen(op, ends, number, step, limit, tiny, spot, is_positive)
             key = (op, id(spot[0]), spot[1])
             if math.isfinite(number) and (key not in nearest or seen.room < nearest[key].room):
                 nearest[key] = seen
@@ -183,10 +214,10 @@ class RiskyOperators:
             self._seen[key] = seen
         course = self._courses.get(key)
         if course is None:
-            course = self._courses[key] = Course()
-        forecast = seen.add_to(course)
-        self.approaching = self.approaching or course.nearer
-        return [forecast] if forecast is not None else []
+            course = self._courses[key] = Course(), Fall()
+        news = seen.add_to(course[0]), seen.add_to_fall(course[1])
+        self.approaching = self.approaching or any(c.nearer for c in course)
+        return [forecast for forecast in news if forecast is not None]
 
     def nearest(self) -> tuple[Headroom, ...]:
         """The nearest misses, the nearest first."""
@@ -201,9 +232,16 @@ class RiskyOperators:
         if not torch.is_grad_enabled():
             return
         risk = _RISKS.get(name)
+        if isinstance(result, Tensor) and self._is_positive(name, args):
+            self._positive[_address(result)] = result
         if risk is not None:
-            value = readable(args[risk.position]) if len(args) > risk.position else None
+            given = args[risk.position] if len(args) > risk.position else None
+            value = readable(given) if isinstance(given, Tensor) else self._changed(name, given, result)
             ends, limit = risk.ends, risk.limit
+        elif name == "rsub":
+            if len(args) > 1 and isinstance(args[1], int | float) and isinstance(result, Tensor):
+                self._differences[_address(result)] = result, abs(args[1]) * torch.finfo(result.dtype).eps / 2
+            return
         elif name in ATTENTION:
             self._fused(args, kwargs)
             return
@@ -224,8 +262,37 @@ class RiskyOperators:
         if spot is None:
             return
         low, high = torch.aminmax(value.abs() if risk is None or risk.magnitude else value)
-        about = torch.finfo(value.dtype)
-        self._waiting.append((name, ends, limit(value.dtype), about.tiny, spot, low if ends == "min" else high))
+        tiny = torch.finfo(value.dtype).tiny
+        address = _address(value)
+        if ends == "min" and address in self._differences:
+            tiny = max(tiny, self._differences[address][1])
+        number, positive = low if ends == "min" else high, address in self._positive
+        self._waiting.append((name, ends, limit(value.dtype), tiny, spot, positive, number))
+
+    def _is_positive(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether the result of an operator cannot be negative, whatever the weights become."""
+        if name == "pow":
+            return len(args) > 1 and isinstance(args[1], int | float) and args[1] % 2 == 0
+        if name in FLOORS and len(args) > 1 and isinstance(args[1], int | float) and args[1] >= 0:
+            return True
+        if name not in _STAYS_POSITIVE or not args:
+            return name in _POSITIVE
+        given = args[0] if isinstance(args[0], list | tuple) else args
+        if name == "mul" and given[0] is given[1]:
+            return True
+        return all(
+            _address(a) in self._positive if isinstance(a, Tensor) and a.is_floating_point() else _not_negative(a)
+            for a in given
+        )
+
+    def _changed(self, name: str, number: Any, result: Any) -> Tensor | None:
+        """A divisor that is a plain number and another one than in the sample before: a constant is no risk."""
+        spot = self._ownership.spots(sys._getframe(3))[0]
+        if not isinstance(number, int | float) or not isinstance(result, Tensor) or spot is None:
+            return None
+        key = (name, id(spot[0]), spot[1])
+        before, self._divisors[key] = self._divisors.get(key, number), number
+        return torch.tensor(number, dtype=result.dtype) if before != number else None
 
     def _softmax(self, name: str, result: Any) -> None:
         """A softmax is attention if a product reads it."""
@@ -239,9 +306,9 @@ class RiskyOperators:
         first = next((a for a in args if isinstance(a, Tensor)), None)
         if first is None:
             return
-        pointer = first.untyped_storage().data_ptr()
+        pointer = _address(first)
         for i, (weights, spot) in enumerate(self._weights):
-            if weights.untyped_storage().data_ptr() == pointer:
+            if _address(weights) == pointer:
                 del self._weights[i]
                 self._attends(weights, spot)
                 return
@@ -272,7 +339,15 @@ class RiskyOperators:
         """
         some = weights.detach().reshape(-1, weights.size(-1))[-_MOST_ROWS:].float()
         entropy = torch.special.entr(some).sum(-1).median() / math.log(weights.size(-1))
-        self._waiting.append((_ATTENTION, "min", 0.0, 1e-30, spot, entropy))
+        self._waiting.append((_ATTENTION, "min", 0.0, 1e-30, spot, True, entropy))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _not_negative(argument: Any) -> bool:
+    return not isinstance(argument, float) or argument >= 0
 
 
 class _Sample(TorchDispatchMode):

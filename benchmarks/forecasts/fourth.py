@@ -1,22 +1,14 @@
-"""A fourth set of programs for `forecast.py`, on which no rule was made: written before it was changed last.
-
-python benchmarks/forecast_fourth.py [--only NAME...] [--verbose]
-"""
+"""The fourth set: written before the rules were changed last, none of which was made with it."""
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name of the trade
+from forecasts.common import Training, mlp, program, rate, update
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from forecast import Training, main, mlp, program, rate, update
 
 
 class Lion(torch.optim.Optimizer):
@@ -44,10 +36,10 @@ def images(count: int = 256) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-# --- training that diverges ----------------------------------------------------------------------------------------
+# --- training that diverges -------------------------------------------------------------------------------------------
 
 
-@program("search for a learning rate, left running", 1000, diverges=True, group="fourth")
+@program("search for a learning rate, left running", 1000, diverges=True)
 def _() -> Training:
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Flatten(), nn.Linear(128, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
@@ -62,7 +54,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("deep Q-learning without a target network, large rewards", 6000, diverges=True, group="fourth")
+@program("deep Q-learning without a target network, large rewards", 6000, diverges=True)
 def _() -> Training:
     model = mlp(6, 48, 48, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, nesterov=True, momentum=0.9)
@@ -77,7 +69,7 @@ def _() -> Training:
     return Training({"q": model}, [optimizer], step)
 
 
-@program("autoencoder with a learned variance, exact reconstruction", 6000, diverges=True, group="fourth")
+@program("autoencoder with a learned variance, exact reconstruction", 6000, diverges=True)
 def _() -> Training:
     enc, dec = nn.Linear(6, 6), nn.Linear(6, 6)
     log_variance = nn.Parameter(torch.zeros(6))
@@ -95,7 +87,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("energy-based model without a penalty, float16", 6000, diverges=True, group="fourth")
+@program("energy-based model without a penalty, float16", 6000, diverges=True)
 def _() -> Training:
     energy = mlp(2, 64, 64, 1, act=nn.SiLU)
     optimizer = torch.optim.AdamW(energy.parameters(), lr=3e-3)
@@ -114,7 +106,7 @@ def _() -> Training:
     return Training({"energy": energy}, [optimizer], step)
 
 
-@program("RealNVP with scales that are not bounded", 6000, diverges=True, group="fourth")
+@program("RealNVP with scales that are not bounded", 6000, diverges=True)
 def _() -> Training:
     class Coupling(nn.Module):
         def __init__(self, swap: bool) -> None:
@@ -144,7 +136,7 @@ def _() -> Training:
     return Training({"flow": flow}, [optimizer], step)
 
 
-@program("Sinkhorn distances, epsilon annealed to zero", 6000, diverges=True, group="fourth")
+@program("Sinkhorn distances, epsilon annealed to zero", 6000, diverges=True)
 def _() -> Training:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -163,7 +155,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("state-space model of a series, rate that warms up too far", 4000, diverges=True, group="fourth")
+@program("state-space model of a series, rate that warms up too far", 4000, diverges=True)
 def _() -> Training:
     class StateSpace(nn.Module):
         def __init__(self) -> None:
@@ -189,7 +181,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("matrix factorisation of ratings, rate too high", 6000, diverges=True, group="fourth")
+@program("matrix factorisation of ratings, rate too high", 6000, diverges=True)
 def _() -> Training:
     users, items = nn.Embedding(60, 8), nn.Embedding(40, 8)
     model = nn.ModuleList([users, items])
@@ -203,7 +195,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("binary cross-entropy by hand, classes that separate", 4000, diverges=True, group="fourth")
+@program("binary cross-entropy by hand, classes that separate", 4000, diverges=True)
 def _() -> Training:
     model = mlp(6, 32, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -217,7 +209,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("residual stream that grows, float16 and AdamW", 6000, diverges=True, group="fourth")
+@program("residual stream that grows, float16 and AdamW", 6000, diverges=True)
 def _() -> Training:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -241,10 +233,10 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-# --- healthy training ----------------------------------------------------------------------------------------------
+# --- healthy training -------------------------------------------------------------------------------------------------
 
 
-@program("transformer with one cycle of AdamW", 300, group="fourth")
+@program("transformer with one cycle of AdamW", 300)
 def _() -> Training:
     model = nn.Sequential(nn.Embedding(24, 16), nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True))
     head = nn.Linear(16, 24)
@@ -260,7 +252,7 @@ def _() -> Training:
     return Training({"": both}, [optimizer], step)
 
 
-@program("variational autoencoder, weight of the divergence annealed in cycles", 1200, group="fourth")
+@program("variational autoencoder, weight of the divergence annealed in cycles", 1200)
 def _() -> Training:
     enc, dec = mlp(12, 32, 8), mlp(4, 32, 12)
     model = nn.ModuleDict({"enc": enc, "dec": dec})
@@ -277,7 +269,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("energy-based model with a penalty", 600, group="fourth")
+@program("energy-based model with a penalty", 600)
 def _() -> Training:
     energy = mlp(2, 64, 64, 1, act=nn.SiLU)
     optimizer = torch.optim.Adam(energy.parameters(), lr=1e-3, betas=(0.0, 0.999))
@@ -294,7 +286,7 @@ def _() -> Training:
     return Training({"energy": energy}, [optimizer], step)
 
 
-@program("GAN with a hinge loss and spectral norms", 700, group="fourth")
+@program("GAN with a hinge loss and spectral norms", 700)
 def _() -> Training:
     g = mlp(4, 32, 32, 2)
     d = nn.Sequential(
@@ -311,7 +303,7 @@ def _() -> Training:
     return Training({"g": g, "d": d}, [og, od], step)
 
 
-@program("GAN whose discriminator wins: the generator's loss keeps growing", 1500, group="fourth")
+@program("GAN whose discriminator wins: the generator's loss keeps growing", 1500)
 def _() -> Training:
     g, d = mlp(2, 8, 4), mlp(4, 64, 64, 1)
     og, od = torch.optim.Adam(g.parameters(), 1e-5), torch.optim.Adam(d.parameters(), 2e-3)
@@ -324,7 +316,7 @@ def _() -> Training:
     return Training({"g": g, "d": d}, [og, od], step)
 
 
-@program("soft actor-critic: values that rise to a hundred, a learned temperature", 2000, group="fourth")
+@program("soft actor-critic: values that rise to a hundred, a learned temperature", 2000)
 def _() -> Training:
     actor, critic, late = mlp(3, 32, 2), mlp(4, 64, 1), mlp(4, 64, 1)
     late.load_state_dict(critic.state_dict())
@@ -357,7 +349,7 @@ def _() -> Training:
     return Training({"actor": actor, "critic": critic, "alpha": alpha}, [oa, oc, ot], step)
 
 
-@program("diffusion: noise of every level predicted", 800, group="fourth")
+@program("diffusion: noise of every level predicted", 800)
 def _() -> Training:
     model = mlp(3, 64, 64, 2, act=nn.SiLU)
     optimizer = torch.optim.RAdam(model.parameters(), lr=2e-3)
@@ -372,7 +364,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("float16 with a scaler, gradients accumulated, targets of odd sizes", 700, group="fourth")
+@program("float16 with a scaler, gradients accumulated, targets of odd sizes", 700)
 def _() -> Training:
     model = mlp(10, 64, 1, act=nn.GELU)
     optimizer = torch.optim.NAdam(model.parameters(), lr=2e-3)
@@ -391,7 +383,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("weights in bfloat16, Lion", 800, group="fourth")
+@program("weights in bfloat16, Lion", 800)
 def _() -> Training:
     model = mlp(10, 64, 64, 3).to(torch.bfloat16)
     optimizer = Lion(model.parameters(), lr=1e-3)
@@ -403,7 +395,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("sequences that get longer, summed loss", 600, group="fourth")
+@program("sequences that get longer, summed loss", 600)
 def _() -> Training:
     cell, head = nn.GRU(4, 24, batch_first=True), nn.Linear(24, 4)
     model = nn.ModuleDict({"cell": cell, "head": head})
@@ -417,7 +409,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("resumed with a fresh optimizer and a higher rate", 1200, group="fourth")
+@program("resumed with a fresh optimizer and a higher rate", 1200)
 def _() -> Training:
     model = mlp(10, 64, 64, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -434,7 +426,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("adversarial examples whose size grows", 700, group="fourth")
+@program("adversarial examples whose size grows", 700)
 def _() -> Training:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -451,7 +443,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("search for a learning rate that stops in time, then training", 700, group="fourth")
+@program("search for a learning rate that stops in time, then training", 700)
 def _() -> Training:
     model = mlp(10, 64, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
@@ -475,7 +467,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("counts with a long tail, Poisson loss", 1000, group="fourth")
+@program("counts with a long tail, Poisson loss", 1000)
 def _() -> Training:
     model = mlp(6, 32, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -489,7 +481,7 @@ def _() -> Training:
     return Training({"": model}, [optimizer], step)
 
 
-@program("units of the targets change by a thousand, Adagrad", 1500, group="fourth")
+@program("units of the targets change by a thousand, Adagrad", 1500)
 def _() -> Training:
     model = mlp(8, 32, 1)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -500,7 +492,3 @@ def _() -> Training:
         update(optimizer, F.mse_loss(model(x), y))
 
     return Training({"": model}, [optimizer], step)
-
-
-if __name__ == "__main__":
-    main()
