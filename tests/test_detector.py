@@ -796,3 +796,18 @@ def test_a_loss_trains_layers_that_were_added_after_attaching() -> None:
     report = caught.value.report
     assert report.noticed is not None
     assert (report.noticed.what, report.origin.phase, report.origin.module) == ("loss", "forward", "log")
+
+
+def test_a_weight_that_was_bad_before_the_first_step_is_not_blamed_on_the_loss() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[0].weight[3] = float("-inf")  # no batch has this word
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer):
+        model(torch.tensor([0, 1])).square().mean().backward()
+        optimizer.step()
+    report = caught.value.report
+    assert report.noticed is not None
+    assert (report.noticed.what, report.noticed.name) == ("parameter", "0.weight")
+    assert "was there before this step" in report.notes[0]
+    assert not any("loss code" in note for note in report.notes)

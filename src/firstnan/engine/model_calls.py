@@ -245,6 +245,11 @@ def _autocast() -> list[tuple[str, torch.dtype]]:
 _OUTSIDE = "the loss code was outside what could be replayed"
 _ADVICE = ": take batches from detector.batches(loader), or run the step with detector.step(function), to include it"
 _IN_THE_LOSS = "the model's calls were finite when replayed, so the value originated after them, in the loss code"
+_KEPT = ("parameter", "state", "buffer")
+_BEFORE = (
+    "the model's calls were finite when replayed: the value was there before this step, in an element that they do not"
+    " use, or the update made it"
+)
 _FORWARD = "the model's calls were finite when replayed; the gradients that reached them in backward were not kept"
 _GIVEN = "the gradient reaching the model's output was already non-finite, so it originated in the loss code"
 
@@ -300,7 +305,8 @@ class CallReplay:
 
     def replay(self, report: Report, trip: Trip) -> Report:
         calls, given = self.calls.mine(), False
-        outside = (_OUTSIDE + _ADVICE if self.advises() else _OUTSIDE,) if trip.noticed.what != "output" else ()
+        hidden = trip.noticed.what not in ("output", *_KEPT)
+        outside = (_OUTSIDE + _ADVICE if self.advises() else _OUTSIDE,) if hidden else ()
         for call in reversed(calls):
             bad, bad_given = self.calls.make_again(call, self.microscope)
             given = given or bad_given
@@ -317,6 +323,8 @@ class CallReplay:
         return replace(report, cause=from_history(report.history), notes=(*report.notes, text, *outside))
 
     def _why_finite(self, noticed: Noticed, calls: list[ModelCall]) -> str:
+        if noticed.what in _KEPT:
+            return _BEFORE
         unseen = noticed.what == "gradient" and not any(call.gradients for call in calls)
         return _FORWARD if unseen else _IN_THE_LOSS
 
