@@ -138,6 +138,18 @@ def test_only_masks_are_innocent() -> None:
     assert verdict.origin.op == "gather", "what takes a masked value is what to show"
 
 
+@pytest.mark.parametrize(("region", "data"), [("data", True), ("setup", True), ("step", False)])
+def test_an_infinity_of_one_sample_is_data_if_the_batch_is_not_a_mask(region: str, data: bool) -> None:
+    batch = TensorStat("x", (8, 2), "float32", posinf=1, min=0.0, max=3.0)
+    mask = TensorStat("x", (8, 2), "float32", posinf=1, min=0.0, max=0.0)
+    for stat, is_data in ((batch, data), (mask, False)):
+        trace = Trace((
+            event(0, "tensor", out=INFINITE, on_purpose=True, born=1, region=region),
+            event(1, "var", bad(0, role="input", stat=stat), nan_from_inf=1, region="step"),
+        ))  # fmt: skip
+        assert blame(trace, [1]).origin.op == ("tensor" if is_data else "var")  # type: ignore[union-attr]
+
+
 def test_uninitialised_memory() -> None:
     trace = Trace((event(0, "empty", out=GOOD, uninitialized=True), event(1, "mul", good(), bad(0))))
     assert blame(trace, [1]).origin.op == "empty"  # type: ignore[union-attr]

@@ -64,6 +64,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "nested": {"bad_samples": [3]},
     "infinite_number": {"bad_samples": None, "note": ""},
     "infinite_loader": {"elements": [{"dataset": "Spectra", "index": 64, "part": ""}], "confirmed": True},
+    "table_in_first_batch": {"bad_samples": [5], "dataset_indices": [5], "confirmed": True},
     "pairwise": {"bad_samples": [6], "dataset_indices": [90], "confirmed": True},
     "tokens": {"bad_samples": [13], "unit": "token", "confirmed": True},
     "noise_no_loader": {
@@ -176,6 +177,8 @@ def test_where_it_was_created_and_what_is_said_of_the_samples(firstnan: Zygote, 
     assert {key: batch.get(key) for key in ANSWERS[name]} == ANSWERS[name]
     assert result.found["cause"]["slug"] != "nan_constant"  # none of them has one
     assert "internal error" not in result.stderr
+    if name == "table_in_first_batch":  # its line made a table, and the Dataset one row
+        assert "(batch['x']) contains Inf in 1 of 32 elements" in result.found["cause"]["why"]
     if (unit := batch.get("unit", "sample")) != "sample":
         assert f"{unit} " in result.stderr
         assert "sample" not in result.stderr
@@ -326,6 +329,20 @@ def test_the_table_that_a_bad_row_is_taken_from() -> None:
     assert made.name == "table"
     assert lines.source_in([torch.tensor([0.0, -math.inf])]) is None  # one number alone tells nothing
     assert lines.source_in([torch.tensor([[0.25, math.nan]])]) is None
+
+
+def test_a_number_that_went_through_a_library_is_recognised() -> None:
+    def share(part: float, whole: float) -> Any:
+        with np.errstate(all="ignore"):
+            ratio = np.float32(part) / np.float32(whole)
+        return {"y": ratio}
+
+    lines = watched(lambda: [share(1.0, 2.0), share(0.0, 0.0)])
+    made = lines.source_in([torch.tensor([0.5, math.nan])])
+    assert made is not None
+    assert made.name == "ratio"
+    assert lines.source_in([torch.tensor([0.5, math.inf])]) is None
+    assert lines.source_in([torch.tensor(math.nan)]) is None
 
 
 # --- datasets ---------------------------------------------------------------------------------------------------------

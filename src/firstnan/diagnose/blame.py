@@ -81,9 +81,9 @@ class _Walk:
         on_purpose: list[OriginCandidate] = []
         for index in sorted(self.consumer):
             event = self.trace.events[index]
-            if event.on_purpose:
+            if event.on_purpose and not self._is_data(event):
                 on_purpose.append(OriginCandidate(event))
-            elif event.born or event.raised or event.uninitialized:
+            elif event.born or event.raised or event.uninitialized or event.on_purpose:
                 accidents.append(OriginCandidate(event))
             for operand in event.inputs:
                 if operand.guilty and operand.producer is None:
@@ -98,6 +98,13 @@ class _Walk:
             # The trail ends in the middle (memory written by something that was not seen): as far back as it goes.
             return (OriginCandidate(self.trace.events[min(self.consumer)]) if self.consumer else None), False
         return self._unmasked(on_purpose)
+
+    def _is_data(self, event: OpEvent) -> bool:
+        """Whether it is an infinity among other numbers of the batch, although alone it looks intended."""
+        if event.region not in ("setup", "data") or any(o.nan for o in event.outputs):
+            return False
+        read = (o for e in self.chain(event.index) for o in e.inputs)
+        return any(o.guilty and o.role == "input" and not _intended(o) for o in read)
 
     def _log_of_zero(self, maker: OpEvent, on_purpose: list[OriginCandidate]) -> OriginCandidate | None:
         """The logarithm of zeros and ones is a mask where it is added; where it is multiplied it is the bug."""

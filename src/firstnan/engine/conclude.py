@@ -134,10 +134,20 @@ class Evidence:
         causes = explain(origin, trace, report.history)
         if causes[0].slug in BAD_DATA and seen is not None and infinite_number(seen) is None:
             # Whether it is an input or a target depends on where the step reads it, not on the Dataset.
-            causes = [c for c in explain(seen, steps, report.history) if c.slug in BAD_DATA] or causes
+            found = explain(self._in_batch(seen), steps, report.history)
+            causes = [c for c in found if c.slug in BAD_DATA] or causes
         remedies = propose(origin, trace, report.history, causes)
         report = without_guesses(replace(report, cause=causes[0]))
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
+
+    def _in_batch(self, seen: Origin) -> Origin:
+        """Bad data as it is in the batch: what has made it may have seen one sample, or more than this batch."""
+        blamed, event = self.handouts.blamed, seen.event
+        if blamed is None or event is None or event.region not in ("setup", "data"):
+            return seen
+        bad = [(label, t) for label, t in tensors_in(blamed.batch, "batch") if not is_finite(t)]
+        found = [(label, t) for label, t in bad if label == seen.label or len(bad) == 1]
+        return replace(seen, label=found[0][0], produced=stat(*found[0])) if found else seen
 
     def _not_recorded(self, origin: Origin, how: str) -> Report:
         """The report of a value that was computed, but not by an operator that was recorded: its cause is unknown."""

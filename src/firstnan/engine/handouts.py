@@ -330,6 +330,8 @@ class Handouts:
 
     def _step_buffers(self, updates: int) -> list[tuple[Slot, Tensor, Tensor]]:
         """Copies of the buffers at the start of a step, in the same memory every step."""
+        if not updates:  # a program may compute them from its data before the first step
+            return self.copied_buffers()
         if updates == self._kept_at and self._kept:
             return self._kept
         self._kept_at = updates

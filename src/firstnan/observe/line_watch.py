@@ -332,7 +332,7 @@ def _holds(t: Tensor, value: Tensor) -> bool:
     A NaN equals a NaN, and numbers may be rounded.
     """
     plain, value = readable(t), value.detach().cpu()
-    if plain is None or t.is_nested or value.dim() == 0 or plain.dim() == 0:
+    if plain is None or t.is_nested or plain.dim() == 0:
         return False
     rows = plain.detach().cpu()
     if rows.shape == value.shape and _is_row(rows, value):
@@ -344,7 +344,7 @@ def _holds(t: Tensor, value: Tensor) -> bool:
 
 def _bad_rows(t: Tensor) -> Tensor:
     """The first few rows that are non-finite."""
-    return t[(~torch.isfinite(t)).flatten(1).any(1).nonzero().flatten()[:_MOST_ROWS]]
+    return t[(~torch.isfinite(t)).reshape(len(t), -1).any(1).nonzero().flatten()[:_MOST_ROWS]]
 
 
 def _is_row(row: Tensor, value: Tensor) -> bool:
