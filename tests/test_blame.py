@@ -150,6 +150,15 @@ def test_an_infinity_of_one_sample_is_data_if_the_batch_is_not_a_mask(region: st
         assert blame(trace, [1]).origin.op == ("tensor" if is_data else "var")  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("layer", "phase"), [("ActNorm", "forward"), ("", "parameter")])
+def test_what_a_layer_writes_into_its_weights_is_forward(layer: str, phase: str) -> None:
+    trace = Trace((
+        event(0, "log", good(), out=INFINITE, born=1, region="setup", module_type=layer),
+        event(1, "exp", bad(0, role="parameter", stat=INFINITE), region="setup", module_type=layer),
+    ))  # fmt: skip
+    assert blame(trace, [1]).origin.phase == phase  # type: ignore[union-attr]
+
+
 def test_uninitialised_memory() -> None:
     trace = Trace((event(0, "empty", out=GOOD, uninitialized=True), event(1, "mul", good(), bad(0))))
     assert blame(trace, [1]).origin.op == "empty"  # type: ignore[union-attr]

@@ -78,6 +78,12 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "dataset_indices": None,
         "note": "the random numbers drawn in this step are the reason, not the data: t (line 35) = 199 in row 13",
     },
+    "diffusion_table": {
+        "bad_samples": [2],
+        "dataset_indices": None,
+        "note": "the random numbers drawn in this step are the reason, not the data: it fails with other samples too, "
+        "and is finite with other random numbers",
+    },
     "json_rows": {"bad_samples": [3], "dataset_indices": [43]},
     "inline_slices": {"bad_samples": [3], "confirmed": True, "size": 8},
     "inline_index": {"bad_samples": [2], "confirmed": True, "size": 8},

@@ -323,14 +323,24 @@ def test_a_schedule_that_the_step_does_not_pass_through(tmp_path: Path) -> None:
     assert changed_lines(remedies[0].diff).endswith("+    return max(1 - t / TOTAL, 0.0) ** 0.9\n")
 
 
-def test_a_schedule_of_tensors_whose_number_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "torch.sqrt((self.total - self.t) / self.total)",
+            "torch.sqrt(((self.total - self.t) / self.total).clamp_min(0.0))",
+        ),
+        ("torch.tensor(1 - self.t).pow(0.5)", "torch.tensor(1 - self.t).clamp_min(0.0).pow(0.5)"),
+    ],
+)
+def test_a_schedule_of_tensors_whose_number_is_taken(tmp_path: Path, old: str, new: str) -> None:
     file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
     file.write_text(f"""
 import torch
 opt = {call}
 class Plan:
     def rate(self):
-        return torch.sqrt((self.total - self.t) / self.total)
+        return {old}
     def step(self):
         for group in opt.param_groups:
             group["lr"] = self.rate().item()
@@ -338,5 +348,4 @@ class Plan:
     made = Site(str(file), 3, 6, 3, 6 + len(call), code=call)
     origin = Origin("optimizer", "add", "aten.add", site=made, step=8)
     remedies = propose(origin, Trace(), History((), "SGD", made_at=made), [Cause("nan_lr", "", "")])
-    new = "+        return torch.sqrt(((self.total - self.t) / self.total).clamp_min(0.0))\n"
-    assert changed_lines(remedies[0].diff).endswith(new)
+    assert changed_lines(remedies[0].diff).endswith(f"+        return {new}\n")

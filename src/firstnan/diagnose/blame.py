@@ -219,7 +219,7 @@ def _phase(trace: Trace, event: OpEvent, chain: list[OpEvent]) -> Phase:
         if e.phase == "optimizer" and e.region == "step":
             return "optimizer"
         roles = {i.role for i in e.inputs if i.guilty} | ({e.role} if not e.grad else set())
-        if "parameter" in roles:
+        if "parameter" in roles and not event.module_type:  # a layer may initialise its weights with its first input
             return "optimizer" if event.region == "update" else "parameter"
         if "buffer" in roles and event.region == "between":
             return "parameter"

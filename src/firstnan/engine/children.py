@@ -185,7 +185,8 @@ def _drawn_may_be_the_reason(report: Report) -> bool:
     origin, batch = report.origin, report.batch
     if origin is None or batch is None or batch.bad_samples or not batch.replays:
         return False
-    return origin.phase in ("forward", "backward") and batch.note in (WHOEVER, NO_SINGLE, NOT_ALONE)
+    read = origin.phase in ("forward", "backward") or origin.role == "buffer"  # rows of a table may be chosen by chance
+    return read and batch.note in (WHOEVER, NO_SINGLE, NOT_ALONE)
 
 
 def heard(child: isolation.Fork, session: Session) -> Any:

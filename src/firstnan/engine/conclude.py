@@ -366,8 +366,8 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
 
 def rows_at(origin: Origin, size: int) -> tuple[int, ...]:
     """The bad rows at the origin if it has one for each sample and few are bad, whatever they depend on."""
-    event, made = origin.event, origin.produced
-    rows = event.bad_rows if event is not None and made is not None and made.shape[:1] == (size,) else ()
+    event = origin.event
+    rows = event.bad_rows if event is not None and any(o.bad and o.shape[:1] == (size,) for o in event.outputs) else ()
     return rows if len(rows) <= size // 2 else ()
 
 

@@ -328,10 +328,12 @@ class Handouts:
     def watch_buffers(self, slots: list[Slot]) -> None:
         self._buffers = [(slot, b._version) for slot in slots if (b := slot.tensor()) is not None]
 
+    def drop_buffers(self) -> None:
+        """The step begins with the next batch, not before."""
+        self._kept = []
+
     def _step_buffers(self, updates: int) -> list[tuple[Slot, Tensor, Tensor]]:
         """Copies of the buffers at the start of a step, in the same memory every step."""
-        if not updates:  # a program may compute them from its data before the first step
-            return self.copied_buffers()
         if updates == self._kept_at and self._kept:
             return self._kept
         self._kept_at = updates

@@ -756,7 +756,7 @@ def _are_same_losses(first: Report, second: Report) -> bool:
 
 def _batch_of(first: Report, second: Report) -> Batch | None:
     """What both runs know of the batch: only the first has seen the names of its data, if it had no loader."""
-    if first.batch is not None and first.batch.confirmed:
+    if first.batch is not None and (first.batch.confirmed or (first.batch.replays and first.batch.bad_samples)):
         return first.batch
     if second.batch is None or first.batch is None or second.batch.unit != "sample":
         return second.batch or first.batch

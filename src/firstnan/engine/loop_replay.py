@@ -145,6 +145,7 @@ class LoopReplay:
         raise ReplayError
 
     def _handed_out(self, handout: Handout) -> Any:
+        handout.random.restore()  # making the batch may have drawn random numbers, and it is not made again
         if self.search is not None:
             return self.search.batch(handout)
         with self._microscope.unseen():

@@ -178,7 +178,9 @@ class EndProgram(Policy):
                 or session.lacks_capsule(report)
             )
         )
-        self.first_batch = session.handouts.first_batch() if origin is not None and origin.phase == "input" else None
+        # Which rows of a table are read depends on more than the batch.
+        from_batch = origin is not None and origin.phase == "input" and origin.role != "buffer"
+        self.first_batch = session.handouts.first_batch() if from_batch else None
         self.save(report)
 
 

@@ -767,8 +767,10 @@ class Session(Observer):
         return batch
 
     def _remember(self, iterator: Any, batch: Any) -> None:
-        if self.models is None and self.handouts.latest is None:  # the first batch: the step may change buffers
-            self.handouts.watch_buffers(self.scope.models().slots)
+        if not self.gate.steps.total and not self.backwards:
+            if self.models is None and self.handouts.latest is None:
+                self.handouts.watch_buffers(self.scope.models().slots)
+            self.handouts.drop_buffers()  # a program may compute buffers from its data before it trains
         before = self.handouts.latest.updates if self.handouts.latest is not None else None
         if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
             self.forget_backwards()

@@ -361,7 +361,8 @@ def _guard(source: SourceFile, node: ast.AST) -> tuple[ast.expr, str, str] | Non
     if expr.op in ("pow", "sqrt", "log", "log2", "log10") and literal_value(first) is None:
         floor = "0.0" if expr.op in ("pow", "sqrt") else "1e-8"
         why = "After the planned number of steps the argument becomes negative, and the result is not a real number."
-        if isinstance(node, ast.Call) and expr.library == "torch":  # no function of torch's takes a plain number
+        is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not expr.library
+        if is_method or (isinstance(node, ast.Call) and expr.library == "torch"):  # neither takes a plain number
             return first, f"{parenthesized(source, first)}.clamp_min({floor})", why
         return first, f"max({source.code(first)}, {floor})", why
     if expr.op == "div" and (below := expr.arg(1, "other")) is not None and literal_value(below) is None:
