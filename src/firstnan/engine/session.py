@@ -859,6 +859,8 @@ class Session(Observer):
     # What a whole program reads.
 
     def value_read(self, tensor: Tensor, frame: FrameType) -> None:
+        if self.microscope.lines is not None and self.microscope.lines.is_reading:
+            return
         if self.values is not None and self.phase in (WATCHING, REPLAYING, COMPARING):
             self.values.read(tensor, frame)
             if isinstance(self._replay, TurnReplay):

@@ -99,6 +99,8 @@ class LineWatch:
         """Some non-finite objects by their identity, and where they come from: a method finds them in its object."""
         self._kept: Counter[Spot] = Counter()
         self._left = seconds
+        self.is_reading = False
+        """Whether we read variables of the program just now: it does not read them."""
 
     @property
     def first(self) -> BadLine | None:
@@ -158,10 +160,19 @@ class LineWatch:
         if not self.ownership.owns(frame.f_code) or self._left < 0:
             return None
         began = thread_time()
-        with self._unseen():
+        with self._reading():
             self._called(frame)
         self._left -= thread_time() - began
         return self._line
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        self.is_reading = True
+        try:
+            with self._unseen():
+                yield
+        finally:
+            self.is_reading = False
 
     def _called(self, frame: FrameType) -> None:
         before = self._frames.get(id(frame))
@@ -186,7 +197,7 @@ class LineWatch:
             self.end()
             return None
         began = thread_time()
-        with self._unseen():
+        with self._reading():
             self._reached(frame, event, arg)
         self._left -= thread_time() - began
         return self._line
