@@ -26,7 +26,7 @@ from firstnan.engine import ranks as module
 from firstnan.engine.ranks import Ranks, World
 from firstnan.gate.by_hand import HandWritten
 from firstnan.observe import collectives
-from firstnan.records import Noticed, Origin, Report
+from firstnan.records import Noticed, Origin, RankFinding, Report
 from firstnan.report.sentences import ranks_line
 from zygote import SOURCE, Zygote, ask
 
@@ -384,6 +384,30 @@ EXCHANGES = """
     dist.barrier()
 """
 
+LEAVES = """
+    import math
+
+    def train():
+        model = DDP(nn.Linear(6, 6))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        for step in range(9):
+            x = torch.rand(8, 6, generator=draw)
+            if step == 6 and rank == 1:
+                x[3] = 0
+            share = x / x.sum(1, keepdim=True)  # own check
+            loss = (model(x) - share).square().mean()
+            if math.isnan(loss.item()):
+                raise RuntimeError("the loss is NaN")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    try:
+        train()
+    finally:
+        dist.destroy_process_group()
+"""
+
 ACCUMULATES = """
     import contextlib
 
@@ -671,6 +695,17 @@ def test_steps_that_exchange_values(job: Job) -> None:
     assert (first["stages"], second["stages"]) == (None, [6, job.line("stages"), "zero_over_zero"])
 
 
+def test_a_program_that_leaves_its_group_before_it_ends_with_its_own_error(job: Job) -> None:
+    _, (code, error) = job(LEAVES)
+    assert code == 3
+    assert "RuntimeError: the loss is NaN" in error
+    assert "tried: step 6 is finite" in error
+    found = job.answer("out.rank1.json")
+    assert (found["origin"]["line"], found["cause"]["slug"]) == (job.line("own check"), "zero_over_zero")
+    assert found["batch"]["bad_samples"] == [3]
+    assert [one["what"] for one in found["ranks"]] == ["unknown", "created"]
+
+
 def test_replicas_that_drift_apart(job: Job) -> None:
     results = job(REPLICAS, ranks=4, options=None)
     assert [code for code, _ in results] == [0] * 4, results
@@ -758,7 +793,8 @@ def test_the_store_is_gone() -> None:
 
     ranks = Ranks(World(1, 2, False), Gone())
     report = finding(1, 2, 7)
-    assert ranks.exchange(report) == replace(report, ranks=ranks.exchange(report).ranks)  # type: ignore[union-attr]
+    told = ranks.exchange(report)
+    assert told == replace(report, ranks=(RankFinding(0, "unknown"), RankFinding(1, "received", 7)))
     ranks.settle(report)
     ranks.wait_for_end()
     assert ranks.answer() is None

@@ -98,6 +98,19 @@ def _default_store() -> LimitedStore:
     return LimitedStore(sys.modules["torch.distributed"].distributed_c10d._get_default_store())
 
 
+_kept: LimitedStore | None = None
+
+
+def keep_store() -> None:
+    """Remembers the launcher's store: a program may leave its group before it ends with an error.
+
+    One that a rank holds itself would not end with the group, so it is not kept.
+    """
+    global _kept
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not world().is_alone:
+        _kept = _default_store()
+
+
 def _waiting(seconds: float, here: World, ended: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Again and again until the time is over or the process is to end.
 
@@ -129,8 +142,8 @@ class Ranks:
         """Remembers the others, as long as the program knows them."""
         now = world()
         self._world = now if now.size >= self._world.size else self._world
-        if self._store is None and not now.is_alone and "torch.distributed" in sys.modules:
-            self._store = _default_store()
+        if self._store is None:
+            self._store = _default_store() if not now.is_alone else _kept
 
     @property
     def rank(self) -> int:
@@ -176,7 +189,9 @@ class Ranks:
             return None
         with contextlib.suppress(Exception):
             self._listed = tuple(RankFinding(**one) for one in json.loads(self._store.get(_LIST)))
-        ranks = self._listed or (_finding(self.rank, report),)
+        size = self._world.size if self._world.size <= _MOST_LISTED else 0
+        others = (RankFinding(rank, "unknown") for rank in range(size) if rank != self.rank)
+        ranks = self._listed or tuple(sorted((_finding(self.rank, report), *others), key=lambda one: one.rank))
         if len(ranks) == self._world.size and all(one.what == "received" for one in ranks):
             named = self.rank if _is_own(report) else None
             report = replace(report, cause=on_no_rank(self._world.size, named), reproduced="transient")

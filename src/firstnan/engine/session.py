@@ -43,7 +43,7 @@ from firstnan.engine.policies import (
     Phase,
     Policy,
 )  # fmt: skip
-from firstnan.engine.ranks import world
+from firstnan.engine.ranks import keep_store, world
 from firstnan.engine.rates import come_first, with_rate_sites
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import Turn, calls_around, loops_of, turns_around, turns_in_traceback, values_around
@@ -593,6 +593,7 @@ class Session(Observer):
         self.values.forget()
         if self.models is None:
             self.learn_models()
+            keep_store()
         if self._capsules is not None:
             self._capsules.step_ended()
 

@@ -52,6 +52,10 @@ class Collectives:
         self._round, self._bytes = -1, 0
         self._calls: dict[Any, int] = {}
 
+    @property
+    def has_results(self) -> bool:
+        return any(self._rounds)
+
     def begin(self, name: str, args: Any, kwargs: Any, round_: int, frame: FrameType) -> _Call | None:
         """Before a collective is called: what is to be kept of it; None if nothing is, or several watch the program."""
         if round_ != self._round and not self.is_replaying:

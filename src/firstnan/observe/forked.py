@@ -198,7 +198,9 @@ def _forget_threads() -> None:
 def _forget_ranks() -> None:
     """Collectives lead to nobody: each is over at once, with this process's own values."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if distributed is None or not distributed.is_available():
+        return
+    if not distributed.is_initialized() and not _joined_again(distributed):
         return
     from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup
     from torch.nn import Module
@@ -224,6 +226,19 @@ def _forget_ranks() -> None:
                 module.set_requires_gradient_sync(False)
                 module.set_reshard_after_backward(False)
                 module.set_reshard_after_forward(False)
+
+
+def _joined_again(distributed: Any) -> bool:
+    """A program that has left its group before it ends with an error: the step needs one. False if it had none."""
+    from firstnan.observe.collectives import collectives
+
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    replicated = sys.modules.get("torch.nn.parallel.distributed")
+    if not rank.isdigit() or not size.isdigit() or int(size) < 2 or not (replicated or collectives.has_results):
+        return False
+    with contextlib.suppress(Exception):  # an older torch
+        distributed.init_process_group("fake", rank=int(rank), world_size=int(size))
+    return bool(distributed.is_initialized())
 
 
 def _receiving(original: Callable[..., Any], *, always: bool) -> Callable[..., Any]:
