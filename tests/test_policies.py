@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -739,3 +740,29 @@ def test_a_loop_that_never_calls_the_model_itself_goes_on(called: str, policy: s
     assert detector.summary()["skipped" if policy == "skip" else "rolled_back"] == 1
     assert detector.summary()["steps"] == 11
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("through_batches", [True, False])
+def test_a_step_that_the_program_discards_itself_costs_no_later_one(through_batches: bool) -> None:
+    given = list(torch.rand(6, 4, 3) + 0.5)
+    given[2][1] = -1.0
+
+    def trained(detector_of: Any) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with detector_of(model, optimizer) as detector:
+            for x in detector.batches(given) if through_batches and detector is not None else given:
+                optimizer.zero_grad()
+                loss = (model(x) * x.log()).mean()
+                loss.backward()
+                if not torch.isfinite(loss):
+                    optimizer.zero_grad()
+                    continue
+                optimizer.step()
+        return list(model.parameters()), detector
+
+    bare, _ = trained(lambda model, optimizer: contextlib.nullcontext())
+    watched, detector = trained(lambda model, optimizer: NaNDetector(model, optimizer, on_nonfinite="skip"))
+    assert all(map(torch.equal, bare, watched))
+    assert (detector.report.step, detector.summary()["skipped"]) == (2, 1)

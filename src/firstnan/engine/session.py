@@ -58,7 +58,7 @@ from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Notic
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.repair.data import doubtful_samples_left_out
 from firstnan.report import nonfinite_error
-from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, tensors_in
+from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, readable, tensors_in
 from firstnan.tensors.models import Parts, Scope, drop_gradients, parameters_of
 from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, SettingsCopy, restore_buffers
 
@@ -618,6 +618,8 @@ class Session(Observer):
             self.gate.steps.backward_from(place_of(frame))
         self.policy.before_backward(self, roots)
         self._count_compiled_updates()
+        if self._is_discarded():
+            self.resume()
         if not self.through_loop:
             self._is_computed = True
             self.body_ended()
@@ -640,6 +642,14 @@ class Session(Observer):
         if self.handouts.in_parts or self._batches_at_backward == self.handouts.number > 0:
             self.handouts.part_ended()
         self._batches_at_backward = self.handouts.number
+
+    def _is_discarded(self) -> bool:
+        """Whether the program has cleared the gradients of a bad step itself: no update with them is left to drop."""
+        waits = self.phase is SETTLED and not self._updated and self._held is None and self._replay is None
+        if not waits or self.gate.in_step is not None or self._journal is None or not self.scope.optimizers:
+            return False  # in a step, it is an optimizer that asks for the loss once more
+        gradients = [readable(p.grad) for optimizer in self.scope.optimizers for p in parameters_of(optimizer)]
+        return not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
     def needs_after_backward(self) -> bool:
         if not self._compiled and self.gate.steps.total == 0 and compiles():
