@@ -85,6 +85,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "and is finite with other random numbers",
     },
     "json_rows": {"bad_samples": [3], "dataset_indices": [43]},
+    "list_slices": {"bad_samples": [3], "confirmed": True, "size": 4, "unit": "sample"},
     "inline_slices": {"bad_samples": [3], "confirmed": True, "size": 8},
     "inline_index": {"bad_samples": [2], "confirmed": True, "size": 8},
     "diffusion_inside": {

@@ -384,11 +384,16 @@ class TurnReplay:
         assert isinstance(policy, Answering)
         report, origin, batch = known.report, known.report.origin, known.report.batch
         policy.tell(known)
-        if origin is None or batch is None or batch.size is None:  # its rows may be anything
-            policy.answer(known)
+        variables = Variables(
+            turn, self._start, batch.size if batch is not None else None, session.microscope.is_unnamed
+        )
+        if origin is None or not (variables.lists() or (batch is not None and batch.size is not None)):
+            policy.answer(known)  # its rows may be anything
         if report.reproduced == "similar":  # its rows are not those of the step
             policy.answer(known)
-        if session.handouts.latest is not None and not batch.replays:  # the batch of the loader is searched first
+        if session.handouts.latest is not None and not (
+            batch is not None and batch.replays
+        ):  # the batch of the loader is searched first
             policy.answer(known)
         searches = policy.searches and known.before_update and not self._rehearsals and not self._closes
         if not searches or origin.phase not in ("forward", "backward", "input"):
@@ -396,11 +401,11 @@ class TurnReplay:
         session.microscope.stop()
         session.enter(SEARCHING)
         self._searching = True
-        variables = Variables(turn, self._start, batch.size, session.microscope.is_unnamed)
+        batch = batch or Batch(None)
         code = turn.compiled(start=self._start, pauses=variables.paused)
         if code is None or not self._fails(code) or variables.learned():
             policy.answer(known)
-        asking = variables.searched(batch.bad_samples or (), rows_at(origin, batch.size))
+        asking = variables.searched(batch.bad_samples or (), rows_at(origin, batch.size) if batch.size else ())
         until, answer = time.monotonic() + _SEARCH_SECONDS, None
         while time.monotonic() < until:
             try:
@@ -427,6 +432,7 @@ class TurnReplay:
             values=variables.contents(found.bad) if by_data else (),
             replays=batch.replays + found.replays,
             note=found.note,
+            unit="sample" if variables.lists() else batch.unit,
         )
         latest = handouts.blamed
         if latest is not None and not found.note.startswith(DRAWN):

@@ -36,6 +36,10 @@ class CutError(Exception):
     """The batch cannot be split because of one of its members; the message names it."""
 
 
+class OnePerSample(list[Any]):
+    """A list whose elements are the samples, however many there are."""
+
+
 class Cut:
     """A batch split into samples; the batch itself is never written to."""
 
@@ -247,7 +251,8 @@ class _Made:
         if hasattr(value, "_fields"):
             return kind(*(self.of(v, f"{name}.{f}") for f, v in zip(value._fields, value, strict=True)))
         # One element per sample: names, boxes, sequences of different lengths. A short list may be parts of a batch.
-        if len(value) == self.size and (self.size > _FEW or all(map(_is_single, value))):
+        certain = self.size > _FEW or isinstance(value, OnePerSample) or all(map(_is_single, value))
+        if len(value) == self.size and certain:
             return self._elements(value)
         try:
             return kind(self.of(v, f"{name}[{i}]") for i, v in enumerate(value))

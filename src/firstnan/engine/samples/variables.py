@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from firstnan.engine.samples.cut import Cut, CutError
+from firstnan.engine.samples.cut import Cut, CutError, OnePerSample
 from firstnan.engine.samples.search import Replaced, SearchResult, search
 from firstnan.engine.turn import Turn
 from firstnan.records import Feature, SampleValues
@@ -71,8 +71,8 @@ class Variables:
         self._versions: list[int] = []
         self._before: RandomState | None = None
         self._place = _Place(start, {}, {}, {})
-        self._whole: dict[str, Tensor] = {}
-        """The tensors of which the body reads a part, as they are before any row is replaced."""
+        self._whole: dict[str, Tensor | list[Any]] = {}
+        """The tensors and lists of which the body reads a part, as they are before any row is replaced."""
         self._learning = True
         self.cut: Cut | None = None
         self.asks: Question | None = None
@@ -95,14 +95,15 @@ class Variables:
         for name, value in self.cut.replaced(rows).items():
             new = value if only is None or name in only else copy_batch(self.cut.batch[name])
             if name in self._place.parts:
-                part, new = new, self._whole[name].clone()
+                whole = self._whole[name]
+                part, new = new, whole.clone() if isinstance(whole, Tensor) else list(whole)
                 new[self._place.parts[name]] = part
             _put(self._turn.names, name, new)
 
     def _learn(self, number: int) -> None:
         state, before = RandomState.now(), self._before
         self._before = state
-        if not self._follows:
+        if not self._follows or self.lists():
             return
         turn = self._turn
         found = self._data(turn.given | turn.assigned_before(number))
@@ -146,6 +147,16 @@ class Variables:
             if index is not None and _is_within(index, _get(self._turn.names, name))
         }
 
+    def lists(self) -> dict[str, Any]:
+        """The parts of lists from outside that the body reads: one element per sample, of whatever shape."""
+        found = {name: (_get(self._turn.names, name), index) for name, index in self._parts().items()}
+        parts = {name: value[index] for name, (value, index) in found.items() if isinstance(value, list)}
+        return {name: OnePerSample(p) for name, p in parts.items() if all(map(self._is_finite_data, p))}
+
+    def _is_finite_data(self, value: Any) -> bool:
+        tensors = [t for _, t in tensors_in(value)]
+        return bool(tensors) and all(is_finite(t) and not t.requires_grad and self._is_data(t) for t in tensors)
+
     def _data(self, names: set[str]) -> dict[str, Any]:
         """Those of these variables that hold finite data with one row per sample."""
         return self._fit({name: _get(self._turn.names, name) for name in sorted(names)})
@@ -173,13 +184,18 @@ class Variables:
             parts = self._parts()
             self._whole = {name: _get(self._turn.names, name) for name in parts}
             selected = {name: self._whole[name][index] for name, index in parts.items()}
-            values = copy_batch(self._fit(selected) or self._data(self._turn.read() - self._turn.subscripted()))
+            lists = self.lists()
+            if lists:
+                self._size = len(next(iter(lists.values())))
+            fitting = {name: part for name, part in lists.items() if len(part) == self._size} or self._fit(selected)
+            values = copy_batch(fitting or self._data(self._turn.read() - self._turn.subscripted()))
             kept = {name: index for name, index in parts.items() if name in values}
             self._places = [_Place(self._start, values, {}, {}, kept, outside=True)] if values else []
         if not self._places or self._size is None:
             return "the variables that hold its samples are not known"
         held = [t for place in self._places for _, t in tensors_in(place.values)]
-        if sum(t.numel() for t in (*held, *self._whole.values())) > _LARGEST:
+        whole = [t for t in self._whole.values() if isinstance(t, Tensor)]
+        if sum(t.numel() for t in (*held, *whole)) > _LARGEST:
             return "it is too large"
         try:
             for place in self._places:
@@ -286,6 +302,8 @@ def _evaluated(index: ast.expr, names: dict[str, Any]) -> Any:
 
 def _is_within(index: Any, value: Any) -> bool:
     """Whether the index selects something with rows from the value."""
+    if isinstance(value, list):
+        return isinstance(index, slice) and bool(value[index])
     if not isinstance(value, Tensor) or not value.dim():
         return False
     return isinstance(index, slice) or (type(index) is int and value.dim() > 1 and -len(value) <= index < len(value))
