@@ -285,6 +285,19 @@ def test_environments_are_asked_for_each_step_once(stage: MakeStage) -> None:
     check(wrong, on.new_files(), outcome.wrong_answer(14), outcome.leftovers())
 
 
+def test_an_environment_goes_back_to_the_beginning_of_the_step(stage: MakeStage) -> None:
+    """Neither the replay nor the trial of a fix runs the program from its start."""
+    on = stage("rollout.py")
+    bare = on.bare()
+    outcome = on.run()
+    read = lines("episodes.jsonl")
+    wrong = differences(read(on.project), read(bare), 12) + outcome.wrong_answer(12)
+    again = outcome.report["replay"] if outcome.report is not None else ""
+    wrong += expect(again == "the loop's body was run again", f"replay: {again}")
+    wrong += expect("the end of the loop" in outcome.stderr, f"no fix was tried at the step: {outcome.stderr}")
+    check(wrong, on.new_files(), outcome.leftovers())
+
+
 def test_nobody_waits_forever_for_a_program_that_was_stopped(stage: MakeStage) -> None:
     on = stage("waits_in_vain.py")
     bare = on.bare()

@@ -149,9 +149,19 @@ def ask(session: Session, failure: StepFailure) -> Answer | None:
         if session.in_child:
             return None
         if heard_of is not None and (best is None or heard_of.worth > best.worth):
-            best = heard_of
+            best, replay = heard_of, getattr(way, "__self__", None)
+            session.handouts.state.was_needed = isinstance(replay, TurnReplay) and replay.with_state
         if best is not None and best.worth == 3:
             break
+    outside = best is not None and best.report.origin is not None and came_from_outside(best.report.origin)
+    begun = begun_in_step(session, failure) if outside else None
+    if begun is not None:
+        heard_of, _ = _asked(session, TurnReplay(session, failure, begun, state=True).run)
+        if session.in_child:
+            return None
+        origin = heard_of.report.origin if heard_of is not None and heard_of.worth == 3 else None
+        if heard_of is not None and origin is not None and not came_from_outside(origin):
+            session.handouts.state.was_needed, best = True, heard_of
     return best or Answer(failure.report, failure.trip.before_update)
 
 
@@ -220,6 +230,7 @@ def _ways(session: Session, failure: StepFailure) -> Iterator[Way]:
         calls = [TurnReplay(session, failure, c).run for c in with_batch_first(failure.calls, session.handouts.latest)]
         if session.handouts.is_ahead:  # the loop's body would take the next batch
             yield from calls
+        begun = begun_in_step(session, failure)
         for turn in failure.turns[:_MOST_TURNS]:
             if trip.noticed.what == "gradient" and (step := whole_step(session, turn)) is not None:
                 yield TurnReplay(session, failure, step).run
@@ -227,11 +238,36 @@ def _ways(session: Session, failure: StepFailure) -> Iterator[Way]:
                 if start and session.handouts.has_drawn():  # maybe not in the statements that are left out
                     yield TurnReplay(session, failure, turn, start=start, random=True).run
                 yield TurnReplay(session, failure, turn, start=start).run
+                if turn is begun and not start:
+                    yield TurnReplay(session, failure, turn, state=True).run
             yield TurnReplay(session, failure, turn, rehearsals=1).run
         if not session.handouts.is_ahead:
             yield from calls
     if session.has_source(trip):
         yield lambda: session.settle(session.replayed_at_once(failure.report, trip), trip.before_update)
+
+
+def begun_in_step(session: Session, failure: StepFailure) -> Turn | None:
+    """The outermost loop whose turn began in the failing step, if that step has changed objects of the program."""
+    state = session.handouts.state
+    if not failure.turns or session.handouts.latest is not None or not state.has_changed():
+        return None
+    begun = [turn for turn in failure.turns if turn.has_begun_since(state.variables(turn.code))]
+    return begun[-1] if begun else None
+
+
+def restore_state(session: Session, failure: StepFailure, turn: Turn) -> None:
+    """Gives objects and variables what they held when the step before had ended, and ends its turn from there."""
+    given = {name: turn.names[name] for name in turn.given if name in turn.names}
+    session.handouts.state.restore()
+    turn.names.update(session.handouts.state.variables(turn.code))
+    for one in (*failure.calls, turn):
+        code = one.compiled(rest=True)
+        # What the failing call would have returned is missing here, and its own line may have more statements.
+        with contextlib.suppress(BaseException):
+            if code is not None:
+                one.run(code)
+    turn.names.update(given)
 
 
 def whole_step(session: Session, turn: Turn) -> Turn | None:
@@ -247,7 +283,8 @@ class TurnReplay:
 
     `start`: how many statements of the body to leave out at its beginning. `rehearsals`: how many turns to run before
     it, from the random state of as many steps earlier, for a loop that draws a batch in the turn before its use.
-    `random`: from the random state of the step's beginning although statements are left out.
+    `random`: from the random state of the step's beginning although statements are left out. `state`: the objects of
+    the program, too, are as they were at the end of the step before.
     """
 
     search = None
@@ -261,6 +298,7 @@ class TurnReplay:
         start: int = 0,
         rehearsals: int = 0,
         random: bool = False,
+        state: bool = False,
         traced: bool = True,
         batch: Any = None,
         explained: Answer | None = None,
@@ -281,7 +319,7 @@ class TurnReplay:
         self.whole = not start and not turn.is_function
         self._is_step = bool(turn.of_step) or session.backwards_since_update <= 1
         """Whether the step has no backward call in turns before this one."""
-        self._random = random or not start
+        self._random, self.with_state = random or not start, state
         self._bad: list[tuple[tuple[int, ...], int]] = []
         self._settling = False
         self._read: dict[str, Tensor] = {}
@@ -396,6 +434,7 @@ class TurnReplay:
         ):  # the batch of the loader is searched first
             policy.answer(known)
         searches = policy.searches and known.before_update and not self._rehearsals and not self._closes
+        searches = searches and not self.with_state  # what a rollout computes is no sample
         if not searches or origin.phase not in ("forward", "backward", "input"):
             policy.answer(known)
         session.microscope.stop()
@@ -479,6 +518,10 @@ class TurnReplay:
             parameter.requires_grad_(True)
         for optimizer in optimizers:
             drop_gradients(optimizer)
+        if self.with_state:
+            self._rehearsing, rehearsing = True, self._rehearsing
+            restore_state(session, self.failure, self._turn)
+            self._rehearsing = rehearsing
 
     def _raised(self, error: BaseException) -> None:
         trip = self.failure.trip

@@ -16,6 +16,7 @@ from firstnan.observe.forked import kept_indices
 from firstnan.records import Batch
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.models import Slot
+from firstnan.tensors.program_state import ProgramState
 from firstnan.tensors.state import (
     Handout,
     RandomState,
@@ -108,6 +109,8 @@ class Handouts:
         self._testing: RandomState | None = None
         self._generators: list[Any] = []
         """Random generators of the program's own."""
+        self.state = ProgramState()
+        """What steps change in objects and variables, in a loop without a loader."""
         self._buffers: list[tuple[Slot, int]] = []
         self._kept: list[tuple[Slot, Tensor, Tensor]] = []
         self._kept_lists: tuple[list[Tensor], list[Tensor]] = [], []
@@ -224,6 +227,8 @@ class Handouts:
         self.number += 1
         if self._replays and (self.number in _LOOKED or self.number % _LOOKED_EVERY == 0):
             self._generators = own_generators(sys._getframe(2))
+            if self.latest is None:
+                self.state.look(sys._getframe(2), self.number)
         last = self._last_random
         if last is not None and self._draws_nothing():
             return last
@@ -253,6 +258,8 @@ class Handouts:
     def turn_ended(self, updates: int) -> None:
         """A step has ended in a loop without a loader: the next one begins."""
         self.body_ended()
+        if self.state.keeps:
+            self.state.keep(sys._getframe(1))
         self._turns.append((self._random(), self._step_buffers(updates) if self._buffers else []))
 
     def _beginning(self, earlier: int) -> tuple[RandomState, list[tuple[Slot, Tensor, Tensor]]] | None:
@@ -374,7 +381,7 @@ class Handouts:
     def forget(self) -> None:
         """Drops every batch."""
         self.sources.clear()
-        self._generators = []
+        self._generators, self.state = [], ProgramState()
         self._before = self._earlier = self._part = None
         self.latest = self.latest_iterator = self._latest_source = None
 

@@ -24,7 +24,7 @@ from torch.optim import LBFGS
 from torch.utils.data import DataLoader
 
 from firstnan.engine import isolation
-from firstnan.engine.children import Answering, TurnReplay, messages, whole_step
+from firstnan.engine.children import Answering, TurnReplay, begun_in_step, messages, restore_state, whole_step
 from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.policies import Policy
 from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked
@@ -59,6 +59,8 @@ class StepTrials:
     failure: StepFailure
     _turn: tuple[Turn, int] | None = None
     """The turn that fails again, and how many of its statements are left out."""
+    _state: bool = False
+    """Whether it does so only with the objects of the program as they were at the end of the step before."""
     interrupted: bool = False
     """Whether Ctrl-C has ended a trial; what was seen until then counts."""
     _looked: bool = False
@@ -77,7 +79,9 @@ class StepTrials:
         if change is None:
             return None
         steps = _Steps(self.session, self.failure, step, reach)
-        trial = _Tried(self.session, *self._turn, change, steps, self.failure.turns[1:])
+        outer = self.failure.turns[self.failure.turns.index(self._turn[0]) + 1 if self._state else 1 :]
+        trial = _Tried(self.session, *self._turn, change, steps, outer)
+        trial.restored = self.failure if self._state else None
         seen: Any = self._ask(trial)
         if seen is None or (seen.noticed and not seen.called and change.functions):
             return None
@@ -102,14 +106,23 @@ class StepTrials:
         )
 
     def _failing_turn(self) -> tuple[Turn, int] | None:
+        begun = begun_in_step(self.session, self.failure)
+        if begun is not None and self.session.handouts.state.was_needed and self._fails_with_state(begun):
+            return begun, 0
         for turn in self.failure.turns[:1]:
             for start in turn.starts:
                 if self._ask(_FailsAgain(self.session, self.failure, turn, start)):
                     return turn, start
+                if turn is begun and not start and self._fails_with_state(turn):
+                    return turn, 0
             step = whole_step(self.session, turn)
             if step is not None and self._ask(_FailsAgain(self.session, self.failure, step, 0)):
                 return step, 0
         return None
+
+    def _fails_with_state(self, turn: Turn) -> bool:
+        self._state = bool(self._ask(_FailsAgain(self.session, self.failure, turn, 0, state=True)))
+        return self._state
 
     def _ask(self, work: _Work) -> Any:
         child = isolation.fork()
@@ -161,6 +174,9 @@ class HealthyTurns:
 class _Work:
     """What a child does with a turn."""
 
+    restored: StepFailure | None = None
+    """The failure, if the objects of the program are restored too."""
+
     def __init__(self, session: Session, turn: Turn, start: int) -> None:
         self.session, self.turn, self.start = session, turn, start
 
@@ -189,14 +205,19 @@ class _Work:
         session.gate.look_at_everything()
         for optimizer in list(session.gate.steps.done):
             drop_gradients(optimizer)
+        if self.restored is not None:
+            policy = session.policy
+            session.try_with(_Watching(updates=False))
+            restore_state(session, self.restored, self.turn)
+            session.try_with(policy)
 
 
 class _FailsAgain(_Work):
     """Whether the unchanged turn fails again."""
 
-    def __init__(self, session: Session, failure: StepFailure, turn: Turn, start: int) -> None:
+    def __init__(self, session: Session, failure: StepFailure, turn: Turn, start: int, *, state: bool = False) -> None:
         super().__init__(session, turn, start)
-        self._replay = TurnReplay(session, failure, turn, start=start, traced=False)
+        self._replay = TurnReplay(session, failure, turn, start=start, state=state, traced=False)
 
     def answer(self, channel: isolation.Channel) -> bool:
         return self._replay.fails_again()

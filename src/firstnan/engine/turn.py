@@ -252,6 +252,12 @@ class Turn:
         exec(code, {"__firstnan_given__": found[0]}, names)
         return names
 
+    def has_begun_since(self, before: dict[str, Any]) -> bool:
+        """Whether this turn began after the function had these variables, as its loop's own ones show."""
+        counted = _counted(self) if isinstance(self.loop, ast.While) else None
+        names = self.given if isinstance(self.loop, ast.For) else {counted[0]} if counted is not None else set()
+        return any(name in before and not same_values(before[name], self.names.get(name)) for name in names)
+
     def run_step(self, code: CodeType) -> None:
         """Runs the turn, and before it those of the same step."""
         for names in self.of_step[:-1]:

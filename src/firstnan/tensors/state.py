@@ -44,7 +44,7 @@ class RandomState:
     @classmethod
     def now(cls, own: Iterable[Any] = ()) -> RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        states = [(generator, _state_of(generator)) for generator in own]
+        states = [(generator, state_of(generator)) for generator in own]
         return cls(_python.state(), _numpy.state(), torch.get_rng_state(), cuda, states)
 
     def __eq__(self, other: object) -> bool:
@@ -56,7 +56,7 @@ class RandomState:
             and len(self.cuda) == len(other.cuda)
             and all(map(torch.equal, self.cuda, other.cuda))
             and len(self.own) == len(other.own)
-            and all(_bytes(one) == _bytes(two) for (_, one), (_, two) in zip(self.own, other.own, strict=True))
+            and all(bytes_of(one) == bytes_of(two) for (_, one), (_, two) in zip(self.own, other.own, strict=True))
         )
 
     def restore(self) -> None:
@@ -67,7 +67,7 @@ class RandomState:
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
         for generator, state in self.own:
-            _set_state_of(generator, state)
+            set_state_of(generator, state)
 
 
 def seed_all(seed: int, own: Iterable[Any] = ()) -> None:
@@ -86,14 +86,17 @@ def seed_all(seed: int, own: Iterable[Any] = ()) -> None:
             generator.seed(seed)
 
 
+def generator_kinds() -> tuple[type, ...]:
+    """The types of random generators that a program can make."""
+    numpy = sys.modules.get("numpy")
+    own = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    return (torch.Generator, random.Random, *own)
+
+
 def own_generators(frame: FrameType | None) -> list[Any]:
     """The random generators in the variables of these functions, and in the objects that they hold."""
     found: dict[int, Any] = {}
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    budget, seen = _MOST_VALUES, set[int]()
+    kinds, budget, seen = generator_kinds(), _MOST_VALUES, set[int]()
 
     def look(values: Iterable[Any], depth: int) -> None:
         nonlocal budget
@@ -136,7 +139,8 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
     return values
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state of a random generator of the program's own."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -145,7 +149,8 @@ def _state_of(generator: Any) -> Any:
     return bits.state if bits is not None else generator.get_state(legacy=False)
 
 
-def _set_state_of(generator: Any, state: Any) -> None:
+def set_state_of(generator: Any, state: Any) -> None:
+    """Gives a random generator this state."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
@@ -158,12 +163,12 @@ def _set_state_of(generator: Any, state: Any) -> None:
 
 def _same_numpy(one: Any, other: Any) -> bool:
     # Compared as bytes: some generators keep arrays, and `==` of arrays is not a single bool.
-    return one is other or (one is not None and other is not None and _bytes(one) == _bytes(other))
+    return one is other or (one is not None and other is not None and bytes_of(one) == bytes_of(other))
 
 
-def _bytes(state: Any) -> Any:
+def bytes_of(state: Any) -> Any:
     if isinstance(state, dict):
-        return {name: _bytes(value) for name, value in state.items()}
+        return {name: bytes_of(value) for name, value in state.items()}
     if isinstance(state, Tensor):
         state = state.numpy()
     return state.tobytes() if hasattr(state, "tobytes") else state

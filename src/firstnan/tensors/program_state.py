@@ -1,0 +1,269 @@
+"""What steps change in the program's objects and variables: kept at the end of each step, to begin the next one again.
+
+An environment that an agent acts in is such an object: a step that begins with a rollout cannot be repeated without it.
+Nothing is kept where no object changes, or where keeping would take a noticeable part of a step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firstnan.tensors.state import bytes_of, generator_kinds, local_variables, set_state_of, state_of
+
+_MOST_VALUES = 5000
+_MOST_ITEMS = 64
+"""Items up to which a container is copied; of a longer list only the length is kept."""
+_MOST_ELEMENTS = 1 << 14
+_SHARE = 0.005
+"""The part of a step's time that keeping may take."""
+_FIRST = 16
+"""Steps in which objects are looked for whatever it takes."""
+_OURS = 4
+"""References to an object that nobody else holds: the table, its copy, the variable, the argument of `getrefcount`."""
+_DEEPEST = 10
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_NUMBERS = frozenset(_PLAIN)
+_SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, FrameType, CodeType, *_PLAIN)
+_LIBRARIES = ("firstnan", "torch", "importlib", "runpy", "threading", "multiprocessing", "concurrent", "logging", "io")
+_OF_TORCH = ("_parameters", "_buffers", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
+
+
+class ProgramState:
+    """The objects that steps have changed, with copies of what they held at the end of the last step."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, Any] = {}
+        """What the objects held at the last look, by their ids; keeps none of them alive."""
+        self._changing: dict[int, Any] = {}
+        self._frames: dict[int, CodeType] = {}
+        self._names: dict[CodeType, list[str]] = {}
+        """Variables that can be kept, of the functions that went on from one look to the next."""
+        self._kept: list[tuple[Any, Any]] = []
+        self._variables: dict[CodeType, dict[str, Any]] = {}
+        self._looked: tuple[float, int] = 0.0, 0
+        self._took = 0.0
+        self.keeps = False
+        self.was_needed = False
+        """Whether the failing step could be repeated only with this state."""
+
+    def look(self, frame: FrameType | None, steps: int) -> None:
+        """Looks for objects that have changed since the last look; decides whether they are kept from now on."""
+        began, (before, done) = time.perf_counter(), self._looked
+        per_step = (began - before) / max(steps - done, 1) if before else 0.0
+        if before and self._took > _SHARE * (began - before) and steps > _FIRST:
+            return
+        frames = list(_frames(frame))
+        found = {id(one): one for one in _objects(frames)}
+        digests = {number: _digest(one) for number, one in found.items()}
+        known = self._digests
+        changed = {n for n, digest in digests.items() if n in self._changing or known.get(n, digest) != digest}
+        self._changing, self._digests = {n: found[n] for n in changed}, digests
+        running = {id(one): one.f_code for one in frames}
+        going_on = [one for one in frames if self._frames.get(id(one)) is one.f_code]
+        self._names = {one.f_code: [n for n, v in _variables(one) if _is_small(v)] for one in going_on}
+        self._frames, self._took = running, time.perf_counter() - began
+        self._looked = time.perf_counter(), steps
+        self.keeps = bool(changed) and min(self._seconds(frame) for _ in range(3)) < _SHARE * per_step
+        if not self.keeps:
+            self._kept, self._variables = [], {}
+
+    def _seconds(self, frame: FrameType | None) -> float:
+        began = time.perf_counter()
+        self.keep(frame)
+        return time.perf_counter() - began
+
+    def keep(self, frame: FrameType | None) -> None:
+        """A step has ended."""
+        self._kept = []
+        for number, one in list(self._changing.items()):
+            if sys.getrefcount(one) <= _OURS:  # the program has dropped it
+                del self._changing[number]
+            else:
+                self._kept.append((one, _copied(one)))
+        self._variables = {}
+        while frame is not None:
+            names = self._names.get(frame.f_code)
+            if names:
+                values = frame.f_locals if frame.f_locals is frame.f_globals else local_variables(frame)
+                self._variables[frame.f_code] = {n: values[n] for n in names if n in values and _may_stay(values[n])}
+            frame = frame.f_back
+
+    def has_changed(self) -> bool:
+        """Whether the current step has changed any of the objects."""
+        return any(not _same(before, _copied(one)) for one, before in self._kept)
+
+    def variables(self, code: CodeType) -> dict[str, Any]:
+        """The variables of a function at the end of the last step, as far as they were kept."""
+        return self._variables.get(code, {})
+
+    def restore(self) -> None:
+        """Gives the objects what they held at the end of the last step."""
+        for one, before in self._kept:
+            _restore(one, before)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            yield frame
+        frame = frame.f_back
+
+
+def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """The variables that a running function has assigned."""
+    return ((name, value) for name, value in local_variables(frame).items() if not name.startswith("__"))
+
+
+def _objects(frames: Iterable[FrameType]) -> Iterator[Any]:
+    """What can change in the variables of these functions and the objects that they hold, nearest first."""
+    arrays, generators = _arrays()[:1], generator_kinds()
+    waiting: deque[tuple[Any, int]] = deque()
+    modules = {id(one.f_globals): one.f_globals for one in frames}
+    for one in frames:
+        waiting.extend((value, 0) for value in local_variables(one).values())
+    for names in modules.values():
+        waiting.extend((value, 0) for value in list(names.values()))
+    seen, budget = {id(names) for names in modules}, _MOST_VALUES
+    while waiting and budget:
+        value, depth = waiting.popleft()
+        if isinstance(value, _SKIPPED) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        budget -= 1
+        if isinstance(value, generators):
+            yield value
+        elif isinstance(value, Tensor):
+            if not value.requires_grad and value.numel() <= _MOST_ELEMENTS:
+                yield value
+        elif isinstance(value, arrays):
+            if value.size <= _MOST_ELEMENTS and not value.dtype.hasobject and value.flags.writeable:
+                yield value
+        elif type(value) in (list, dict, set, deque):
+            yield value
+            if depth < _DEEPEST and len(value) <= _MOST_ITEMS:
+                waiting.extend((item, depth + 1) for item in (value.values() if type(value) is dict else value))
+        elif type(value) is tuple:
+            waiting.extend((item, depth + 1) for item in value[:_MOST_ITEMS] if depth < _DEEPEST)
+        elif _is_own(value):
+            members = value.__dict__
+            yield members
+            if depth < _DEEPEST:
+                waiting.extend((item, depth + 1) for name, item in members.items() if name not in _OF_TORCH)
+
+
+def _arrays() -> Any:
+    """The types of numpy's arrays and numbers, if the program uses numpy."""
+    numpy = sys.modules.get("numpy")
+    return (numpy.ndarray, numpy.generic) if numpy is not None else ()
+
+
+def _is_own(value: Any) -> bool:
+    """Whether this may be an object of the program, or of a library of environments: it has members of its own."""
+    if type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    home = str(type(value).__module__).partition(".")[0]
+    return home not in _LIBRARIES or isinstance(value, torch.nn.Module)
+
+
+def _digest(one: Any) -> Any:
+    """What tells whether an object has changed, without keeping anything of it alive."""
+    copy = _copied(one)
+    if isinstance(copy, dict):
+        return {name: _mark(value) for name, value in copy.items()}
+    if isinstance(copy, list | deque):
+        return [_mark(value) for value in copy]
+    if isinstance(copy, Tensor):
+        return copy.numpy().tobytes() if copy.device.type == "cpu" and copy.dtype != torch.bfloat16 else one._version
+    return copy.tobytes() if hasattr(copy, "dtype") else copy
+
+
+def _mark(value: Any) -> Any:
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+
+def _copied(one: Any) -> Any:
+    kind = type(one)
+    if kind is dict:
+        return {name: value for name, value in one.items() if _may_stay(value)} if len(one) <= 4 * _MOST_ITEMS else None
+    if kind is list:
+        return one.copy() if len(one) <= _MOST_ITEMS and all(map(_may_stay, one)) else len(one)
+    if kind is set or kind is deque:
+        return one.copy() if len(one) <= 4 * _MOST_ITEMS and all(map(_may_stay, one)) else None
+    if isinstance(one, Tensor):
+        return one.detach().clone()
+    return one.copy() if hasattr(one, "dtype") else _Generator(state_of(one))
+
+
+class _Generator:
+    """The state of a random generator."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Generator) and bytes_of(self.state) == bytes_of(other.state)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(map(_equal, one.values(), other.values()))
+    if isinstance(one, list | deque) and isinstance(other, list | deque):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool((one == other).all()) if hasattr(one, "dtype") else bool(one == other)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
+
+
+def _restore(one: Any, before: Any) -> None:
+    if isinstance(before, _Generator):
+        set_state_of(one, before.state)
+    elif isinstance(one, list):
+        if isinstance(before, int):
+            del one[before:]
+        else:
+            one[:] = before
+    elif isinstance(one, dict):
+        one.update(before or {})
+    elif isinstance(one, set | deque):
+        if before is not None:
+            one.clear()
+            one.update(before) if isinstance(one, set) else one.extend(before)
+    elif isinstance(one, Tensor):
+        one.detach().copy_(before)
+    else:
+        one[...] = before
+
+
+def _may_stay(value: Any) -> bool:
+    """Whether a copy of what holds this value may keep it alive for a step: no graph of autograd, no large data."""
+    kind = type(value)
+    if kind in _NUMBERS:
+        return True
+    if isinstance(value, Tensor):
+        return not value.requires_grad and value.numel() <= _MOST_ELEMENTS
+    if kind is list:
+        return not value or _may_stay(value[0])
+    return not isinstance(value, _arrays()) or value.size <= _MOST_ELEMENTS
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a variable can be kept without keeping much alive: no graph of autograd, no large data."""
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, Tensor):
+        return not value.requires_grad and value.numel() <= _MOST_ELEMENTS
+    if isinstance(value, list | tuple):
+        return len(value) <= _MOST_ITEMS and all(isinstance(item, _PLAIN) for item in value)
+    return isinstance(value, _arrays()) and value.size <= _MOST_ELEMENTS
