@@ -51,7 +51,7 @@ def replay(
     restart = Restart(
         load(capsule), gate, lambda: TrainingObjects.find(optimizers, roots), lambda: session.live.begin()
     )
-    # Also optimizers that nobody named are followed, so the scope names the models alone.
+    # The scope names only the models, so optimizers that were not given are followed too.
     session = Session(
         RaiseAsItRuns(), ownership=ownership, scope=Scope(roots), gate=gate, restart=restart, trace_block=True
     )

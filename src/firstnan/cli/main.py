@@ -264,9 +264,9 @@ class _Once(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = getattr(namespace, self.dest)
         if before is not None:
-            more = "--json FILE writes JSON besides, and firstnan show converts it to other formats"
+            more = "--json FILE adds JSON, which firstnan show converts to other formats"
             raise argparse.ArgumentError(None, f"{option_string} takes one file, got {before!r} and {values!r}: {more}")
-        setattr(namespace, self.dest, values)
+        vars(namespace)[self.dest] = values
 
 
 def _main_parser() -> _Parser:

@@ -93,7 +93,7 @@ def _split(words: Sequence[str]) -> tuple[tuple[str, ...], int | None, bool]:
             if letter in "ci":
                 return (), None, False
             if letter == "m" and word[i + 1 :]:
-                return (), None, False  # -mNAME: nobody writes it, and the name would have to be cut off
+                return (), None, False  # -mNAME: rare, and the name would have to be split off
             if letter == "m":
                 return (*options, *([word[:i]] if i > 1 else [])), at, True
             if letter in "WX":

@@ -179,7 +179,7 @@ def _read_at(event: OpEvent, chain: list[OpEvent]) -> Site | None:
         return None
     if event.grad or event.module_type:
         return None  # a forward pass, although no step has begun
-    # Without a loader nobody knows where the first step begins, except that it computes with gradients.
+    # Without a loader, all that is known of the first step is that it computes with gradients.
     reads = (e for e in chain if e.region == "step" or e.grad or e.module_type)
     return next((e.site for e in reads if e.site is not None), None)
 

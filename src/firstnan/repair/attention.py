@@ -135,7 +135,7 @@ class AttentionByHand:
         raise _NotAttention
 
     def _leads_to_a_product(self, node: ast.expr, depth: int = 0) -> bool:
-        """Whether the scores are on this side of a sum or product: a matrix product is in it, or behind its name."""
+        """Whether the scores are on this side of a sum or product: it contains a matrix product, or names one."""
         inside = [n for n in ast.walk(node) if isinstance(n, ast.BinOp | ast.Call)]
         if any(self.source.expr(n).op == "matmul" for n in inside):
             return True

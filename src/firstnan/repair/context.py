@@ -222,7 +222,7 @@ class Binding:
         return self.statement.lineno
 
     def guarded(self, write: Callable[[ast.expr], Edit], of_name: Edit) -> Edit | None:
-        """The guard around the value, or on a line of its own if the value would be computed twice."""
+        """The guard around the value, or on a separate line if the value would be computed twice."""
         if self.value is not None:
             edit = write(self.value)
             calls = any(isinstance(n, ast.Call) for n in ast.walk(self.value))

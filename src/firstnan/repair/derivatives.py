@@ -24,7 +24,7 @@ def double_where(context: FailureContext) -> Iterator[Remedy]:
         return
     condition, first = taken
     if {n.id for n in ast.walk(condition) if isinstance(n, ast.Name)} & _assigned_between(source, node, condition):
-        return  # it is not known yet where the operation stands
+        return  # the place of the operation is not known yet
     one = "0.0" if found.expr.op in ("exp", "acos", "asin", "atanh") else "1.0"
     pair = (source.code(argument), one) if first else (one, source.code(argument))
     text = f"{source.spell('torch', node)}.where({source.code(condition)}, {pair[0]}, {pair[1]})"

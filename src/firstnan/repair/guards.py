@@ -209,7 +209,7 @@ def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None
 
 
 def _where_unpacked(found: FailingOperation, guard: Guard) -> Remedy | None:
-    """The guard on a line of its own after `a, b = ...`, if the argument is `b` times or plus a number."""
+    """The guard on a separate line after `a, b = ...`, if the argument is `b` times or plus a number."""
     source = found.location.source
     bound = unpacked(source, guard.node) if guard.carriers is BOUNDED else None
     if bound is None:

@@ -1,4 +1,4 @@
-"""The literal behind a setting: through names, defaults, command line options, fields and dictionaries."""
+"""The literal that a setting comes from: through names, defaults, command line options, fields and dictionaries."""
 
 from __future__ import annotations
 

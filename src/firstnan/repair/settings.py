@@ -288,7 +288,7 @@ def rate_filled_in(context: FailureContext) -> Iterator[Remedy]:
 def _schedules(setup: OptimizerSetup) -> list[Location[ast.expr]]:
     """The expressions that a schedule returns, and those assigned to `group["lr"]`, each once.
 
-    A schedule is often in a file of its own, which the step does not pass through."""
+    A schedule is often in a separate file, which the step does not pass through."""
     files, site = setup.context.files, setup.history.rate_set_at
     beside = files.get(site.file) if site is not None else None
     sources = list(dict.fromkeys([*([beside] if beside is not None else []), *setup.sources]))

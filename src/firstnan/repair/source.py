@@ -505,7 +505,7 @@ def set_argument(source: SourceFile, call: ast.Call, name: str, text: str) -> Ed
     if not inside:
         return source.edit(end, end, f"{name}={text}")
     last = max(source.span(n)[1] for n in inside)
-    # The last argument may have parentheses of its own and a comma after it.
+    # The last argument may be in parentheses and have a comma after it.
     tail = re.match(r"[\s)]*", source.text[last:end])
     closed = last + len(tail.group().rstrip()) if tail else last
     return source.edit(closed, closed, f", {name}={text}")

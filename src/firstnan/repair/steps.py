@@ -15,7 +15,7 @@ _LOOPS = (ast.For, ast.While)
 
 @dataclass
 class Steps:
-    """The statements behind one expression, nearest first."""
+    """The statements that compute one expression, nearest first."""
 
     source: SourceFile
     whole: ast.AST

@@ -230,7 +230,7 @@ def _healthy_losses(outcome: TrialOutcome, report: Report) -> list[tuple[float, 
     first = report.step or 0
     before = _by_step([(r.step, r.loss) for r in report.history.steps if r.step < first and r.loss is not None])
     now = _by_step([(step, loss) for step, loss in outcome.losses if step < first])
-    # Where a step has other losses than before, as of two optimizers made in one place, nobody knows which is which.
+    # A step may have other losses than before (two optimizers made in one place): these are not compared.
     same = [step for step in before if len(before[step]) == len(now.get(step, []))]
     pairs = [(a, b) for step in same for a, b in zip(before[step], now[step], strict=True)]
     return [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]

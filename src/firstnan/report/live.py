@@ -92,7 +92,7 @@ class LiveStatus:
                 self._drawing = False
 
     def end(self) -> None:
-        """Leaves no line and no wrapped stream behind."""
+        """Removes the line and the wrapped streams."""
         with self._lock:
             self._erase()
             wrapped, self._wrapped = self._wrapped, []

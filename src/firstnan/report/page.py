@@ -79,7 +79,7 @@ def render_card(report: Report) -> str:
 def _page(view: View, plotly: _Library | None) -> str:
     style, script = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     scripts = [_digest(script), *([plotly.digest] if plotly else [])]
-    # plotly sets styles of its own; without it only the style sheet of the page counts.
+    # plotly sets its own styles; without it only the style sheet of the page applies.
     styles = "'unsafe-inline'" if plotly else _digest(style)
     policy = (
         f"default-src 'none'; img-src data:; style-src {styles}; script-src {' '.join(scripts)}; base-uri 'none'; "
@@ -511,7 +511,7 @@ class View:
 
     @cached_property
     def best(self) -> Fix | None:
-        """The fix that stands beside the source: the proven one, or the first that changes it."""
+        """The fix shown beside the source: the proven one, or the first that changes it."""
         fixes = self.fixes
         return next((f for f in fixes if f.state == "proven"), next((f for f in fixes if f.lines), None))
 
@@ -551,7 +551,7 @@ class View:
         return short_path(self.report.capsule)
 
     def chart_data(self) -> dict[str, Any]:
-        """The numbers behind the drawings, for hovering and zooming."""
+        """The data of the charts, for hovering and zooming."""
         return {
             "trip": self.trip,
             "series": [

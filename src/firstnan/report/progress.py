@@ -21,7 +21,7 @@ class Progress:
         if self._stream.isatty():
             console = Console(file=self._stream)
             columns = (TextColumn("firstnan:"), TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
-            # Drawn only when something has changed: a thread of its own would be in the way of forked trials.
+            # Drawn only when something has changed: a separate thread would interfere with forked trials.
             self._bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True, auto_refresh=False)
             self._bar.add_task(f"trying {fixes} (Ctrl-C skips this)", total=count)
             self._bar.start()

@@ -16,7 +16,7 @@ MOST_LAYERS, MOST_COLUMNS = 600, 160
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _STEPS = ("step", "steps")
 _ASIDE = ("layers", "forecast", "others", "settings")
-"""What has a drawing of its own, or belongs to another optimizer."""
+"""What has its own chart, or belongs to another optimizer."""
 _FIRST = ("loss", "grad_norm", "param_norm", "lr")
 _FORECASTS = {"loss": "loss", "gradient": "grad_norm", "scale": "scale"}
 _WAY = ("since_step", "now", "limit", "in_steps")

@@ -69,7 +69,7 @@ def render_text(
         legacy_windows=False,
         _environ={},  # the arguments count, not FORCE_COLOR or COLUMNS
     )
-    console.print(page.built(saved, parts), crop=False)  # a diff line may be wider: it is copied as a whole
+    console.print(page.built(saved, parts), crop=False)  # a diff line may be wider: people copy it whole
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 

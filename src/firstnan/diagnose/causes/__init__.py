@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known about one cause, whichever run it appears in."""
+    """What is known about one cause, independent of the run."""
 
     slug: str
     family: str

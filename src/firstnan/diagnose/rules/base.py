@@ -613,7 +613,7 @@ def _rise(what: str, points: Points) -> Growth | None:
     inside = [i for i, v in enumerate(values) if v <= BAND * usual]
     left = points[inside[-1] + 1][0] if inside[-1] + 1 < len(points) else None
     rise = Growth(what, points[low][0], values[low], points[-1][0], values[-1], usual, left, rises, len(tail) - 1)
-    # One outlier is not growth: it takes several steps, most of them up, or two in a row that are far away.
+    # One outlier is not growth: that needs several steps, most of them up, or two in a row that are far away.
     mostly_up = rises >= 0.6 * rise.moves
     far = 1e6 * max(statistics.median(values), TINY)
     long = mostly_up and len(tail) >= 4 and rise.factor >= 10
