@@ -811,3 +811,20 @@ def test_a_weight_that_was_bad_before_the_first_step_is_not_blamed_on_the_loss()
     assert (report.noticed.what, report.noticed.name) == ("parameter", "0.weight")
     assert "was there before this step" in report.notes[0]
     assert not any("loss code" in note for note in report.notes)
+
+
+def test_an_infinity_that_only_backward_uses_is_not_called_a_derivative() -> None:
+    """tanh hides it from the loss, and the gradient of the weights is 0 * inf."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x in detector.batches([torch.tensor([[1.0, 2.0], [0.0, 1.0]])]):
+            features = torch.log(x)
+            torch.tanh(model(features)).sum().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert report.cause is not None
+    assert report.cause.slug == "log_of_zero"
+    assert "log produced -Inf, of which backward made NaN (AddmmBackward0)" in str(caught.value)
+    assert "log (test_detector.py" in str(caught.value).split("\npath")[1]
+    assert "backward of log" not in str(caught.value)

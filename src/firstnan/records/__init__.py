@@ -371,6 +371,14 @@ class Origin:
         return self.phase == "backward" and self.role == "gradient"
 
     @property
+    def came_back(self) -> TensorStat | None:
+        """Phase backward: what the operator made in the forward pass, if another one's derivative read it."""
+        event, forward = self.event, self.forward_event
+        if event is None or forward is None or event.forward in (None, forward.index):
+            return None
+        return next((o for o in forward.outputs if o.bad), None)
+
+    @property
     def library_site(self) -> Site | None:
         """The library code that the user's line called; for a derivative, that of the forward line."""
         event = self.event

@@ -102,6 +102,8 @@ def at_expression(origin: Origin) -> str:
             return f"this produced {what}, in a custom backward"
         case "backward" if origin.edits_gradient:
             return f"{origin.op or 'this'} produced {what}, after backward and before the update"
+        case "backward" if (made := origin.came_back) is not None:
+            return f"{origin.op or 'this'} produced {kind(made)}, of which backward made {what} ({node})"
         case "backward":
             return f"the derivative of this expression produced {what}" + (f" ({node})" if node else "")
         case "optimizer" if not (origin.op or origin.produced):
@@ -155,7 +157,7 @@ def whole_path(report: Report) -> list[PathStep]:
     if origin is None or not origin.op:
         return list(report.path)
     line, file = (origin.site.line, origin.site.file) if origin.site else (None, "")
-    phase = "forward" if origin.edits_gradient else origin.phase
+    phase = "forward" if origin.edits_gradient or origin.came_back else origin.phase
     return [PathStep(origin.op, line, file, phase=phase), *report.path]
 
 
