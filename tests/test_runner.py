@@ -573,3 +573,33 @@ def test_an_interrupt_while_threads_are_joined_is_survived(both: Both) -> None:
     assert "runner.py" not in ended.err
     assert ended.err.splitlines()[0].startswith("Exception ignored in: <module 'threading'")
     assert ended.err.splitlines()[1:-1] == plain.err.splitlines()[1:-1]
+
+
+WORKERS = """
+import multiprocessing, time
+from firstnan.observe import ending
+
+def read(rows):
+    try:
+        rows.get()
+    finally:
+        open("reader.txt", "w").write("closed")
+
+def upload():
+    time.sleep(2)
+    open("upload.txt", "w").write("done")
+
+ending.IDLE = 0.3
+context = multiprocessing.get_context("fork")
+for target, args in ((read, (context.Queue(),)), (upload, ())):
+    context.Process(target=target, args=args).start()
+ending.interrupt_idle_workers()
+assert not multiprocessing.active_children()
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_sleeps_is_not_interrupted_with_those_that_wait_for_work(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WORKERS], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"reader.txt": "closed", "upload.txt": "done"}

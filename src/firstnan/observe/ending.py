@@ -6,6 +6,7 @@ the result is there. Stopped inside the loop it does not, and they would wait fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -82,17 +83,33 @@ def threads_wait_in_vain() -> bool:
 
 
 def interrupt_idle_workers() -> None:
-    """Interrupts processes of `multiprocessing` that python waits for at its end, if they only wait for work.
+    """Interrupts processes of `multiprocessing` that python waits for at its end, once all only wait for others.
 
-    As by Ctrl-C, so they close their files; then they are told to end.
+    As by Ctrl-C, so they close their files; those that go on are told to end.
     """
-    for number, seconds in ((signal.SIGINT, IDLE), (signal.SIGTERM, _TO_END)):
-        _idles(lambda: bool(_workers()), _worker_numbers, seconds)
+
+    def all_wait() -> bool:
+        numbers = _worker_numbers()
+        return bool(numbers) and all(map(_waits_for_others, numbers))
+
+    while not _idles(all_wait, _worker_numbers):
+        if not _workers():
+            return
+        time.sleep(_TICK)
+    for number in (signal.SIGINT, signal.SIGTERM):
         for worker in _workers():
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(worker.pid, number)
-            except OSError:
-                continue
+        _idles(lambda: bool(_workers()), _worker_numbers, _TO_END)
+
+
+def _waits_for_others(process: int) -> bool:
+    """Whether all threads of a process wait for a pipe or a lock; one that sleeps or waits for a server will go on."""
+    try:
+        places = [(task / "wchan").read_text() for task in Path(f"/proc/{process}/task").iterdir()]
+    except OSError:
+        return False
+    return all("pipe" in place or "futex" in place or "unix" in place for place in places)
 
 
 def _workers() -> list[Any]:
