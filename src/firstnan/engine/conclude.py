@@ -23,6 +23,7 @@ from firstnan.engine.rates import with_rate_sites
 from firstnan.engine.samples.cut import Maker
 from firstnan.gate.gate import Gate
 from firstnan.gate.growth_guard import Alarm
+from firstnan.observe.collectives import collectives
 from firstnan.observe.compiler import was_used
 from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership, Spot, names_read_on, resolve
@@ -310,8 +311,13 @@ def is_from_elsewhere(origin: Origin, tracer: Tracer) -> bool:
 
 
 def without_guesses(report: Report) -> Report:
-    """Training that diverges, or a gradient that overflows, fails with any sample: only confirmed ones are named."""
+    """Training that diverges, or a gradient that overflows, fails with any sample: only confirmed ones are named.
+
+    So it is where rows of several ranks are mixed.
+    """
     batch, cause = report.batch, report.cause
+    if batch is not None and batch.bad_samples and not batch.confirmed and collectives.moves_rows:
+        return replace(report, batch=Batch(batch.index, batch.size, None, replays=batch.replays, unit=batch.unit))
     if batch is None or not batch.bad_samples or cause is None or cause.slug not in DIVERGENCE:
         return report
     if batch.confirmed:

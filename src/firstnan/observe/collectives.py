@@ -53,6 +53,11 @@ class Collectives:
         self._calls: dict[Any, int] = {}
 
     @property
+    def moves_rows(self) -> bool:
+        """Whether the replay has got rows of other ranks in between its own: they are not its samples."""
+        return any(key[0].startswith(("all_to_all", "all_gather")) for key in self._calls)
+
+    @property
     def has_results(self) -> bool:
         return any(self._rounds)
 
