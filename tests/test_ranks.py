@@ -344,6 +344,12 @@ EXCHANGES = """
     def hook(model, x, fails):
         return model(x * 3e3 if fails and rank == 1 else x).square().mean() * (1e3 if fails else 1)
 
+    def experts(model, x, fails):
+        x[6] = x[6] * 1e4 if fails and rank == 0 else x[6]  # row 2 of those that rank 1 gets
+        own = model(x)
+        seen = exchange.all_to_all_single(torch.empty_like(own), own).abs()
+        return torch.log1p(torch.exp(seen)).mean()  # experts
+
     def zero(model, x, fails):
         x[3] = 0 if fails and rank == 1 else x[3]
         return (model(x) - x.sum(1, keepdim=True).log()).square().mean()  # zero
@@ -377,9 +383,11 @@ EXCHANGES = """
                 loss.backward()  # hook
                 optimizer.step()
         found = detector.report
+        if case is experts:
+            return [found.origin.site.line, found.batch.bad_samples] if rank else None
         return found and [found.step, found.origin and found.origin.site.line, found.cause and found.cause.slug]
 
-    found = {case.__name__: train(case) for case in (count, norm, half, hook, zero, stages)}
+    found = {case.__name__: train(case) for case in (count, norm, half, hook, zero, stages, experts)}
     open(f"found{rank}.json", "w").write(json.dumps(found))
     dist.barrier()
 """
@@ -692,6 +700,7 @@ def test_steps_that_exchange_values(job: Job) -> None:
     assert first["norm"] == second["norm"] == [6, job.line("norm"), "zero_over_zero"]
     assert first["half"] == second["half"] == [6, job.line("half"), "low_precision_overflow"]
     assert second["hook"] == [6, job.line("hook"), "low_precision_overflow"]
+    assert second["experts"] == [job.line("experts"), None]  # no sample of this rank
     assert (first["stages"], second["stages"]) == (None, [6, job.line("stages"), "zero_over_zero"])
 
 
@@ -798,6 +807,14 @@ def test_the_store_is_gone() -> None:
     ranks.settle(report)
     ranks.wait_for_end()
     assert ranks.answer() is None
+
+
+def test_what_all_ranks_foresee_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(module, "_default_store", lambda: store)
+    monkeypatch.setattr(module, "world", lambda: World(0, 3, False))
+    assert [Ranks().says_first("forecast 1") for _ in range(3)] == [True, False, False]
+    assert Ranks().says_first("forecast 2")
 
 
 @pytest.mark.usefixtures("hurried")

@@ -126,6 +126,8 @@ class Investigation:
         self._live = LiveStatus() if options.live and self.order is None else None
         self._unwritten: set[Path] = set()
         """Files of the report that could not be written."""
+        self._warnings = 0
+        """How many lines there were about forecasts."""
         self._not_watched = ""
         """A program of python's that this one has started."""
         self._fate = TrialOutcome()
@@ -334,7 +336,9 @@ class Investigation:
         if first and not self.replays_here() and not self.workers.is_elsewhere:
             if self.logs is not None:
                 self.logs.event(event)
-            say(f"warning: {event.message}")
+            self._warnings += 1
+            if self.ranks.says_first(f"{event.kind} {self._warnings}"):
+                say(f"warning: {event.message}")
 
     def _wanted(self) -> Wanted | None:
         if self.order is not None and self.order.capsule is not None:

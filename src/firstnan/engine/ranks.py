@@ -172,6 +172,13 @@ class Ranks:
         """This rank's own file."""
         return path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
 
+    def says_first(self, what: str) -> bool:
+        """Whether no other rank has said this: all of them foresee the same."""
+        with contextlib.suppress(Exception):
+            if not world().is_alone:
+                return int(_default_store().add(f"firstnan/said/{what}", 1)) == 1
+        return True
+
     def placed(self, report: Report) -> Report:
         return replace(report, rank=self._world.rank, world_size=self._world.size)
 
