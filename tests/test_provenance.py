@@ -191,3 +191,11 @@ def test_a_step_without_a_loader_is_no_data_preparation(firstnan: Zygote, tmp_pa
     )
     result = firstnan(["run", program], cwd=tmp_path)
     assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "overflow")
+
+
+def test_a_negative_number_that_the_optimizer_keeps_is_not_a_rounding_error() -> None:
+    kept = r("self", -1e-5, 2.0, role="state", label="exp_avg_sq of head.weight")
+    why = explain(*one("sqrt", kept, out=wrote(float("nan"), 1.4), phase="optimizer"))[0].why
+    assert "(exp_avg_sq of head.weight)" in why
+    assert "rounding" not in why
+    assert "rounding" in explain(*one("sqrt", r("self", -1e-5, 2.0), out=wrote(float("nan"), 1.4)))[0].why

@@ -71,6 +71,7 @@ def test_samples_with_such_numbers_are_left_out_first(
     first, second = doubtful_samples_left_out(told(900.0)).remedies
     assert [line[1:].strip() for line in first.diff.splitlines() if line.startswith("+ ")] == lines
     assert (first.kind, second.title) == ("data", "A bound")
+    assert "below -10," in doubtful_samples_left_out(told(-900.0)).remedies[0].title
     assert doubtful_samples_left_out(told(9.0)).remedies == (second,)  # it may well be a measurement
 
 

@@ -225,7 +225,8 @@ def doubtful_samples_left_out(report: Report) -> Report:
     usual = max(abs(found.low), abs(found.high))
     limit = f"{10.0 ** math.floor(math.log10(usual * abs(found.value)) / 2):g}"
     column = f"[:, {found.index[0]}]" if found.index is not None and len(found.index) == 1 else ""
-    title = f"Leave out samples with {found.member}{column} above {limit}, until the data is correct"
+    size = f"below -{limit}" if found.value < 0 else f"above {limit}"
+    title = f"Leave out samples with {found.member}{column} {size}, until the data is correct"
     for bound in reversed(list(_batch_bindings(context, (found.member, None)))):  # the loop around backward
         rows = found.index != () and not column
         edit = bound.followed_by(*replace(bound, limit=limit, column=column, rows=rows).filtering())

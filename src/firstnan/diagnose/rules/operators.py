@@ -489,6 +489,9 @@ def sqrt_of_negative(failure: Failure) -> Explanation | None:
     tail = (
         " Such a small negative number is usually a rounding error in a difference that should be 0." if small else ""
     )
+    kept = next((i for i in failure.event.inputs if i.role == "state"), None) if failure.event is not None else None
+    if kept is not None:
+        tail = f" The optimizer keeps it ({kept.label or name}): check where its state is loaded or written."
     why = (
         f"`{failure.code}` takes the square root of {number(lowest)}. A negative number has no real root: "
         f"{counted(failure.nan)} became NaN.{tail}"
