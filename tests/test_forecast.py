@@ -400,7 +400,15 @@ def test_samples_are_rare_and_within_their_share_of_the_time() -> None:
     samples.step_ended(257)
     assert not samples.active
     assert samples.due > 1_000_000
-    samples._cost = 0.049  # little, however short the steps were so far
+    samples._cost = 0.4
+    samples.step_ended(1999)
+    assert not samples.active
+    samples._operators.approaching = True
+    samples.step_ended(1999)
+    assert samples.active  # what comes near its limit may cost more
+    samples.stop(0)
+    samples._operators.approaching, samples._calls_modules = False, True
+    samples._cost = 0.09  # little, however short the steps were so far
     samples.step_ended(2000)
     assert samples.active
     assert samples.due == 2001  # this pass is timed, the next one is sampled

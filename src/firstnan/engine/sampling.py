@@ -33,8 +33,9 @@ _NEARER = 4
 """...or a quarter of that, if something comes near its limit."""
 _SHARE = 0.005
 """Of the time of training, for all samples together..."""
-_ALLOWANCE = 0.05
-"""...and this many seconds: a training that fails after a few dozen short steps is sampled often enough too."""
+_ALLOWANCE, _NEARER_ALLOWANCE = 0.1, 0.5
+"""...and this many seconds: a training that fails after a few hundred short steps is sampled often enough too.
+What comes near its limit is worth more of them, which a healthy training does not use."""
 
 
 class StepSamples:
@@ -79,7 +80,7 @@ class StepSamples:
         often = self._operators.approaching or self._layers.approaching
         gap = min(steps // _RARER, _MOST)
         self.due = updates + max(gap // _NEARER if often else gap, 1)
-        cost = self._cost - _ALLOWANCE
+        cost = self._cost - (_NEARER_ALLOWANCE if often else _ALLOWANCE)
         if cost > _SHARE * elapsed:
             wait = (cost / _SHARE - elapsed) / (elapsed / steps)
             self.due = updates + int(wait) + 1

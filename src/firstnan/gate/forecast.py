@@ -240,11 +240,13 @@ class Course:
         risen: float = 8.0,
         doubles: bool = True,
         fewest: int = _FEWEST,
+        steady: float = _STEADY,
+        horizon: float = _SAMPLED_HORIZON,
     ) -> Forecast | None:
         """One more sample: a new forecast, or one that is withdrawn.
 
         A forecast is made only of a value above `near` that is `risen` times the least of `fewest` or more, and whose
-        last samples rise no more slowly than those before: their logarithms, if it `doubles`.
+        last samples rise at least `steady` times as fast as all of them: their logarithms, if it `doubles`.
         """
         self.nearer = False
         if not 0 < value < limit:
@@ -265,16 +267,18 @@ class Course:
         if len(rise) < fewest or value < risen * rise[0][1]:
             return None
         line = [(t, math.log2(v)) for t, v in rise] if doubles else rise
-        if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < _STEADY * slope(thinned(line)):
+        if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < steady * slope(thinned(line)):
             return None
-        made = self._outlook.make(what, name, kind, limit, rise, _SAMPLED_HORIZON if doubles else 1.0)
+        made = self._outlook.make(what, name, kind, limit, rise, horizon)
         if made is None and doubles and _gets_steeper(line[-_FEWEST:]):  # what came before does not show how fast
             made = self._outlook.make(what, name, kind, limit, rise[-_FEWEST:], _SAMPLED_HORIZON)
         return made
 
 
-_FALLEN, _FALLING = 0.8, 8
-"""What may pass zero is followed when it has lost this share of the most it was; samples of which that is said."""
+_FALLEN, _FALLING, _UNBRAKED, _SOON = 0.5, 8, 0.95, 0.25
+"""What may pass zero is followed when it has lost this share of the most it was, over so many samples, and does not
+slow down: what is never negative does by then. It is continued at most this many times as far as the fall has lasted,
+since a scale that is learned falls in a line too, and stops where it fits."""
 
 
 class Fall:
@@ -298,7 +302,7 @@ class Fall:
         most = self._most
         news = self._course.add(
             "operator", "min", name, step, most - value, most,
-            near=_FALLEN * most, risen=2.0, doubles=False, fewest=_FALLING,
+            near=_FALLEN * most, risen=2.0, doubles=False, fewest=_FALLING, steady=_UNBRAKED, horizon=_SOON,
         )  # fmt: skip
         return news and replace(news, now=1 / max(news.limit - news.now, tiny), limit=1 / tiny)
 

@@ -81,6 +81,7 @@ _NEAR_EXPONENT = 0.25
 _NEAR_LARGEST = 6.0
 _NEAR_ZERO = 0.2
 """And what sinks to zero when it has sunk by this share of all halvings from 1 to the smallest number."""
+_WIDE = 1e30
 _NEAR_ONE_HOT, _ONE_HOT = 10.0, 1e5
 """Attention is followed when its entropy is this many times below the largest; far below that its gradients vanish."""
 
@@ -95,6 +96,8 @@ class _Seen(NamedTuple):
     spot: Spot
     is_positive: bool
     """Whether what it reads cannot pass zero, however it was computed."""
+    is_tensor: bool
+    """Whether it is not a plain number."""
 
     @property
     def room(self) -> float:
@@ -112,12 +115,15 @@ class _Seen(NamedTuple):
         if self.ends == "min":
             value, limit = 1.0 / max(self.value - self.limit, self.tiny), 1.0 / self.tiny
             near = limit**_NEAR_ZERO
+            if self.is_tensor and _RISKS[self.op].magnitude and limit > _WIDE:  # the gradient divides by the square
+                limit = math.sqrt(limit)
             return course.add("operator", "min", self._named, self.step, value, limit, near=near)
         if self.op in _RISKS:
             near, value = _NEAR_EXPONENT * self.limit, self.value
             return course.add(
-                "operator", "max", self._named, self.step, value, self.limit, near=near, risen=2.0, doubles=False
-            )
+                "operator", "max", self._named, self.step, value, self.limit,
+                near=near, risen=2.0, doubles=False, horizon=1.0,
+            )  # fmt: skip
         near = self.limit / 2.0**_NEAR_LARGEST
         return course.add("operator", "float16", self._named, self.step, self.value, self.limit, near=near)
 
@@ -150,7 +156,7 @@ class RiskyOperators:
         self._positive: dict[int, Tensor] = {}
         """By address, what cannot be negative in this pass."""
         self._mode: _Sample | None = None
-        self._waiting: list[tuple[str, Ends, float, float, Spot, bool, Tensor]] = []
+        self._waiting: list[tuple[str, Ends, float, float, Spot, bool, bool, Tensor]] = []
         self._weights: list[tuple[Tensor, Spot]] = []
         """The results of softmax in this pass: those that are multiplied with something are attention."""
         self._patches = Patches()
@@ -198,8 +204,8 @@ class RiskyOperators:
         with torch.no_grad():
             numbers = read_all([value for *_, value in waiting])
         nearest: dict[_Place, _Seen] = {}
-        for (op, ends, limit, tiny, spot, is_positive, _), number in zip(waiting, numbers, strict=True):
-            seen = _Seen(op, ends, number, step, limit, tiny, spot, is_positive)
+        for (op, ends, limit, tiny, spot, *is_what, _), number in zip(waiting, numbers, strict=True):
+            seen = _Seen(op, ends, number, step, limit, tiny, spot, *is_what)
             key = (op, id(spot[0]), spot[1])
             if math.isfinite(number) and (key not in nearest or seen.room < nearest[key].room):
                 nearest[key] = seen
@@ -267,7 +273,8 @@ class RiskyOperators:
         if ends == "min" and address in self._differences:
             tiny = max(tiny, self._differences[address][1])
         number, positive = low if ends == "min" else high, address in self._positive
-        self._waiting.append((name, ends, limit(value.dtype), tiny, spot, positive, number))
+        is_tensor = risk is None or isinstance(args[risk.position], Tensor)
+        self._waiting.append((name, ends, limit(value.dtype), tiny, spot, positive, is_tensor, number))
 
     def _is_positive(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether the result of an operator cannot be negative, whatever the weights become."""
@@ -339,7 +346,7 @@ class RiskyOperators:
         """
         some = weights.detach().reshape(-1, weights.size(-1))[-_MOST_ROWS:].float()
         entropy = torch.special.entr(some).sum(-1).median() / math.log(weights.size(-1))
-        self._waiting.append((_ATTENTION, "min", 0.0, 1e-30, spot, True, entropy))
+        self._waiting.append((_ATTENTION, "min", 0.0, 1e-30, spot, True, True, entropy))
 
 
 def _address(tensor: Tensor) -> int:
