@@ -417,7 +417,7 @@ def test_samples_are_rare_and_within_their_share_of_the_time() -> None:
     samples.stop(0)
     assert not samples.active
     samples.step_ended(2001)
-    assert samples.due == 2001 + 2000 // 8
+    assert samples.due == 2001 + 2000 // 5
     model(torch.ones(2).exp())
     assert samples.active
     samples.stop(1)

@@ -27,8 +27,8 @@ from firstnan.tensors.finite import read_all, readable
 from firstnan.tensors.models import Parts
 from firstnan.tracing.headroom import RiskyOperators
 
-_RARER, _MOST = 8, 512
-"""Between two samples is at least an eighth of all steps, or 512..."""
+_RARER, _MOST = 5, 512
+"""Between two samples is at least a fifth of all steps, or 512..."""
 _NEARER = 4
 """...or a quarter of that, if something comes near its limit."""
 _SHARE = 0.005
