@@ -190,7 +190,7 @@ def test_a_step_without_a_loader_is_no_data_preparation(firstnan: Zygote, tmp_pa
         encoding="utf-8",
     )
     result = firstnan(["run", program], cwd=tmp_path)
-    assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "overflow")
+    assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "bad_init")
 
 
 def test_a_negative_number_that_the_optimizer_keeps_is_not_a_rounding_error() -> None:
