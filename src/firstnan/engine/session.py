@@ -618,7 +618,7 @@ class Session(Observer):
             self.gate.steps.backward_from(place_of(frame))
         self.policy.before_backward(self, roots)
         self._count_compiled_updates()
-        if self._is_discarded():
+        if self.phase is SETTLED and self._is_discarded():
             self.resume()
         if not self.through_loop:
             self._is_computed = True
@@ -645,7 +645,7 @@ class Session(Observer):
 
     def _is_discarded(self) -> bool:
         """Whether the program has cleared the gradients of a bad step itself: no update with them is left to drop."""
-        waits = self.phase is SETTLED and not self._updated and self._held is None and self._replay is None
+        waits = not self._updated and self._held is None and self._replay is None
         if not waits or self.gate.in_step is not None or self._journal is None or not self.scope.optimizers:
             return False  # in a step, it is an optimizer that asks for the loss once more
         gradients = [readable(p.grad) for optimizer in self.scope.optimizers for p in parameters_of(optimizer)]

@@ -134,7 +134,7 @@ class Gate:
         self.trained = True
         trips: list[Trip] = []
         self.norm = None
-        if self.is_by_hand:
+        if self.optimizers == 0 or self._by_hand.certain:  # is_by_hand, kept fast
             if self._by_hand.is_accumulating():
                 self.steps.manual -= 1  # The last backward did not end its step after all.
                 self._histories.take_back(None)
@@ -175,7 +175,7 @@ class Gate:
     @property
     def uses_gradients_at_once(self) -> bool:
         """Whether the gradients are used right after backward, inside it or without an optimizer object."""
-        if self.in_step is not None or self.is_by_hand:
+        if self.in_step is not None or self.optimizers == 0 or self._by_hand.certain:
             return True
         return self.steps.total == 0 and self.awaits_first_update
 
