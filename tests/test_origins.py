@@ -81,8 +81,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "diffusion_table": {
         "bad_samples": [2],
         "dataset_indices": None,
-        "note": "the random numbers drawn in this step are the reason, not the data: it fails with other samples too, "
-        "and is finite with other random numbers",
+        "note": "the random numbers drawn in this step, or the data that they choose, are the reason: the step fails "
+        "with other samples too, and is finite with other random numbers",
     },
     "json_rows": {"bad_samples": [3], "dataset_indices": [43]},
     "list_slices": {"bad_samples": [3], "confirmed": True, "size": 4, "unit": "sample"},
@@ -93,8 +93,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "confirmed": False,
         "dataset_indices": None,
         "features": [],
-        "note": "the random numbers drawn in this step are the reason, not the data: it fails with other samples too, "
-        "and is finite with other random numbers",
+        "note": "the random numbers drawn in this step, or the data that they choose, are the reason: the step fails "
+        "with other samples too, and is finite with other random numbers",
     },
 }
 

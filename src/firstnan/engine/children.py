@@ -31,7 +31,7 @@ from firstnan.engine.policies import REPLAYING, SEARCHING, TRIPPED, WATCHING, Po
 from firstnan.engine.ranks import RECEIVED, world
 from firstnan.engine.samples.cut import Maker
 from firstnan.engine.samples.search import NO_SINGLE, NOT_ALONE, WHOEVER, SearchResult
-from firstnan.engine.samples.variables import DRAWN, FINITE_WITH_OTHERS, Variables
+from firstnan.engine.samples.variables import BY_CHANCE, DRAWN, Variables
 from firstnan.engine.turn import LeftLoop, Turn, data_in, line_in, same_values, with_batch, with_batch_first
 from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, is_received
@@ -461,7 +461,7 @@ class TurnReplay:
         handouts, pieces = self._session.handouts, variables.cut
         if found.repeated is False or pieces is None or not found.bad:
             return batch  # the rows at the origin are all that is known
-        by_data = found.note != DRAWN + FINITE_WITH_OTHERS
+        by_data = found.note != BY_CHANCE
         told = replace(
             batch,
             size=pieces.size,
@@ -474,7 +474,7 @@ class TurnReplay:
             unit="sample" if variables.lists() else batch.unit,
         )
         latest = handouts.blamed
-        if latest is not None and not found.note.startswith(DRAWN):
+        if latest is not None and not found.note.startswith((DRAWN, BY_CHANCE)):
             told = Maker.of(handouts.iterator_of(latest)).located(told, latest.indices)
         return told
 

@@ -24,7 +24,10 @@ _LARGEST = 1 << 26
 _MOST_DRAWN = 4
 _MOST_SEEDS = 3
 DRAWN = "the random numbers drawn in this step are the reason, not the data: "
-FINITE_WITH_OTHERS = "it fails with other samples too, and is finite with other random numbers"
+BY_CHANCE = (
+    "the random numbers drawn in this step, or the data that they choose, are the reason: the step fails with other "
+    "samples too, and is finite with other random numbers"
+)
 
 
 @dataclass(frozen=True)
@@ -239,7 +242,7 @@ class Variables:
         for seed in range(_MOST_SEEDS):
             if (yield Question({}, seed=seed)):
                 asked = finding.replays + seed + 1
-                return replace(finding, bad=rows, note=DRAWN + FINITE_WITH_OTHERS, replays=asked)
+                return replace(finding, bad=rows, note=BY_CHANCE, replays=asked)
         return replace(finding, replays=finding.replays + _MOST_SEEDS)
 
     def _with_reason(self, finding: SearchResult) -> Generator[Question, bool, SearchResult]:
