@@ -351,3 +351,20 @@ def test_inference_in_another_thread_is_no_part_of_the_step(caplog: pytest.LogCa
     assert detector.report is None
     assert {(e.step, e.thread) for e in layer_events(detector.events)} == {(None, "service")}
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("name", "is_found"), [("running_var", True), ("lowest", False)])
+def test_an_infinity_is_never_intended_in_the_statistics_of_a_batch_norm(name: str, is_found: bool) -> None:
+    """In other buffers it may be: the start of a minimum, a mask."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    model[0].register_buffer("lowest", torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with NaNDetector(model, optimizer, on_nonfinite="warn") as detector:
+        for step in range(24):
+            model(torch.rand(4, 3)).mean().backward()
+            optimizer.step()
+            if step == 3:
+                model[0].get_buffer(name)[1] = torch.inf
+    noticed = [report.noticed for report in detector.reports if report.noticed is not None]
+    assert [one.name for one in noticed] == (["0.running_var"] if is_found else [])

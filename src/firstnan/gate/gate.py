@@ -23,6 +23,7 @@ from firstnan.records import Forecast, History, Noticed, OptimizerHistory, StepR
 from firstnan.tensors.finite import is_finite, is_plain, norms, plain_norm, readable, reads_are_free
 from firstnan.tensors.models import (
     Models,
+    Slot,
     bad_state,
     describe,
     is_torch_optimizer,
@@ -562,8 +563,8 @@ class Gate:
         return (first[0], StepRecord(*first[1])) if first is not None else None
 
     def watch_models(self, models: Models) -> None:
-        """Watches these models from now on; a buffer that already holds a NaN has it on purpose."""
-        self._buffers = [[slot, -1, _has_nan(slot.tensor())] for slot in models.slots]
+        """Watches these models from now on; a buffer that is bad already is so on purpose."""
+        self._buffers = [[slot, -1, _is_bad(slot, slot.tensor())] for slot in models.slots]
         self._models = models
         self._by_hand.parameters = [weakref.ref(p) for p, _ in models.parameters.values()]
 
@@ -586,8 +587,7 @@ class Gate:
         if size is None or math.isfinite(size):
             return
         for watched, buffer in written:
-            # An infinity may be intended there: the start of a minimum, a mask.
-            known, watched[2] = watched[2], watched[2] or _has_nan(buffer)
+            known, watched[2] = watched[2], watched[2] or _is_bad(watched[0], buffer)
             if watched[2] and not known:
                 yield Noticed("buffer", watched[0].label), [buffer]
 
@@ -767,5 +767,8 @@ def _bad_parameters(optimizer: Any, rounds: ParameterRotation) -> list[Tensor]:
     return [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
 
 
-def _has_nan(t: Tensor | None) -> bool:
-    return t is not None and not is_finite(t) and bool(torch.isnan(t).any())
+def _is_bad(slot: Slot, buffer: Tensor | None) -> bool:
+    """Whether a buffer holds a NaN; an infinity may be intended: the start of a minimum, a mask."""
+    if buffer is None or is_finite(buffer):
+        return False
+    return slot.is_running_statistic or bool(torch.isnan(buffer).any())

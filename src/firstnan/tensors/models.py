@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -46,6 +47,11 @@ class Slot:
             return module._buffers.get(self.name)
         # A scripted module has a wrapper that can do less.
         return module._buffers[self.name] if self.name in module._buffers else None  # noqa: SIM401
+
+    @property
+    def is_running_statistic(self) -> bool:
+        """Whether it is the mean or the variance of a batch norm, which are never infinite on purpose."""
+        return self.name in ("running_mean", "running_var") and isinstance(self.module(), _NormBase)
 
     def restore(self, old: Tensor, value: Tensor) -> None:
         """Puts the former tensor back into the module, with its former values."""
