@@ -163,7 +163,7 @@ def test_a_policy_about_steps_has_an_event(policy: Any, trained: bool, caplog: p
         for x in data():
             net(x)
     assert detector.events[0].layer == "2"
-    assert any("so is what the model returns" in r.getMessage() for r in caplog.records)
+    assert any("so is the model's output" in r.getMessage() for r in caplog.records)
     assert detector.summary()["skipped"] == 0
 
 

@@ -178,7 +178,7 @@ class SampledLayers:
         if module._modules or not torch.is_grad_enabled():  # those inside it are measured
             return
         try:
-            with self._paused(), torch.no_grad():
+            with self._paused(), torch._C.DisableTorchFunction(), torch.no_grad():
                 self._note(module, args, result)
         except Exception:  # one layer less in a sample
             return
@@ -209,7 +209,7 @@ class SampledLayers:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        with self._paused(), torch.no_grad():
+        with self._paused(), torch._C.DisableTorchFunction(), torch.no_grad():
             numbers = read_all([number for *_, number in waiting])
         for (name, dtype, eps, _), number in zip(waiting, numbers, strict=True):
             if not eps:

@@ -56,6 +56,10 @@ class ProgramState:
 
     def look(self, frame: FrameType | None, steps: int) -> None:
         """Looks for objects that have changed since the last look; decides whether they are kept from now on."""
+        with torch._C.DisableTorchFunction():  # a mode of the program sees nothing of this
+            self._look(frame, steps)
+
+    def _look(self, frame: FrameType | None, steps: int) -> None:
         began, (before, done) = time.perf_counter(), self._looked
         per_step = (began - before) / max(steps - done, 1) if before else 0.0
         if before and self._took > _SHARE * (began - before) and steps > _FIRST:
@@ -82,6 +86,10 @@ class ProgramState:
 
     def keep(self, frame: FrameType | None) -> None:
         """A step has ended."""
+        with torch._C.DisableTorchFunction():
+            self._keep(frame)
+
+    def _keep(self, frame: FrameType | None) -> None:
         self._kept = []
         for number, one in list(self._changing.items()):
             if sys.getrefcount(one) <= _OURS:  # the program has dropped it
@@ -141,7 +149,7 @@ def _objects(frames: Iterable[FrameType]) -> Iterator[Any]:
         if isinstance(value, generators):
             yield value
         elif isinstance(value, Tensor):
-            if not value.requires_grad and value.numel() <= _MOST_ELEMENTS:
+            if _is_small_tensor(value):
                 yield value
         elif isinstance(value, arrays):
             if value.size <= _MOST_ELEMENTS and not value.dtype.hasobject and value.flags.writeable:
@@ -157,6 +165,13 @@ def _objects(frames: Iterable[FrameType]) -> Iterator[Any]:
             yield members
             if depth < _DEEPEST:
                 waiting.extend((item, depth + 1) for name, item in members.items() if name not in _OF_TORCH)
+
+
+def _is_small_tensor(value: Tensor) -> bool:
+    """Whether it can be copied at little cost and keeps no graph of autograd alive."""
+    if type(value) is not Tensor or value.requires_grad or value.is_nested or value.layout is not torch.strided:
+        return False
+    return value.numel() <= _MOST_ELEMENTS and not (value.is_conj() or value.is_neg() or value.is_inference())
 
 
 def _arrays() -> Any:
@@ -181,7 +196,7 @@ def _digest(one: Any) -> Any:
     if isinstance(copy, list | deque):
         return [_mark(value) for value in copy]
     if isinstance(copy, Tensor):
-        return copy.numpy().tobytes() if copy.device.type == "cpu" and copy.dtype != torch.bfloat16 else one._version
+        return copy.view(-1).view(torch.uint8).numpy().tobytes() if copy.is_cpu else one._version
     return copy.tobytes() if hasattr(copy, "dtype") else copy
 
 
@@ -198,7 +213,7 @@ def _copied(one: Any) -> Any:
     if kind is set or kind is deque:
         return one.copy() if len(one) <= 4 * _MOST_ITEMS and all(map(_may_stay, one)) else None
     if isinstance(one, Tensor):
-        return one.detach().clone()
+        return one.detach().clone(memory_format=torch.contiguous_format)
     return one.copy() if hasattr(one, "dtype") else _Generator(state_of(one))
 
 
@@ -252,7 +267,7 @@ def _may_stay(value: Any) -> bool:
     if kind in _NUMBERS:
         return True
     if isinstance(value, Tensor):
-        return not value.requires_grad and value.numel() <= _MOST_ELEMENTS
+        return _is_small_tensor(value)
     if kind is list:
         return not value or _may_stay(value[0])
     return not isinstance(value, _arrays()) or value.size <= _MOST_ELEMENTS
@@ -263,7 +278,7 @@ def _is_small(value: Any) -> bool:
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, Tensor):
-        return not value.requires_grad and value.numel() <= _MOST_ELEMENTS
+        return _is_small_tensor(value)
     if isinstance(value, list | tuple):
         return len(value) <= _MOST_ITEMS and all(isinstance(item, _PLAIN) for item in value)
     return isinstance(value, _arrays()) and value.size <= _MOST_ELEMENTS

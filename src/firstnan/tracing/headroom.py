@@ -381,7 +381,8 @@ class _Sample(TorchDispatchMode):
             if name is None:
                 name = self._names[id(func)] = plain_name(getattr(func, "__name__", str(func)))
             try:
-                self._ran(name, args, kwargs or {}, result)
+                with torch._C.DisableTorchFunction():  # a function mode of the program sees nothing of this
+                    self._ran(name, args, kwargs or {}, result)
             except Exception:  # one operator less in a sample
                 self.on = False
         return result
