@@ -580,7 +580,7 @@ class TurnReplay:
             self._settle(trip, [])
 
     def value_read(self, tensor: Tensor) -> None:
-        if self.failure.trip.noticed.what == "value" and not self._settling:  # otherwise we read it ourselves
+        if self.failure.trip.noticed.what == "value" and not self._settling:
             self.tripped(Trip(Noticed("value"), [tensor], before_update=True), self.failure.place)
 
     def fails_again(self) -> bool:

@@ -326,21 +326,23 @@ class ProgramValues:
             self._forecasts.append(event)
         self._tell(event)
 
-    def read(self, tensor: Tensor, frame: FrameType) -> None:
+    def read(self, tensor: Tensor, frame: FrameType) -> list[Tensor]:
+        """The program reads a value; what it learns by that of non-finite numbers."""
         seen = [tensor]
         if not tensor.requires_grad and self._ownership.owns(frame.f_code):
             # Detached, or the result of a test: usually about a number in the same frame.
             seen = [t for t in frame.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
         tracer = self._session.microscope.tracer
-        for t in seen:
-            if t.requires_grad and not is_finite(t):
-                site = place(resolve((frame.f_code, frame.f_lasti)))
-                if len(self._reads) < _MOST_READS:
-                    self._reads.append((weakref.ref(t), self._session.gate.steps.current, site, frame.f_code))
-                if self._handles_nan_itself:
-                    return
-                turns = () if tracer else turns_around(frame, self._ownership.owns)
-                self._suspect = (Noticed("value"), tracer.last_bad(t) if tracer else None, turns)
+        bad = [t for t in seen if t.requires_grad and not is_finite(t)]
+        for t in bad:
+            site = place(resolve((frame.f_code, frame.f_lasti)))
+            if len(self._reads) < _MOST_READS:
+                self._reads.append((weakref.ref(t), self._session.gate.steps.current, site, frame.f_code))
+            if self._handles_nan_itself:
+                break
+            turns = () if tracer else turns_around(frame, self._ownership.owns)
+            self._suspect = (Noticed("value"), tracer.last_bad(t) if tracer else None, turns)
+        return bad
 
     def module_returned(self, module: Any, output: Any) -> None:
         tracer = self._session.live.tracer

@@ -870,12 +870,14 @@ class Session(Observer):
     # What a whole program reads.
 
     def value_read(self, tensor: Tensor, frame: FrameType) -> None:
-        if self.microscope.lines is not None and self.microscope.lines.is_reading:
-            return
+        lines = self.microscope.lines
+        if (lines is not None and lines.is_reading) or frame.f_globals.get("__name__", "").startswith("firstnan."):
+            return  # we read it ourselves
         if self.values is not None and self.phase in (WATCHING, REPLAYING, COMPARING):
-            self.values.read(tensor, frame)
+            bad = self.values.read(tensor, frame)
             if isinstance(self._replay, TurnReplay):
-                self._replay.value_read(tensor)
+                for value in bad or [tensor]:
+                    self._replay.value_read(value)
 
     def module_returned(self, module: Any, output: Any) -> None:
         if self.values is not None:
