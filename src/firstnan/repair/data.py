@@ -214,12 +214,14 @@ def extreme_samples_left_out(context: FailureContext, limit: float) -> Iterator[
 
 
 def doubtful_samples_left_out(report: Report) -> Report:
-    """The report whose first remedy leaves out samples with a number like that of the bad one, if no other has such.
+    """The report with a remedy that leaves out samples with a number like that of the bad one, if no other has such.
 
-    A bound in the code would train with it, whatever it is: another unit, a fill value.
+    It is ahead of every bound in the code: that would train with the number, whatever it is, another unit or a fill value.
     """
     found = doubtful(report, _OTHER_UNIT)
     if found is None or report.origin is None or report.cause is None or not found.member.startswith("batch"):
+        return report
+    if any(remedy.kind == "data" for remedy in report.remedies):
         return report
     context = FailureContext(Failure(report.origin, Trace(), report.history), report.cause, SourceFiles())
     usual = max(abs(found.low), abs(found.high))
@@ -233,8 +235,17 @@ def doubtful_samples_left_out(report: Report) -> Report:
         edits, diff = as_patch([edit] if edit is not None else [], context.files.get)
         if diff:
             remedy = replace(context.remedy(title, LEFT_OUT, *edits, kind="data"), edits=edits, diff=diff)
-            return replace(report, remedies=(remedy, *report.remedies))
+            known = report.remedies
+            at = next((i for i, other in enumerate(known) if _bounds(other)), len(known))
+            return replace(report, remedies=(*known[:at], remedy, *known[at:]))
     return report
+
+
+_BOUNDS = ("clamp", "clip", "minimum", "maximum")
+
+
+def _bounds(remedy: Remedy) -> bool:
+    return any(word in edit.new and word not in edit.old for edit in remedy.edits for word in _BOUNDS)
 
 
 def _filled_in_loop(context: FailureContext) -> Iterator[Remedy]:
