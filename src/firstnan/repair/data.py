@@ -216,7 +216,7 @@ def extreme_samples_left_out(context: FailureContext, limit: float) -> Iterator[
 def doubtful_samples_left_out(report: Report) -> Report:
     """The report with a remedy that leaves out samples with a number like that of the bad one, if no other has such.
 
-    It is ahead of every bound in the code: a bound trains with the number, whatever it is, another unit or a fill value.
+    It comes before every bound: a bound trains with the number, whatever it is, such as another unit or a fill value.
     """
     found = doubtful(report, _OTHER_UNIT)
     if found is None or report.origin is None or report.cause is None or not found.member.startswith("batch"):
