@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from firstnan.diagnose.unusual_data import with_doubt
-from firstnan.records import Batch, Cause, Feature, History, Origin, Remedy, Report, Site
+from firstnan.records import Batch, Cause, Edit, Feature, History, Origin, Remedy, Report, Site
 from firstnan.repair.data import doubtful_samples_left_out
 from zygote import Zygote
 
@@ -56,7 +56,7 @@ def test_other_numbers_are_not_doubtful(report: Report) -> None:
         ),
     ],
 )
-def test_samples_with_such_numbers_are_left_out_first(
+def test_samples_with_such_numbers_are_left_out_before_a_bound(
     tmp_path: Path, head: str, index: tuple[int, ...], lines: list[str]
 ) -> None:
     path = tmp_path / "train.py"
@@ -66,13 +66,16 @@ def test_samples_with_such_numbers_are_left_out_first(
         batch = Batch(6, 10, (9,), True, features=(Feature(9, "batch[1]", index, value, 0.1, 0.5),))
         origin, history = Origin("forward", "exp", "", site=Site(str(path), 3)), History(backward_at=Site(str(path), 4))
         cause = Cause("exp_overflow", "A title", "What happened.")
-        return Report("nonfinite", 6, batch, cause=cause, origin=origin, history=history, remedies=(Remedy("A bound"),))
+        bound = Remedy("A bound", edits=(Edit(str(path), 3, 0, 3, 1, "x", "x.clamp(-9, 9)"),))
+        remedies = (Remedy("A better formula"), bound)
+        return Report("nonfinite", 6, batch, cause=cause, origin=origin, history=history, remedies=remedies)
 
-    first, second = doubtful_samples_left_out(told(900.0)).remedies
+    formula, first, second = doubtful_samples_left_out(told(900.0)).remedies
+    assert formula.title == "A better formula"
     assert [line[1:].strip() for line in first.diff.splitlines() if line.startswith("+ ")] == lines
     assert (first.kind, second.title) == ("data", "A bound")
-    assert "below -10," in doubtful_samples_left_out(told(-900.0)).remedies[0].title
-    assert doubtful_samples_left_out(told(9.0)).remedies == (second,)  # it may well be a measurement
+    assert "below -10," in doubtful_samples_left_out(told(-900.0)).remedies[1].title
+    assert doubtful_samples_left_out(told(9.0)).remedies == (formula, second)  # it may well be a measurement
 
 
 @pytest.mark.slow
