@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
@@ -18,6 +20,7 @@ import pytest
 import firstnan.observe.sites
 from firstnan.observe.sites import Ownership, Spot, resolve, whole_statement
 from firstnan.records import Site
+from firstnan.records.syntax import parse
 
 _numbers = count()
 
@@ -324,3 +327,21 @@ def test_no_frame_at_all() -> None:
 def test_a_site_without_source_keeps_its_line() -> None:
     site = Site("gone.py", 7)
     assert whole_statement(site) is site
+
+
+def test_threads_that_parse_at_the_same_time() -> None:
+    text = "x = [f(a, b=(c + d * e)) for a in b if c]\n" * 400
+    interval = sys.getswitchinterval()
+
+    def other_threads_are_let_in(phase: str, info: dict[str, int]) -> None:
+        sum(range(200))
+
+    gc.callbacks.append(other_threads_are_let_in)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            trees = list(pool.map(parse, [text] * 40))
+    finally:
+        sys.setswitchinterval(interval)
+        gc.callbacks.remove(other_threads_are_let_in)
+    assert [len(tree.body) for tree in trees] == [400] * 40

@@ -25,6 +25,7 @@ from firstnan.engine.isolation import is_of_isolation
 from firstnan.observe.forked import NotContinued
 from firstnan.observe.loop_iterator import latest_value, running_iterator
 from firstnan.records import LoopTurn
+from firstnan.records.syntax import parse
 from firstnan.tensors.finite import nested_values, tensors_in
 
 _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
@@ -468,7 +469,7 @@ class _Adapted(ast.NodeTransformer):
 
 def parsed(source: str) -> ast.Module | None:
     try:
-        return ast.parse(source)
+        return parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
+from firstnan.records.syntax import parse
 from firstnan.records.words import headline
 
 
@@ -70,7 +71,7 @@ def _compiled(shell: Any, cell: str) -> list[Any]:
     # The cells so far end with this one; the shell's own count may be ahead of it already.
     number = len(shell.user_ns.get("In", ())) - 1
     file = shell.compile.cache(source, number if number > 0 else shell.execution_count, raw_code=source)
-    tree = ast.parse(source, file)
+    tree = parse(source, file=file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     parts = [compile(tree, file, "exec", shell.compile.flags, dont_inherit=True)]
     if last is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from firstnan.records import Site
 from firstnan.records.errors import NonFiniteError
+from firstnan.records.syntax import parse
 
 Spot = tuple[CodeType, int]
 Spots = tuple[Spot | None, Spot | None, bool]
@@ -212,7 +213,7 @@ def _positions(code: CodeType, lasti: int) -> tuple[int | None, int | None, int 
 @lru_cache(maxsize=64)
 def _tree(name: str) -> ast.Module | None:
     try:
-        return ast.parse("".join(linecache.getlines(name)))
+        return parse("".join(linecache.getlines(name)))
     except (SyntaxError, ValueError, RecursionError):
         return None
 

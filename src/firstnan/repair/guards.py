@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from firstnan.records import Edit, OpEvent, Remedy, TensorStat
 from firstnan.records.operator_families import words
+from firstnan.records.syntax import parse
 from firstnan.repair.context import (
     BOUNDED,
     CARRIERS,
@@ -51,7 +52,7 @@ class GuardWriter:
         """At least `low`; an existing clamp is changed instead of adding a second one."""
         expr = self.source.expr(node)
         given = expr.arg(1, CLAMPS[expr.op]) if expr.op in CLAMPS else None
-        now, wanted = literal_value(given), literal_value(ast.parse(low, mode="eval").body)
+        now, wanted = literal_value(given), literal_value(parse(low, "eval").body)
         if given is not None and now is not None and (wanted is None or now < wanted):
             return replace_node(self.source, given, low)
         if self.scalar:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from firstnan.records import Edit, Site
+from firstnan.records.syntax import parse
 from firstnan.repair.patch import LINE_END, FileOnDisk, PatchError, by_file, edited, line_starts, render
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -80,7 +81,7 @@ class SourceFile:
     def __init__(self, file: str, content: str) -> None:
         self.file, self.content = file, content
         self.text = LINE_END.sub("\n", content)
-        self.tree = ast.parse(self.text)
+        self.tree = parse(self.text)
         self._lines = self.text.split("\n")
         self._starts = line_starts(self.text)
         self._found: dict[tuple[int | None, ...], ast.AST | None] = {}
@@ -528,7 +529,7 @@ def as_patch(edits: Iterable[Edit], source_of: Callable[[str], SourceFile | None
         group = [*_missing_imports(source, group), *group]
         try:
             new = edited(source.content, group)
-            ast.parse(new)
+            parse(new)
         except (PatchError, SyntaxError, ValueError):
             return (), ""
         # `..` is not allowed in a diff, and a path through links must not be shortened by hand.
@@ -562,7 +563,7 @@ def _block(source: SourceFile, node: ast.AST, lines: Iterable[str]) -> str:
 def is_atom(text: str) -> bool:
     """Whether no operator next to the code could split it."""
     try:
-        node = ast.parse(f"({text})", mode="eval").body
+        node = parse(f"({text})", "eval").body
     except SyntaxError:
         return False
     if isinstance(node, ast.Constant):
