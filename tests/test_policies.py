@@ -105,6 +105,20 @@ def test_a_step_skipped_for_its_gradients_never_was(through: str, bad: tuple[int
         assert birthplace(detector.report) == "derivative"
 
 
+@pytest.mark.parametrize("fails", ["session.turns_around", "conclude.propose"])
+def test_the_weights_are_protected_and_no_cause_is_made_up_though_we_fail(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"firstnan.engine.{fails}", lambda *args: 1 / 0)
+    given = batches(6)
+    run = Run()
+    with NaNDetector(run.model, run.optimizer, on_nonfinite="skip") as detector:
+        drive(run, detector, with_bad_target(given, 3), "batches")
+    assert not differences(undisturbed(Run, without(given, 3)), run.state())
+    assert detector.report is not None
+    assert (detector.report.step, detector.report.cause) == (3, None)
+
+
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("through", ["batches", "plain"])
 def test_a_model_that_is_saved_right_after_a_skipped_step_is_finite(policy: Any, through: str) -> None:

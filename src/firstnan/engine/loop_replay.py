@@ -246,6 +246,9 @@ class LoopReplay:
         """The same step from the same state was finite this time."""
         self._finite = True
         self._microscope.stop()
+        if self._session.had_errors:  # it may only not have been seen
+            self._settle(self.failure.report, before_update=True)
+            return
         if world().size > 1 and self._session.phase is REPLAYING and not self.failure.is_own(self._microscope):
             self._settle(came_from_another_rank(self.failure.report), before_update=True)
             return

@@ -294,6 +294,11 @@ class Session(Observer):
     def internal_error(self, error: Exception) -> None:
         self._errors(error)
 
+    @property
+    def had_errors(self) -> bool:
+        """Whether there was an internal error, so that what looks finite may only not have been seen."""
+        return self._errors.any
+
     def unseen(self) -> contextlib.AbstractContextManager[Any]:
         return self._lock if self.microscope.tracer is None else self._unseen()
 
@@ -931,7 +936,7 @@ class Session(Observer):
             others = [other for other in list(_active) if other is not self]
             self.is_detected = any(other._detects(trip, optimizer) for other in others)
             with timers_stopped():
-                self._tripped(trip, place)
+                self._investigate(trip, place)
 
     def _is_left_out(self, trip: Trip) -> bool:
         """Whether the program leaves out the update itself; asks a child."""
@@ -949,6 +954,18 @@ class Session(Observer):
         """Ctrl-C ends the investigation if the program ends after it anyway."""
         ends = isinstance(self.policy, EndProgram) and not self.in_worker
         return own_handlers_interrupt() if ends else contextlib.nullcontext()
+
+    def _investigate(self, trip: Trip, place: tuple[str, int]) -> None:
+        try:
+            self._tripped(trip, place)
+        except Exception as error:
+            if isinstance(error, NonFiniteError) or self.in_child or self.phase is SETTLED:
+                raise
+            self.internal_error(error)  # and the policy decides all the same: it protects the weights
+            self._replay, self._told = None, True
+            if self.policy.undoes:
+                self._schedules = self._copy_schedules(trip)
+            self.settle(Report("nonfinite", self.gate.steps.total, noticed=trip.noticed), trip.before_update)
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
         # Other ranks wait in the backward call for this one, and get the same gradients from it.

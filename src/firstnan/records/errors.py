@@ -26,11 +26,11 @@ class InternalErrors:
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
-        self._said = False
+        self.any = False
 
     def __call__(self, error: Exception) -> None:
-        if not self._said:
-            self._said = True
+        if not self.any:
+            self.any = True
             self._say(f"firstnan: internal error: {type(error).__name__}: {error} (the program goes on)")
             if "FIRSTNAN_DEBUG" in os.environ:
                 traceback.print_exception(error)
