@@ -106,6 +106,8 @@ def test_what_is_copied_from_a_file_into_a_model_is_no_data(role: Role) -> None:
         ("buffer", TensorStat("x", (3,), "float32", min=-1.0, max=3.0, neginf=1), True),
         ("input", TensorStat("x", (3,), "float32", min=-1.0, max=3.0, posinf=1), False),
         ("input", TensorStat("x", (3,), "float32", min=0.0, max=1.0, neginf=1, binary=True), True),
+        ("input", TensorStat("x", (3,), "float32", min=-1.5, max=-1.5, neginf=1), True),
+        ("input", TensorStat("x", (3,), "float32", min=0.5, max=0.5, posinf=1), False),
         (None, TensorStat("x", (3,), "float32", posinf=1, neginf=1), False),
     ],
 )

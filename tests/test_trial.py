@@ -943,6 +943,12 @@ BATCHES = {
                         train(x)
         main(1)
     """,
+    "fetched for each step": """
+        pending = batches(range(30))
+        for step in range(30):
+            for x in [next(pending)]:
+                train(x)
+    """,
     "iterable": """
         for x in DataLoader(Stream(), 4):
             train(x)
@@ -976,6 +982,7 @@ def test_a_trial_at_the_failing_step_goes_on_with_the_batches_after_it(place: Pa
         assert "not tried beyond step 7: the next batches of an IterableDataset are in its worker" in result.note
     else:
         assert (result.proven, result.steps_finite_after, bool(result.up_to)) == (True, 22, True), done.stderr
+        assert "healthy losses unchanged" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("batches", [name for name in BATCHES if name != "workers of an iterable"])

@@ -153,6 +153,8 @@ def _intended(operand: Operand) -> bool:
     alike = stat.min is None or stat.min == stat.max or stat.binary
     if operand.role == "buffer":
         return alike or not stat.posinf  # a bias may hold -inf among other numbers; a table with inf went wrong
+    if operand.role == "input" and stat.posinf and stat.max not in (None, 0.0, 1.0):
+        return False  # beside other equal numbers of a batch (weights, lengths), an infinity is not a limit
     one_sign = stat.posinf == 0 or stat.neginf == 0
     return one_sign and alike
 

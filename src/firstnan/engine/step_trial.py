@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -72,21 +73,20 @@ class StepTrials:
             self._looked = True
             self._turn = self._failing_turn()
             if self._turn is not None:
-                self._healthy = self._ask(_Compared(self.session, *self._turn, None)) or self._healthy
+                self._healthy = self._ask(_Compared(self.session, *self._turn, None, self._outer())) or self._healthy
         if self._turn is None or _is_amid_update(self.session.gate.in_step):
             return None
         change = _Change.of(contents, remedy, *self._turn)
         if change is None:
             return None
         steps = _Steps(self.session, self.failure, step, reach)
-        outer = self.failure.turns[self.failure.turns.index(self._turn[0]) + 1 if self._state else 1 :]
-        trial = _Tried(self.session, *self._turn, change, steps, outer)
+        trial = _Tried(self.session, *self._turn, change, steps, self._outer())
         trial.restored = self.failure if self._state else None
         seen: Any = self._ask(trial)
         if seen is None or (seen.noticed and not seen.called and change.functions):
             return None
         passed, noticed = step + (seen.steps or seen.turns), seen.noticed
-        compared = None if self.interrupted else self._ask(_Compared(self.session, *self._turn, change))
+        compared = None if self.interrupted else self._ask(_Compared(self.session, *self._turn, change, self._outer()))
         after = list(seen.losses) if seen.one_loss_each() else []
         return TrialOutcome(
             passed=passed,
@@ -104,6 +104,11 @@ class StepTrials:
             losses=tuple((step, loss) for loss in after[:1]),
             latest=tuple((step + 1 + i, loss) for i, loss in enumerate(after[1:])),
         )
+
+    def _outer(self) -> Sequence[Turn]:
+        """The loops around the turn's."""
+        turns = self.failure.turns
+        return turns[turns.index(self._turn[0]) + 1 if self._state and self._turn is not None else 1 :]
 
     def _failing_turn(self) -> tuple[Turn, int] | None:
         begun = begun_in_step(self.session, self.failure)
@@ -177,8 +182,8 @@ class _Work:
     restored: StepFailure | None = None
     """The failure, if the objects of the program are restored too."""
 
-    def __init__(self, session: Session, turn: Turn, start: int) -> None:
-        self.session, self.turn, self.start = session, turn, start
+    def __init__(self, session: Session, turn: Turn, start: int, change: _Change | None = None) -> None:
+        self.session, self.turn, self.start, self.change = session, turn, start, change
 
     def run(self, channel: isolation.Channel) -> NoReturn:
         gate = self.session.gate
@@ -194,6 +199,30 @@ class _Work:
 
     def answer(self, channel: isolation.Channel) -> Any:
         raise NotImplementedError
+
+    def code_of(self, turn: Turn, start: int = 0, *, rest: bool = False) -> CodeType | None:
+        """The code of a turn or of its rest, with the change if there is one."""
+        find = turn.compiled if self.change is None else partial(self.change.code_of, turn)
+        return find(start=start, rest=rest)
+
+    def rest_of_outer(self, outer: Sequence[Turn], *, returned: bool = False) -> bool:
+        """Goes on with the loops around the turn's, whether it has returned or not; False if they did not end."""
+        for one in outer:
+            if returned and one.code is self.turn.code:
+                continue  # it has been left as well
+            rest, code = self.code_of(one, rest=True), self.code_of(one)
+            if rest is None or code is None:
+                return False
+            try:
+                # What the failing call would have returned may be missing here.
+                with contextlib.suppress(Exception):
+                    one.run(rest)
+                for names in values_after(one):
+                    one.names.update(names)
+                    one.run(code)
+            except LeftLoop:
+                returned = one.returns
+        return True
 
     def begin(self) -> None:
         """Restores what the step began with."""
@@ -235,6 +264,8 @@ class _Watching(Policy):
         self.learns = False
         """Whether any update had a gradient other than 0."""
         self.noticed = ""
+        self.most: int | None = None
+        """After so many updates the turns have been run far enough."""
         self._updates, self._step_ended = updates, step_ended
 
     def tripped(self, session: Session, trip: Trip) -> bool:
@@ -242,6 +273,8 @@ class _Watching(Policy):
         raise TurnFailed
 
     def before_backward(self, session: Session, roots: list[Tensor]) -> None:
+        if self.most is not None and self.updates >= self.most:
+            raise FarEnough
         if roots and roots[0].numel() == 1 and len(self.losses) < _KEPT:
             self.losses.append(float(roots[0].detach()))
 
@@ -299,22 +332,25 @@ class _Steps:
 class _Compared(_Work):
     """Healthy turns after the failing one, without updates; with a change or without."""
 
-    def __init__(self, session: Session, turn: Turn, start: int, change: _Change | None) -> None:
-        super().__init__(session, turn, start)
-        self._change = change
+    def __init__(self, session: Session, turn: Turn, start: int, change: _Change | None, outer: Sequence[Turn]) -> None:
+        super().__init__(session, turn, start, change)
+        self._outer = outer
 
     def answer(self, channel: isolation.Channel) -> HealthyTurns:
         watching = _Watching(updates=False)
         self.session.try_with(watching)
-        if self._change is not None:
-            self._change.make()
-        code = self._change.code_of(self.turn) if self._change is not None else self.turn.compiled()
+        if self.change is not None:
+            self.change.make()
+        code = self.code_of(self.turn)
         if code is None:
             return HealthyTurns()
-        with contextlib.suppress(LeftLoop, TurnFailed, NotContinued):
+        with contextlib.suppress(LeftLoop, TurnFailed, NotContinued, FarEnough):
             for names in islice(following(self.turn, self.session), _COMPARED):
                 self.turn.names.update(names)
                 self.turn.run(code)
+            if not watching.losses:  # a framework's innermost loop may be over one batch only
+                watching.most = _COMPARED
+                self.rest_of_outer(self._outer)
         return HealthyTurns(watching.losses, watching.norms)
 
 
@@ -362,7 +398,7 @@ class _Tried(_Work):
     def __init__(
         self, session: Session, turn: Turn, start: int, change: _Change, steps: _Steps, outer: Sequence[Turn]
     ) -> None:
-        super().__init__(session, turn, start)
+        super().__init__(session, turn, start, change)
         self._change, self._steps, self._outer = change, steps, outer
         self._seen, self._watching = TurnOutcome(), _Watching(updates=True, step_ended=self._step_ended)
         self._channel: isolation.Channel | None = None
@@ -403,7 +439,7 @@ class _Tried(_Work):
 
     def _run(self) -> None:
         """The failing turn, the rest of its loop, and the rest of the loops around it."""
-        first, code = self._change.code_of(self.turn, self.start), self._change.code_of(self.turn)
+        first, code = self.code_of(self.turn, self.start), self.code_of(self.turn)
         if first is None or code is None:
             raise ValueError("the loop is not in the changed file")
         self.begin()
@@ -430,27 +466,8 @@ class _Tried(_Work):
             return
         # What an error means here is not known: perhaps the program would not have come so far.
         with contextlib.suppress(Exception, SystemExit):
-            if self._rest_of_outer(returned=left and self.turn.returns):
+            if self.rest_of_outer(self._outer, returned=left and self.turn.returns):
                 seen.ended = "loop"
-
-    def _rest_of_outer(self, *, returned: bool) -> bool:
-        """Whether the loops around the turn's have come to their end."""
-        for outer in self._outer:
-            if returned and outer.code is self.turn.code:
-                continue  # it has been left as well
-            rest, code = self._change.code_of(outer, rest=True), self._change.code_of(outer)
-            if rest is None or code is None:
-                return False
-            try:
-                # What the failing call would have returned may be missing here.
-                with contextlib.suppress(Exception):
-                    outer.run(rest)
-                for names in values_after(outer):
-                    outer.names.update(names)
-                    outer.run(code)
-            except LeftLoop:
-                returned = outer.returns
-        return True
 
 
 def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
