@@ -828,3 +828,41 @@ def test_an_infinity_that_only_backward_uses_is_not_called_a_derivative() -> Non
     assert "log produced -Inf, of which backward made NaN (AddmmBackward0)" in str(caught.value)
     assert "log (test_detector.py" in str(caught.value).split("\npath")[1]
     assert "backward of log" not in str(caught.value)
+
+
+class HandingOn:
+    """A loader around one of torch, as Fabric and accelerate have: it fetches ahead, and copies or moves batches."""
+
+    def __init__(self, loader: Any, *, ahead: bool, copies: bool) -> None:
+        self._loader, self._ahead, self._copies = loader, ahead, copies
+
+    def __iter__(self) -> Any:
+        waiting: list[Any] = []
+        for batch in self._loader:
+            waiting.append([t.clone() for t in batch] if self._copies else batch)
+            if len(waiting) > self._ahead:
+                yield waiting.pop(0)
+        yield from waiting
+
+
+def with_one_bad_target() -> TensorDataset:
+    x, y = (torch.cat(tensors) for tensors in zip(*batches(12), strict=True))
+    y[29] = -1.0
+    return TensorDataset(x, y)
+
+
+@pytest.mark.parametrize(("ahead", "copies"), [(False, False), (True, True)])
+def test_the_dataset_index_is_known_through_a_loader_that_only_hands_batches_on(ahead: bool, copies: bool) -> None:
+    model = seeded()
+    data = with_one_bad_target()
+    batch = found(model, sgd(model), HandingOn(DataLoader(data, 8, shuffle=True), ahead=ahead, copies=copies)).batch
+    assert batch is not None
+    assert batch.dataset_indices == (29,)
+
+
+def test_a_batch_made_of_two_loaders_has_no_dataset_index() -> None:
+    model = seeded()
+    halves = (DataLoader(TensorDataset(t), 8, shuffle=True) for t in with_one_bad_target().tensors)
+    batch = found(model, sgd(model), ((x, y) for (x,), (y,) in zip(*halves, strict=True))).batch
+    assert batch is not None
+    assert batch.dataset_indices is None

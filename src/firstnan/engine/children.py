@@ -475,7 +475,7 @@ class TurnReplay:
         )
         latest = handouts.blamed
         if latest is not None and not found.note.startswith((DRAWN, BY_CHANCE)):
-            told = Maker.of(handouts.iterator_of(latest)).located(told, latest.indices)
+            told = Maker.of(handouts.fetched_by(latest)).located(told, latest.indices)
         return told
 
     def _fails(self, code: CodeType) -> bool:

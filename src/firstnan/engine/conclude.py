@@ -203,10 +203,9 @@ class Evidence:
     def _look_into_dataset(self, verdict: Verdict, trace: Trace) -> tuple[Verdict, Trace]:
         """For bad data from a Dataset: the line in the Dataset that creates it, if it is created again."""
         origin, handout = verdict.origin, self.handouts.blamed
-        iterator = self.handouts.latest_iterator() if self.handouts.latest_iterator else None
         if origin is None or origin.phase != "input" or handout is None or not came_from_outside(origin):
             return verdict, trace
-        found = find_maker(iterator, handout, self.ownership)
+        found = find_maker(self.handouts.fetched_by(handout), handout, self.ownership)
         if found is None:
             return verdict, trace
         arrived = replace(origin.produced, name=origin.label) if origin.produced else None
@@ -293,7 +292,7 @@ class Evidence:
     def _in_dataset(self, batch: Batch) -> Batch:
         """The batch with the dataset indices of its bad samples, if torch put it together."""
         latest = self.handouts.blamed
-        iterator = self.handouts.iterator_of(latest) if latest is not None else None
+        iterator = self.handouts.fetched_by(latest) if latest is not None else None
         if latest is None or iterator is None or not batch.bad_samples:
             return batch
         return Maker.of(iterator).located(batch, latest.indices)

@@ -35,6 +35,7 @@ _MOST_COMPARED = 1 << 22
 """Elements up to which a batch is compared with what the step reads."""
 _MOST_UPDATES = 16
 _MOST_SEARCHED = 8
+_MOST_HANDED_ON = 4
 _TESTED, _EVERY = 16, 64  # Random state is compared before and after each of the first steps, then in every n-th step.
 _LOOKED, _LOOKED_EVERY = (1, 2, 4, 8, 16), 1024  # steps in which the program's own generators are looked for
 _BUFFER_BYTES = 256 << 20
@@ -56,6 +57,8 @@ class Loader:
     """The batches that a replay still has to hand out."""
     carried: _Known | None = None
     """The last batch that was handed out before the last update."""
+    fetches: weakref.ref[Any] | None = None
+    """The iterator of torch's loader that fetches for this one, such as Fabric's, which only hands batches on."""
 
     def is_full(self) -> bool:
         """Whether the current step has used more batches than are kept."""
@@ -125,6 +128,8 @@ class Handouts:
         """The last batch of the step before, of any loader: the number of updates then, and its index."""
         self._last_sampled: weakref.ref[Any] | None = None
         """The iterator of the loader that was last asked for a batch."""
+        self.unclaimed: deque[tuple[weakref.ref[Any], Any, Any]] = deque(maxlen=_MOST_HANDED_ON)
+        """What loaders of torch have fetched for another iterator: their iterators, the batches and the indices."""
         self._at_end: tuple[Handout, RandomState, list[tuple[Slot, Tensor, Tensor]]] | None = None
         """The last batch of a loader, with random state and buffers from when the loader was asked for one more."""
         self.is_ahead = False
@@ -289,6 +294,25 @@ class Handouts:
         if source.pending_indices:
             source.pending_indices.popleft()
 
+    def handed_on(self, iterator: Any, batch: Any) -> None:
+        """A loader of torch has fetched a batch for another iterator, which hands it out now or later."""
+        source = self._source(iterator, fetched=1)
+        source.count += 1
+        indices = source.pending_indices.popleft() if source.pending_indices else None
+        self.unclaimed.append((weakref.ref(iterator), batch, indices))
+
+    def recognise(self, iterator: Any, batch: Any) -> None:
+        """Looks for the batch that this iterator is about to hand out among those that were fetched for it."""
+        found = _used_of([one for _, one, _ in self.unclaimed], [batch])
+        if found is None or any(fetches is not self.unclaimed[0][0] for fetches, _, _ in self.unclaimed):
+            self.unclaimed.clear()  # another batch, or one that is made of several
+            return
+        source = self._source(iterator, fetched=1)
+        source.fetches, _, indices = self.unclaimed[found]
+        source.pending_indices.append(indices)
+        for _ in range(found + 1):
+            self.unclaimed.popleft()
+
     def _source(self, iterator: Any, *, fetched: int = 0, chosen: int = 0) -> Loader:
         """What is known of a loader's iterator. It may have begun before anybody looked.
 
@@ -383,6 +407,7 @@ class Handouts:
         self.sources.clear()
         self._generators, self.state = [], ProgramState()
         self._before = self._earlier = self._part = None
+        self.unclaimed.clear()
         self.latest = self.latest_iterator = self._latest_source = None
 
     # After a trip.
@@ -551,10 +576,17 @@ class Handouts:
             return self.latest_iterator()
         return next((it for it, s in list(self.sources.items()) if any(h is handout for h in s.recent)), None)
 
+    def fetched_by(self, handout: Handout) -> Any:
+        """The iterator of the loader that has fetched this batch; the one that handed it out may be another."""
+        iterator = self.iterator_of(handout)
+        source = self.sources.get(iterator) if iterator is not None else None
+        fetches = source.fetches() if source is not None and source.fetches is not None else None
+        return iterator if fetches is None else fetches
+
     def first_batch(self) -> FirstBatch | None:
         """The samples of the latest batch, if it came from a dataset that gives any sample at any time."""
         blamed = self.blamed
-        dataset = getattr(self.iterator_of(blamed), "_dataset", None) if blamed is not None else None
+        dataset = getattr(self.fetched_by(blamed), "_dataset", None) if blamed is not None else None
         if blamed is None or dataset is None or not isinstance(blamed.indices, list):
             return None
         try:

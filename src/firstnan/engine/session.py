@@ -145,6 +145,8 @@ class Session(Observer):
         """How many of the last steps were bad."""
         self.training_thread: int | None = None
         self.through_loop, self._may_replay = through_loop, may_replay
+        self._fetching: Any = None
+        """The iterator that is asked for a batch at the moment."""
         self._clips, self._clip_at = clips, clip_at
         """Whether gradients are clipped after a warning, and the limit that every norm is clipped to."""
         self._errors = InternalErrors(say)
@@ -767,7 +769,10 @@ class Session(Observer):
         if self.values is not None or isinstance(self._replay, TurnReplay):
             return self.next_batch(iterator, fetch)
         if self.through_loop or not self._is_training_thread():
-            return fetch(iterator)
+            batch = fetch(iterator)
+            if self._fetching is not None and self._fetching is not iterator and self._is_training_thread():
+                self.hooks.guarded(self.handouts.handed_on, iterator, batch)
+            return batch
         # A loop that knows nothing of us, such as a framework's: the batch is only remembered.
         self.hooks.guarded(self.batch_left, sys._getframe(1))
         self.hooks.guarded(self.body_ended)
@@ -816,11 +821,14 @@ class Session(Observer):
         self.hooks.guarded(self._turn_ended)
         if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
             fetch = self._restart.around(fetch, self.unseen)
+        self._fetching = iterator
         try:
             batch = self.live.fetched(fetch, iterator)
         except StopIteration:
             self.hooks.guarded(self.handouts.exhausted, iterator, self.gate.steps.total)
             raise
+        finally:
+            self._fetching = None
         self.hooks.guarded(self.handed_out, iterator, batch)
         return batch
 
@@ -831,6 +839,8 @@ class Session(Observer):
         self._trains_here()
         if self.microscope.lines is not None:
             self.microscope.lines.arrived(t for _, t in tensors_in(batch))
+        if self.handouts.unclaimed:
+            self.handouts.recognise(iterator, batch)
         self._remember(iterator, batch)
         if self._restart is not None:
             self._restart.label(self.handouts.latest)

@@ -36,7 +36,7 @@ def begin_search(report: Report, handouts: Handouts, *, only_latest: bool = Fals
     given, origin = handouts.latest_first()[: 1 if only_latest else None], report.origin
     if origin is None or not given or origin.phase not in ("forward", "backward", "input") or not world().is_alone:
         return None
-    makers = [Maker.of(handouts.iterator_of(handout)) for handout in given]
+    makers = [Maker.of(handouts.fetched_by(handout)) for handout in given]
     suspects = report.batch.bad_samples or () if report.batch else ()
     return SampleSearch(given, makers, suspects, handouts.previous())
 
