@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Site, Trace
-from firstnan.records.operator_families import CONSTRUCTORS, FULL, LABEL_PICKS, MASK_KEEPING, WRITES
+from firstnan.records.operator_families import (
+    CONSTRUCTORS,
+    FULL,
+    LABEL_PICKS,
+    MASK_KEEPING,
+    MATRIX_PRODUCTS,
+    NORMALISERS,
+    WRITES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +91,14 @@ class _Walk:
             event = self.trace.events[index]
             if event.on_purpose and not self._is_data(event):
                 on_purpose.append(OriginCandidate(event))
-            elif event.born or event.raised or event.uninitialized or event.on_purpose:
+            elif event.born or event.raised or event.uninitialized:
                 accidents.append(OriginCandidate(event))
+            elif event.on_purpose:
+                accidents.append(OriginCandidate(self._written(event)))
             for operand in event.inputs:
                 if operand.guilty and operand.producer is None:
-                    (on_purpose if _intended(operand) else accidents).append(OriginCandidate(event, operand))
+                    innocent = _intended(operand) and not (operand.role == "input" and self._is_fed_in(event))
+                    (on_purpose if innocent else accidents).append(OriginCandidate(event, operand))
             if event.nan_from_inf:
                 nan_makers.append(OriginCandidate(event))
         if accidents:
@@ -99,12 +110,22 @@ class _Walk:
             return (OriginCandidate(self.trace.events[min(self.consumer)]) if self.consumer else None), False
         return self._unmasked(on_purpose)
 
+    def _is_fed_in(self, event: OpEvent) -> bool:
+        """Whether weights are multiplied with it: a mask is added or selected."""
+        first = next((e for e in self.chain(event.index) if e.op not in MASK_KEEPING), None)
+        return first is not None and first.op in MATRIX_PRODUCTS | NORMALISERS
+
     def _is_data(self, event: OpEvent) -> bool:
-        """Whether it is an infinity among other numbers of the batch, although alone it looks intended."""
+        """Whether it is an infinity of the batch, although alone it looks intended: fed in, or among other numbers."""
         if event.region not in ("setup", "data") or any(o.nan for o in event.outputs):
             return False
         read = (o for e in self.chain(event.index) for o in e.inputs)
-        return any(o.guilty and o.role == "input" and not _intended(o) for o in read)
+        return self._is_fed_in(event) or any(o.guilty and o.role == "input" and not _intended(o) for o in read)
+
+    def _written(self, constant: OpEvent) -> OpEvent:
+        """What has put a constant into the data; alone it does nothing."""
+        user = next((e for e in self.chain(constant.index) if e.op not in CONSTRUCTORS | {"to"}), constant)
+        return user if user.site == constant.site else constant
 
     def _log_of_zero(self, maker: OpEvent, on_purpose: list[OriginCandidate]) -> OriginCandidate | None:
         """The logarithm of zeros and ones is a mask where it is added; where it is multiplied it is the bug."""

@@ -99,7 +99,10 @@ class StepSamples:
         if self._handle is None or not torch.is_grad_enabled() or threading.get_ident() != self._thread:
             return
         self._remove_hook()
-        self._begin()
+        try:
+            self._begin()
+        except Exception:  # one sample less
+            return
 
     def _begin(self) -> None:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
