@@ -64,6 +64,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "nested": {"bad_samples": [3]},
     "infinite_number": {"bad_samples": None, "note": ""},
     "infinite_loader": {"elements": [{"dataset": "Spectra", "index": 64, "part": ""}], "confirmed": True},
+    "infinite_rows": {"bad_samples": [5], "confirmed": True, "note": ""},
     "table_in_first_batch": {"bad_samples": [5], "dataset_indices": [5], "confirmed": True},
     "pairwise": {"bad_samples": [6], "dataset_indices": [90], "confirmed": True},
     "tokens": {"bad_samples": [13], "unit": "token", "confirmed": True},
@@ -191,8 +192,11 @@ def test_where_it_was_created_and_what_is_said_of_the_samples(firstnan: Zygote, 
         assert "sample" not in result.stderr
 
 
-def test_bad_rows_are_cleaned_in_the_loop_if_their_line_cannot_be_changed(firstnan: Zygote, tmp_path: Path) -> None:
-    result = firstnan(["run", "--verify", "5", PROGRAMS / "json_rows.py"], cwd=tmp_path)
+@pytest.mark.parametrize("program", ["json_rows", "infinite_rows"])
+def test_bad_rows_are_cleaned_in_the_loop_if_their_line_cannot_be_changed(
+    program: str, firstnan: Zygote, tmp_path: Path
+) -> None:
+    result = firstnan(["run", "--verify", "5", PROGRAMS / f"{program}.py"], cwd=tmp_path)
     first = result.found["remedies"][0]
     assert (first["title"], first["failing_step_finite"]) == ("Fill in the missing values of each batch", True)
 

@@ -91,10 +91,8 @@ class _Walk:
             event = self.trace.events[index]
             if event.on_purpose and not self._is_data(event):
                 on_purpose.append(OriginCandidate(event))
-            elif event.born or event.raised or event.uninitialized:
-                accidents.append(OriginCandidate(event))
-            elif event.on_purpose:
-                accidents.append(OriginCandidate(self._written(event)))
+            elif event.born or event.raised or event.uninitialized or event.on_purpose:
+                accidents.append(OriginCandidate(self._written(event) if event.on_purpose else event))
             for operand in event.inputs:
                 if operand.guilty and operand.producer is None:
                     innocent = _intended(operand) and not (operand.role == "input" and self._is_fed_in(event))
@@ -125,7 +123,7 @@ class _Walk:
     def _written(self, constant: OpEvent) -> OpEvent:
         """What has put a constant into the data; alone it does nothing."""
         user = next((e for e in self.chain(constant.index) if e.op not in CONSTRUCTORS | {"to"}), constant)
-        return user if user.site == constant.site else constant
+        return user if user.op in WRITES and user.region == constant.region else constant
 
     def _log_of_zero(self, maker: OpEvent, on_purpose: list[OriginCandidate]) -> OriginCandidate | None:
         """The logarithm of zeros and ones is a mask where it is added; where it is multiplied it is the bug."""

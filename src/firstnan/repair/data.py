@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from firstnan.diagnose.rules.base import Failure, largest
 from firstnan.diagnose.unusual_data import doubtful
@@ -56,6 +57,8 @@ def _filled_at_origin(context: FailureContext) -> Iterator[Remedy]:
     location, stat = context.location, _bad(context)
     if location is None or _loop_of(location.source, location.node) is not None:
         return
+    if context.failure.origin.module_type:
+        return  # a layer reads it there: its result would be filled in
     source = location.source
     value = _value(location.node, context.failure.origin.label)
     if value is None:
@@ -177,10 +180,10 @@ class BatchBinding:
             finite = f"{self.bad}{self.column}.abs() < {self.limit}"
             finite = f"({finite})" if self.rows else finite
         lines = [f"keep = {finite}.flatten(1).all(1)" if self.rows else f"keep = {finite}"]
-        target = self.source.code(self.target)
         if isinstance(self.target, ast.Tuple | ast.List):
             parts = [self.source.code(t) for t in self.target.elts]
             return [*lines, f"{', '.join(parts)} = {', '.join(f'{p}[keep]' for p in parts)}"]
+        target = self.source.code(self.target)
         if self.bad == target:
             return [*lines, f"{target} = {target}[keep]"]
         if re.search(r"\[['\"]", self.bad):
@@ -302,20 +305,44 @@ def _step(context: FailureContext) -> list[OpEvent]:
 
 
 def _by_slices(context: FailureContext) -> Iterator[BatchBinding]:
-    """`x, y = data[rows], target[rows]`, at the first operator of the step that reads the bad tensor."""
+    """`x, y = data[rows], target[rows]`: where the bad tensor is taken out of the data, or read first after that."""
     event = next((e for e in _step(context) if e.bad and any(i.guilty for i in e.inputs)), None)
     location = context.location_of(event.site) if event is not None else None
     if event is None or location is None:
         return
     source, statement = location.source, location.source.statement(location.node)
+    rows = bool(event.outputs) and len(event.outputs[0].shape) > 1
+    loop = next((p for p in source.parents(statement) if isinstance(p, ast.For | ast.While)), None)
+    names = {n.id for n in ast.walk(location.node) if isinstance(n, ast.Name)}
+    for taking in loop.body if loop is not None else [statement]:
+        for name, part, target, last in _taken(source, taking, loop):
+            here = taking is statement and location.node in ast.walk(part)
+            before = taking.lineno < statement.lineno and isinstance(part, ast.Subscript) and name in names
+            if here or before:
+                yield BatchBinding(source, last, target, name, rows)
+
+
+def _taken(
+    source: SourceFile, statement: ast.stmt, loop: ast.For | ast.While | None
+) -> Iterator[tuple[str, ast.expr, ast.expr, ast.stmt]]:
+    """What a statement assigns, name by name; all that is taken with the same index, and the last one to do so."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return
     target, value = statement.targets[0], statement.value
-    rows = bool(event.outputs) and len(event.outputs[0].shape) > 1
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
         for name, part in zip(target.elts, value.elts, strict=True):
-            if location.node in ast.walk(part):
-                yield BatchBinding(source, statement, target, source.code(name), rows)
+            yield source.code(name), part, target, statement
+    elif loop is not None and _takes(statement, "") and isinstance(value, ast.Subscript):
+        same = [s for s in loop.body if _takes(s, ast.unparse(value.slice))]
+        yield source.code(target), value, ast.Tuple([s.targets[0] for s in same]), same[-1]
+
+
+def _takes(statement: ast.stmt, rows: str) -> TypeGuard[ast.Assign]:
+    """Whether it is `name = data[rows]`; "" for any rows."""
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Subscript):
+        return False
+    alone = len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name)
+    return alone and rows in ("", ast.unparse(statement.value.slice))
 
 
 def _loop_of(source: SourceFile, node: ast.AST) -> ast.For | None:
