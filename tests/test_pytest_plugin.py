@@ -69,6 +69,7 @@ def test_a_marked_test_fails_with_the_report(pytester: pytest.Pytester) -> None:
             "E *NonFiniteError: firstnan: -Inf created in forward, step 2, at test_training.py:13",
             "E *batch 2, sample 3 of 8, dataset index 19, confirmed by * replays",
             "E *cause *Logarithm of zero*",
+            "E *not tried; firstnan run -m pytest would try it",
         ]
     )
 

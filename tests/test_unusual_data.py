@@ -35,6 +35,7 @@ def test_a_number_far_from_all_others_is_called_doubtful() -> None:
     [
         bad_sample(8.0),  # unusual, but of the same order
         bad_sample(0.0),
+        bad_sample(-100.0),  # a target that is ignored
         bad_sample(math.nan, "nan_input"),
         bad_sample(-2025.0, "nan_label"),
         bad_sample(-2025.0, confirmed=False),

@@ -21,7 +21,7 @@ from firstnan.capsule import LIMIT, Wanted
 from firstnan.engine.capsule_writer import CapsuleWriter
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.journal import Counts, EventLog, Journal, Statistics
-from firstnan.engine.model_calls import CallReplay, ModelCalls, UpdateReplay
+from firstnan.engine.model_calls import BadBefore, CallReplay, ModelCalls, UpdateReplay
 from firstnan.engine.policies import Policy, Raise, RaiseInSteps, Rollback, Skip, Warn
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.replicas import Replicas
@@ -195,6 +195,7 @@ class NaNDetector:
             replicas=Replicas(self._check_replicas, journal.replicas_differ) if self._check_replicas else None,
             sources=lambda session: (
                 UpdateReplay(session.microscope, recovery, session.hooks),
+                BadBefore(session.microscope),
                 CallReplay(session.microscope, calls, lambda: not session.through_loop),
             ),
             samples=self._samples,

@@ -10,6 +10,8 @@ from firstnan.records.words import number
 
 FAR = 10.0
 """How many times larger than that of any other sample a number is, at least, to be doubtful."""
+IGNORED = -100.0
+"""torch's ignore_index, which marks targets that do not count."""
 BAD_DATA = ("nan_input", "nan_label")
 
 
@@ -33,7 +35,8 @@ def doubtful(report: Report, far: float = FAR) -> Feature | None:
 def _factor(feature: Feature) -> float:
     """How many times larger than any number of the other samples there; 0 if that says nothing."""
     usual = max(abs(feature.low), abs(feature.high))
-    return abs(feature.value) / usual if usual and math.isfinite(feature.value) else 0.0
+    says = usual and math.isfinite(feature.value) and feature.value != IGNORED
+    return abs(feature.value) / usual if says else 0.0
 
 
 def _doubt(feature: Feature, batch: Batch) -> str:

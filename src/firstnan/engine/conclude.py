@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isinf, prod
@@ -458,7 +459,9 @@ def infinite_number(origin: Origin) -> float | None:
 
 
 def environment() -> dict[str, Any]:
-    return {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    runner = {"runner": "pytest"} if "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ else {}
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    return {**versions, **runner}
 
 
 def bad_values(error: BaseException) -> list[Tensor]:

@@ -24,7 +24,7 @@ from firstnan.observe.hooks import CallHooks, Hooks, PartHooks, on_gradient
 from firstnan.observe.patches import Hook
 from firstnan.records import Noticed, Report
 from firstnan.tensors.finite import is_finite, tensors_in
-from firstnan.tensors.models import Slot, bad_state, parameters_of
+from firstnan.tensors.models import Slot, bad_state, is_risky, is_torch_optimizer, parameters_of
 from firstnan.tensors.state import RandomState, copy_batch, restore_buffers
 
 _MOST_CALLS = 8
@@ -250,6 +250,7 @@ _BEFORE = (
     "the model's calls were finite when replayed: the value was there before this step, in an element that they do not"
     " use, or the update made it"
 )
+_ORDINARY = "the step was not replayed: its gradients were finite and the settings of its update ordinary"
 _FORWARD = "the model's calls were finite when replayed; the gradients that reached them in backward were not kept"
 _GIVEN = "the gradient reaching the model's output was already non-finite, so it originated in the loss code"
 
@@ -290,6 +291,25 @@ class UpdateReplay:
         written = bad or list(parameters_of(optimizer))
         found = self.microscope.conclude(trip.noticed, written, [], "the update was replayed")
         return _placed(found, report) if found is not None else report
+
+
+@dataclass(frozen=True)
+class BadBefore:
+    """A weight that was bad before the update: what is known of that update says that it made no bad number."""
+
+    microscope: Microscope
+
+    def can(self, trip: Trip) -> bool:
+        gate = self.microscope.gate
+        optimizer = gate.steps.last() if gate.steps.last is not None else None
+        if trip.before_update or trip.noticed.what != "parameter" or not is_torch_optimizer(optimizer):
+            return False
+        return not is_risky(optimizer, gate.norm) and not bad_state(optimizer)
+
+    def replay(self, report: Report, trip: Trip) -> Report:
+        self.microscope.start(in_step=True)
+        found = self.microscope.conclude(trip.noticed, trip.tensors, [], _ORDINARY)
+        return replace(_placed(found, report), reproduced="not_replayed") if found is not None else report
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
     step = "the failing step" if report.step is None else f"step {report.step}"
     if not remedy.tried:
         in_notebook = any(cell_name(edit.file) for edit in remedy.edits)
-        how = "; firstnan run script.py would try it" if remedy.diff and not in_notebook else ""
+        program = "-m pytest" if report.environment.get("runner") == "pytest" else "script.py"
+        how = f"; firstnan run {program} would try it" if remedy.diff and not in_notebook else ""
         return f"not tried: {remedy.note}" if remedy.note else f"not tried{how}"
     if remedy.failing_step_finite is None or report.verdict == "diverged":
         return f"tried: {remedy.note}" if remedy.note else "tried"

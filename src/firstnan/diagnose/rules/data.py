@@ -176,8 +176,10 @@ def nan_parameter(failure: Failure) -> Explanation | None:
     source = (
         "It was written after an earlier step"
         if step
-        else "It was loaded with the weights, for example from a checkpoint"
+        else "It comes from the initialisation of the weights, or from a checkpoint"
     )
+    if failure.origin.event is None and failure.origin.role == "parameter":  # not read in the step
+        source = "No update made it: it was there before training began, or the program has written it since"
     if name.endswith(")"):  # "(frozen)", "(in a copy of the model that is not trained)"
         source = "No update has written it: it is not trained"
     what = {"state": f"The optimizer's state, {name},", "buffer": f"The buffer {name}"}.get(
