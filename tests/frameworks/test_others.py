@@ -86,15 +86,18 @@ def test_skorch() -> None:
     check(error.value.report)
 
 
-def test_fastai() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_fastai(own: bool) -> None:
+    """With a loader of torch, and with its own, which chooses the samples itself."""
     learner = pytest.importorskip("fastai.learner")
     pytest.importorskip("fastai.callback.progress")  # brings `no_bar`
     from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader as OwnLoader
 
     from firstnan.integrations.fastai import FirstNaN
 
     def learn(zero: int | None) -> Any:
-        loader = DataLoader(data(zero), batch_size=8)
+        loader = OwnLoader(data(zero), bs=8) if own else DataLoader(data(zero), batch_size=8)
         return learner.Learner(DataLoaders(loader, loader), torch.nn.Linear(4, 1), loss_func=relative, cbs=[FirstNaN()])
 
     with learn(None).no_bar() as healthy:

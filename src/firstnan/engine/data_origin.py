@@ -16,6 +16,7 @@ from firstnan.diagnose.blame import blame
 from firstnan.engine import isolation
 from firstnan.observe.forked import as_worker
 from firstnan.observe.line_watch import RETURNED, BadLine, LineWatch, holds_bad
+from firstnan.observe.loaders import collate_of, dataset_of
 from firstnan.observe.sites import Ownership, resolve, whole_statement
 from firstnan.records import Origin, Trace
 from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
@@ -30,7 +31,7 @@ Made = tuple[Origin, Trace]
 
 def find_maker(iterator: Any, handout: Handout, ownership: Ownership) -> Made | None:
     """The line in the Dataset or the collate function that creates a non-finite value of this batch, if found again."""
-    dataset = getattr(iterator, "_dataset", None)
+    dataset = dataset_of(iterator)
     if dataset is None:
         return None
     state = RandomState.now()
@@ -46,7 +47,7 @@ def find_maker(iterator: Any, handout: Handout, ownership: Ownership) -> Made | 
 
 
 def _in_samples(iterator: Any, handout: Handout, ownership: Ownership) -> Made | None:
-    dataset, indices = iterator._dataset, handout.indices
+    dataset, indices = dataset_of(iterator), handout.indices
     if not hasattr(dataset, "__getitem__"):
         return None
     if not isinstance(indices, list | tuple):
@@ -61,7 +62,7 @@ def _in_samples(iterator: Any, handout: Handout, ownership: Ownership) -> Made |
             return found
     # Every sample was healthy: the batch was not when they were put together.
     whole = [samples[row] for row in range(len(indices))]
-    return _watched(lambda: iterator._collate_fn(whole), ownership)[2]
+    return _watched(lambda: collate_of(iterator)(whole), ownership)[2]
 
 
 def _in_stream(iterator: Any, handout: Handout, ownership: Ownership) -> Made | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from firstnan.observe.forked import kept_indices
+from firstnan.observe.loaders import samples_of
 from firstnan.records import Batch
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.models import Slot
@@ -337,7 +338,10 @@ class Handouts:
         """The sampler chose these indices for a future batch; batches arrive in the order in which they were chosen."""
         self._last_sampled = weakref.ref(iterator)
         if getattr(iterator, "_in_order", True):
-            self._source(iterator, chosen=1).pending_indices.append(indices)
+            source = self._source(iterator, chosen=1)
+            if type(indices) is int:
+                indices = samples_of(iterator, source.count + len(source.pending_indices), indices)
+            source.pending_indices.append(indices)
 
     def position(self, *, training: bool = True) -> int | None:
         """The index of the batch at hand, also if a loader of torch was used directly.

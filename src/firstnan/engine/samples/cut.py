@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, default_convert
 
 from firstnan.engine.samples.underlying import underlying
+from firstnan.observe.loaders import collate_of, dataset_of
 from firstnan.records import Batch, Element, Feature, Preview, SampleValues
 from firstnan.tensors.finite import tensors_in, unravel
 from firstnan.tensors.state import RandomState, copy_batch, rows_are_samples
@@ -354,7 +355,7 @@ class Maker:
     @classmethod
     def of(cls, iterator: Any) -> Maker:
         workers = getattr(iterator, "_num_workers", 0)
-        return cls(getattr(iterator, "_dataset", None), getattr(iterator, "_collate_fn", None), workers)
+        return cls(dataset_of(iterator), collate_of(iterator), workers)
 
     def in_dataset(self, bad: Sequence[int], pieces: Cut, chosen: Any) -> tuple[int, ...] | None:
         """The dataset indices of these samples: those chosen for their positions, if torch collated the batch.
