@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from firstnan import NaNDetector
 from firstnan.engine.sampling import StepSamples
 from firstnan.gate.forecast import LARGEST, Course, GrowingWeights, Outlook, Rise, SinkingScale, reach
+from firstnan.gate.growth_guard import GrowthGuard
 from firstnan.gate.histories import Track
 from firstnan.gate.layer_histories import LayerHistories
 from firstnan.observe.sites import Ownership
 from firstnan.records import Forecast, NaNEvent
 from firstnan.records.forecast_words import sentence
+from firstnan.tensors.finite import surely_finite
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -98,6 +100,15 @@ def test_a_loss_that_doubles_again_and_again() -> None:
         news += rise.add(t, 4.0**t, 2.0, "float32", LARGEST["float32"])
     assert [f.what for f in news] == ["loss"]
     assert news[0].since_step + news[0].low <= 64 <= news[0].since_step + news[0].high + 1
+
+
+def test_a_loss_that_begins_near_zero_has_no_scale_to_grow_from() -> None:
+    guard, made = GrowthGuard(), list[Forecast]()
+    for t in range(400):  # a critic that gets better and better
+        loss = -0.05 * 2 ** min(1.025**t - 1, 9.0)
+        guard.observe(t, 1.0, loss)
+        made += guard.foresee(t, 1.0, loss, ("float32", LARGEST["float32"], 1e19), None, ())
+    assert made == []
 
 
 def test_a_hard_batch_is_no_rise() -> None:
@@ -468,6 +479,39 @@ def test_a_denominator_that_halves_again_and_again() -> None:
     told = told_by_samples(lambda t: x / (x * 2.0 ** -(t / 20)), 2500)
     assert [(f.what, f.kind) for f in told] == [("operator", "min")]
     assert "away and getting closer" in sentence(told[0])
+
+
+def test_two_calls_on_one_line_are_told_once() -> None:
+    x = torch.ones(4, requires_grad=True)
+    told = told_by_samples(lambda t: x / (x * 2.0 ** -(t / 20)) - x / (x * 2.0 ** -(t / 21)), 2500)
+    assert [(f.what, f.kind) for f in told] == [("operator", "min")]
+
+
+def test_a_product_outside_of_layers() -> None:
+    x, weights = torch.ones(4, requires_grad=True), torch.zeros(4)
+    (told,) = told_by_samples(lambda t: (x * 1.06**t + weights * x).cumprod(0), 900, every=16)
+    assert (told.what, told.kind) == ("operator", "float32")
+    assert sentence(told).startswith("the result of ")
+    # One that ends far from the limit, and one that grows by the same amount in each step.
+    assert told_by_samples(lambda t: x * 2.0 ** min(t / 8, 39), 900, every=16) == []
+    assert told_by_samples(lambda t: x * 1e10 * t, 900, every=16) == []
+
+
+def test_a_recurrence_that_starts_at_0_is_judged_by_its_largest_state() -> None:
+    x = torch.full((4,), 1e-3, requires_grad=True)
+    operators = StepSamples(Ownership((str(Path(__file__).parent),)))._operators
+    operators.start()
+    state = torch.zeros(4)
+    for _ in range(3):
+        state = state * 0.5 + x
+    operators.stop(7)
+    ((_, seen),) = [c[0].points[-1] for (op, *_), c in operators._courses.items() if op == "mul"]
+    assert seen == pytest.approx(0.75e-3)
+
+
+def test_what_firstnan_computes_of_a_tensor_is_not_sampled() -> None:
+    x = torch.randn(16, 5, requires_grad=True)
+    assert told_by_samples(lambda t: surely_finite((x * (1 + t / 50)).softmax(-1).detach()), 6000) == []
 
 
 def test_a_divisor_that_is_a_plain_number() -> None:

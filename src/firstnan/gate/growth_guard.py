@@ -232,7 +232,7 @@ class GrowthGuard:
         news: list[Forecast] = []
         kind, largest, largest_gradient = limits
         if loss is not None and self._start and (abs(loss) > self._start or self._loss_rise.points):
-            news += self._loss_rise.add(step, abs(loss), self._start, kind, largest)
+            news += self._loss_rise.add(step, abs(loss), max(self._start, _SMALL_NORM), kind, largest)
         first = max(self._first, _SMALL_NORM)
         if norm is not None and self._first and (norm > first or self._norm_rise.points):
             news += self._norm_rise.add(step, norm, first, kind, largest_gradient)

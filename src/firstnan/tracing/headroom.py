@@ -27,6 +27,7 @@ from firstnan.records.operator_families import (
     FLOORS,
     MATRIX_PRODUCTS,
     NORMS,
+    PRODUCTS,
     SOFTMAXES,
     SPREADS,
     SUMS,
@@ -79,9 +80,15 @@ _STAYS_POSITIVE = (CARRIERS | SUMS | EXTREMES) | words("add cat cumsum div mul")
 _NEAR_EXPONENT = 0.25
 """An exponent is followed from this share of the largest on, a float16 result if it may still double so often:"""
 _NEAR_LARGEST = 6.0
+_WIDE_HORIZON = 3.0
 _NEAR_ZERO = 0.2
 """And what sinks to zero when it has sunk by this share of all halvings from 1 to the smallest number."""
 _WIDE = 1e30
+_LARGE = 2.0**40
+"""In types with the range of float32 a result is followed from this size on."""
+_GROWING = PRODUCTS | words("cumsum pow square sum")
+"""Operators whose results are measured, and in float16 also:"""
+_GROWING_HALF = _GROWING | words("add")
 _NEAR_ONE_HOT, _ONE_HOT = 10.0, 1e5
 """Attention is followed when its entropy is this many times below the largest; far below that its gradients vanish."""
 
@@ -104,8 +111,14 @@ class _Seen(NamedTuple):
         """How often the distance to the limit, or the result, may still double: 0 at the limit."""
         if self.ends == "max":
             exponent = self.op in _RISKS
-            return (self.limit - self.value) / math.log(2) if exponent else math.log2(self.limit / max(self.value, 1.0))
+            size = max(self.value, self.tiny)
+            return (self.limit - self.value) / math.log(2) if exponent else math.log2(self.limit / size)
         return math.log2(max(self.value - self.limit, self.tiny) / self.tiny)
+
+    @property
+    def is_wide_result(self) -> bool:
+        """Whether this is a result in a wide type, which is only followed: it is hardly ever near its limit."""
+        return self.ends == "max" and self.op not in _RISKS and self.limit > _WIDE
 
     def add_to(self, course: Course) -> Forecast | None:
         """Adds this to the course of its place, as a number that rises towards a limit."""
@@ -124,6 +137,11 @@ class _Seen(NamedTuple):
                 "operator", "max", self._named, self.step, value, self.limit,
                 near=near, risen=2.0, doubles=False, horizon=1.0,
             )  # fmt: skip
+        if self.is_wide_result:
+            kind = "float32" if self.limit < _WIDE**2 else "float64"
+            return course.add(
+                "operator", kind, self._named, self.step, self.value, self.limit, near=_LARGE, horizon=_WIDE_HORIZON
+            )
         near = self.limit / 2.0**_NEAR_LARGEST
         return course.add("operator", "float16", self._named, self.step, self.value, self.limit, near=near)
 
@@ -155,6 +173,8 @@ class RiskyOperators:
         """By address, what was subtracted from a number in this pass, and the smallest difference there can be."""
         self._positive: dict[int, Tensor] = {}
         """By address, what cannot be negative in this pass."""
+        self._told: dict[str, _Place] = {}
+        """Whose forecast holds, by the line that it names."""
         self._mode: _Sample | None = None
         self._waiting: list[tuple[str, Ends, float, float, Spot, bool, bool, Tensor]] = []
         self._weights: list[tuple[Tensor, Spot]] = []
@@ -214,16 +234,25 @@ class RiskyOperators:
     def _noted(self, key: _Place, seen: _Seen) -> list[Forecast]:
         """Keeps the nearest miss of one place in this sample."""
         before = self._seen.get(key)
-        if before is None and len(self._seen) >= _MOST_PLACES:
+        if key not in self._courses and len(self._courses) >= _MOST_PLACES:
             return []
-        if before is None or seen.room < before.room:
+        if (before is None or seen.room < before.room) and not seen.is_wide_result:
             self._seen[key] = seen
         course = self._courses.get(key)
         if course is None:
             course = self._courses[key] = Course(), Fall()
         news = seen.add_to(course[0]), seen.add_to_fall(course[1])
         self.approaching = self.approaching or any(c.nearer for c in course)
-        return [forecast for forecast in news if forecast is not None]
+        return [forecast for forecast in news if forecast is not None and self._is_new(key, forecast)]
+
+    def _is_new(self, key: _Place, forecast: Forecast) -> bool:
+        """Whether no other call on the same line has told one: its result, and what reads it, get there together."""
+        line = forecast.name.rpartition(" ")[2]
+        if self._told.setdefault(line, key) != key:
+            return False
+        if forecast.withdrawn is not None:
+            del self._told[line]
+        return True
 
     def nearest(self) -> tuple[Headroom, ...]:
         """The nearest misses, the nearest first."""
@@ -254,10 +283,10 @@ class RiskyOperators:
         elif name in SOFTMAXES:
             self._softmax(name, result)
             return
-        elif name in MATRIX_PRODUCTS and isinstance(result, Tensor):
-            if self._weights:
+        elif name in _GROWING_HALF and isinstance(result, Tensor) and result.is_floating_point():
+            if self._weights and name in MATRIX_PRODUCTS:
                 self._multiplied(args)
-            if result.dtype is not torch.float16:
+            if name not in _GROWING and result.dtype is not torch.float16:
                 return
             value, ends, limit = readable(result), "max", lambda dtype: torch.finfo(dtype).max
         else:
@@ -267,7 +296,10 @@ class RiskyOperators:
         spot = self._ownership.spots(sys._getframe(2))[0]
         if spot is None:
             return
-        low, high = torch.aminmax(value.abs() if risk is None or risk.magnitude else value)
+        if risk is None:
+            low = high = torch.linalg.vector_norm(value, math.inf)
+        else:
+            low, high = torch.aminmax(value.abs() if risk.magnitude else value)
         tiny = torch.finfo(value.dtype).tiny
         address = _address(value)
         if ends == "min" and address in self._differences:
@@ -357,6 +389,10 @@ def _not_negative(argument: Any) -> bool:
     return not isinstance(argument, float) or argument >= 0
 
 
+_OURS = ("firstnan.gate.", "firstnan.observe.layers.", "firstnan.tensors.")
+"""Where tensors of the program are measured: the operators called there are not the program's."""
+
+
 class _Sample(TorchDispatchMode):
     """Tells which operators run."""
 
@@ -376,7 +412,7 @@ class _Sample(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.on:
+        if self.on and not sys._getframe(1).f_globals.get("__name__", "").startswith(_OURS):
             name = self._names.get(id(func))
             if name is None:
                 name = self._names[id(func)] = plain_name(getattr(func, "__name__", str(func)))
