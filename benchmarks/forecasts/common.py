@@ -27,6 +27,10 @@ class Training:
     step: Step
 
 
+SEEN: dict[tuple[int, str], list[float]] = {}
+"""Losses and gradient norms of each optimizer."""
+
+
 def update(optimizer: Any, loss: Tensor, clip: float | None = None, scaler: Any = None) -> None:
     """One update, if loss and gradients are finite."""
     if not math.isfinite(loss.item()):
@@ -41,6 +45,9 @@ def update(optimizer: Any, loss: Tensor, clip: float | None = None, scaler: Any 
             raise DivergedError
         return
     loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    SEEN.setdefault((id(optimizer), "loss"), []).append(loss.item())
+    SEEN.setdefault((id(optimizer), "norm"), []).append(norm.item())
     if any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in parameters):
         raise DivergedError
     if clip is not None:
