@@ -33,7 +33,7 @@ from firstnan.records import (
     StepRecord,
 )
 from firstnan.records.words import headline
-from firstnan.report import charts
+from firstnan.report import charts, write
 from firstnan.report.page import diff, pieces, render_card, render_html, source
 from firstnan.report.series import heat_maps, reduced, series_of
 from hostile_report import NAMES, hostile
@@ -275,6 +275,25 @@ def test_forecasts_are_drawn_and_listed() -> None:
     assert 2.0**100 < last[1] <= 3.4e38
     assert last[0] <= 99 * 1.3
     assert 'class="forecast ahead"' in charts.curve(loss, 99)
+
+
+def test_the_commands_name_the_file_of_the_report(tmp_path: Path) -> None:
+    saved = tmp_path / "run 7.json"
+    assert f"firstnan fix &#39;{saved}&#39; --apply" in render_html(tried(), interactive=False, saved=str(saved))
+    assert "firstnan fix" not in render_html(tried(), interactive=False)  # there is none
+    write(divergence(), tmp_path / "page.html", saved=saved)
+    assert "report.json" not in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(("trip", "anchor"), [(1, "start"), (98, "end")])
+def test_the_failing_step_is_named_inside_the_picture(trip: int, anchor: str) -> None:
+    svg = charts.curves([("one", [(float(i), 1.0) for i in range(100)])], "loss", trip=trip)
+    assert re.search(rf'class="trip-label"[^>]*text-anchor="{anchor}"', svg)
+
+
+def test_numbers_on_an_axis_are_short() -> None:
+    values = [0.0, 0.5, 1234.5, 1e4, 25000.0, 1e5, 3e-5]
+    assert [charts.tick(v) for v in values] == ["0", "0.5", "1234", "10000", "25000", "1e5", "3e-5"]
 
 
 def test_forecasts_are_sentences() -> None:

@@ -138,7 +138,7 @@ def _show(words: list[str]) -> int:
         output = Path(tempfile.mkdtemp(prefix="firstnan-"), parsed.report.stem + ".html")
     if output is not None:
         try:
-            write(report, output)
+            write(report, output, saved=parsed.report)
         except OSError as error:
             raise UsageError(f"can't write {str(output)!r}: {error.strerror}") from None
     with _broken_pipe_ignored():

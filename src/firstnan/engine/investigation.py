@@ -662,11 +662,13 @@ class Investigation:
         """`own`: to the file of this rank, not to that of all ranks."""
         if own and report.verdict == "clean":
             return
-        for path, extension in ((self.options.json, ".json"), (self.options.output, None)):
+        json = self.options.json
+        saved = self.ranks.path(json) if own and json is not None else json
+        for path, extension in ((json, ".json"), (self.options.output, None)):
             if path is not None and not self._is_others(path, report):
                 place = self.ranks.path(path) if own else path
                 try:
-                    write(report, place, extension=extension)
+                    write(report, place, extension=extension, saved=saved)
                     self._unwritten.discard(place)
                 except Exception as error:  # a file that cannot be written must not cost the report
                     if place not in self._unwritten:

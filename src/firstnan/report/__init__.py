@@ -29,10 +29,10 @@ def _as_text(report: Report) -> str:
     return render_text(report, width=WIDTH)
 
 
-def _as_html(report: Report) -> str:
+def _as_html(report: Report, saved: str = "") -> str:
     from firstnan.report.page import render_html  # jinja2 takes longer to import than all else here
 
-    return render_html(report)
+    return render_html(report, saved=saved)
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {
@@ -50,9 +50,14 @@ def listed_formats() -> str:
     return f"{', '.join(most)} or {last}"
 
 
-def write(report: Report, path: str | os.PathLike[str], *, extension: str | None = None) -> None:
-    """Writes the report in the format of the path's extension (or of `extension`), all of it or nothing."""
+def write(
+    report: Report, path: str | os.PathLike[str], *, extension: str | None = None, saved: Path | None = None
+) -> None:
+    """Writes the report in the format of the path's extension (or of `extension`), all of it or nothing.
+
+    `saved`: its JSON file, which a page names.
+    """
     render = FORMATS.get((extension or Path(path).suffix).lower())
     if render is None:
         raise ReportError(f"{os.fspath(path)}: the extension of a report must be {listed_formats()}")
-    write_whole(path, render(report))
+    write_whole(path, _as_html(report, str(saved or "")) if render is _as_html else render(report))

@@ -64,7 +64,7 @@ def tick(value: float) -> str:
     """A number on an axis, in few characters."""
     if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
         return f"{value:.1e}".replace(".0e", "e").replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    return f"{value:.4g}"
+    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 _CURVES = Template(
@@ -74,7 +74,9 @@ _CURVES = Template(
 {%- for x, text in columns %}<text class="tick" x="{{ x }}" y="{{ h - 8 }}" text-anchor="middle">{{ text }}</text>
 {%- endfor %}
 {%- if trip %}<line class="trip" x1="{{ trip }}" x2="{{ trip }}" y1="{{ top }}" y2="{{ bottom }}"/>
-<text class="trip-label" x="{{ trip - 4 }}" y="{{ top + 8 }}" text-anchor="end">{{ trip_label }}</text>{% endif %}
+{% set before = trip > w / 2 -%}
+<text class="trip-label" x="{{ trip + (-4 if before else 4) }}" y="{{ top + 8 }}"
+ text-anchor="{{ 'end' if before else 'start' }}">{{ trip_label }}</text>{% endif %}
 {%- for name, path in ahead %}<path class="forecast {{ name }}" d="{{ path }}"/>{% endfor %}
 {%- for name, path in areas %}<path class="area {{ name }}" d="{{ path }}"/>{% endfor %}
 {%- for name, path in lines %}<path class="line {{ name }}" d="{{ path }}"/>{% endfor %}

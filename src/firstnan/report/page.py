@@ -11,6 +11,7 @@ import keyword
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -58,13 +59,13 @@ MOST = {"inputs": 12, "diff": 60, "line": 240, "path": 30, "events": 100, "rows"
 _CHARS = Charset()
 
 
-def render_html(report: Report, *, interactive: bool = True) -> str:
+def render_html(report: Report, *, interactive: bool = True, saved: str = "") -> str:
     """The report as one HTML file: styles, scripts and pictures are in it, and it asks no server for anything.
 
     With plotly installed (`pip install firstnan[html]`) its curves can be zoomed, unless `interactive` is False or
-    the page would exceed 8 MB.
+    the page would exceed 8 MB. `saved` names the JSON file of the report, which `firstnan fix` reads.
     """
-    view = View(report)
+    view = View(report, saved)
     plotly = _plotly() if interactive and view.series else None
     page = _page(view, plotly)
     return page if plotly is None or len(page.encode()) <= LARGEST_PAGE else _page(view, None)
@@ -306,8 +307,11 @@ class Heat:
 class View:
     """What the templates show of one report."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, saved: str = "") -> None:
         self.report = report
+        named = shlex.quote(short_path(saved)) if saved else ""
+        self.fix_command = f"firstnan fix {named} --apply" if named else ""
+        self.show_command = f"firstnan show {named} --open" if named else ""
         self.origin: Origin | None = report.origin
         self.verdict = report.verdict
         self.headline = headline(report)
