@@ -601,6 +601,13 @@ def test_a_rule_that_fails_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert explain(*POSITIVE["exp_overflow"][0]())[0].slug == "exp_overflow"
 
 
+@pytest.mark.parametrize(("losses", "rate"), [((14.0, 1384.0), True), ((14.0, 100.0), False), ((1384.0, 14.0), False)])
+def test_a_loss_that_shot_up_makes_the_rate_the_second_cause(losses: tuple[float, ...], rate: bool) -> None:
+    origin, trace, history = one("exp", r("self", 120.0), out=w(INF), history=steps(*losses))
+    causes = explain(replace(origin, step=2), trace, history)
+    assert [c.slug for c in causes] == ["exp_overflow", "divergence_lr"][: 1 + rate]
+
+
 def test_growth_is_a_sustained_rise_to_the_end() -> None:
     rise = growth(steps(5.0, 1.0, 10.0, 100.0, 1e3, INF))
     assert rise is not None

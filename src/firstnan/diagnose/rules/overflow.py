@@ -9,6 +9,7 @@ from firstnan.diagnose.rules.base import (
     ANY,
     Explanation,
     Failure,
+    Growth,
     counted,
     describe,
     dtype_max,
@@ -46,6 +47,8 @@ NEAR = 1e-3
 JUST_BEFORE = 8
 """So many steps before the failure a rate may begin to rise that leaves no time for growth."""
 ABSURD_RATE = 10.0
+SHOT_UP = 10.0
+"""A loss that is so many times larger after a few updates was made so by them, or by its batch."""
 LOST = 1e3
 """A loss or weights that grew by this factor over some steps have no way back."""
 
@@ -147,7 +150,7 @@ def divergence_lr(failure: Failure) -> Explanation | None:
     if growth is None or not overflowed(failure) or failure.phase == "input":
         return None
     # An exponential overflows near 88, which a healthy run with an outlier can reach: ask for much clearer growth.
-    if failure.op in EXPONENTIALS and (growth.factor < 1e3 or growth.steps < 4):
+    if _is_unclear(failure, growth):
         return None
     why = (
         f"{_whose(failure)}{growth.sentences()}{rate_in_use(failure)} {_operator(failure)} is only where the numbers "
@@ -158,6 +161,10 @@ def divergence_lr(failure: Failure) -> Explanation | None:
     state = failure.phase == "optimizer" and failure.op in STATE_UPDATES and not _is_lost(failure)
     confidence = 0.6 if failure.narrow or state or only_gradients else 0.93
     return Explanation(why, confidence, (*growth.lines(), *failure.input_lines()))
+
+
+def _is_unclear(failure: Failure, growth: Growth) -> bool:
+    return failure.op in EXPONENTIALS and (growth.factor < 1e3 or growth.steps < 4)
 
 
 def _is_lost(failure: Failure) -> bool:
@@ -225,6 +232,20 @@ def first_updates(failure: Failure) -> Explanation | None:
         f"{number(size)}.{rate_in_use(failure)} Products with {name} overflow {failure.dtype} at {_operator(failure)}."
     )
     return Explanation(why, 0.6 if failure.narrow else 0.9, (describe(stat, name),))
+
+
+@rule("divergence_lr", title="The learning rate may be too high", phases=ANY - {"optimizer", "input"})
+def loss_shot_up(failure: Failure) -> Explanation | None:
+    """Too few steps for growth, but the updates have made the loss much larger: a lower rate is worth a try."""
+    if not overflowed(failure) or (failure.growth is not None and not _is_unclear(failure, failure.growth)):
+        return None
+    known = [(s.step, s.loss) for s in failure.diverging.steps if s.loss is not None and math.isfinite(s.loss)]
+    losses = [(step, loss) for step, loss in known if step < failure.origin.step]
+    low = min(losses, key=lambda point: abs(point[1]), default=None)
+    if low is None or low[0] == losses[-1][0] or abs(losses[-1][1]) < SHOT_UP * abs(low[1]):
+        return None
+    rose = f"The loss rose from {number(low[1])} in step {low[0]} to {number(losses[-1][1])} in step {losses[-1][0]}."
+    return Explanation(f"{rose}{rate_in_use(failure)} {_operator(failure)} overflows after that.", 0.5)
 
 
 @rule("bad_init", phases=ANY - {"optimizer"})
