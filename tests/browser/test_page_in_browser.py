@@ -55,6 +55,16 @@ def test_a_page_fits_a_phone(browser: Browser, make: Callable[[], Report]) -> No
     assert browser.complaints() == []
 
 
+def test_the_name_of_a_tensor_stays_whole_on_a_phone(browser: Browser) -> None:
+    report = forward()
+    assert report.origin is not None
+    inputs = tuple(dataclasses.replace(s, name="class_probabilities") for s in report.origin.inputs)
+    named = dataclasses.replace(report.origin, inputs=inputs)
+    browser.open(render_html(report.with_(origin=named), interactive=False), width=360, height=740)
+    browser.wait_for("document.documentElement.dataset.ready")
+    assert 0 < browser.run("return document.querySelector('.node.value b').offsetHeight") < 30
+
+
 def test_curves_are_drawn_with_plotly_and_can_be_zoomed(browser: Browser) -> None:
     browser.open(render_html(trained()), height=4000)
     browser.wait_for("document.querySelectorAll('[data-drawn]').length === 4")
