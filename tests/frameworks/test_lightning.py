@@ -299,7 +299,7 @@ def test_fabric(tmp_path: Path) -> None:
     assert report.origin.site is not None
     assert (report.origin.site.line, report.step) == (line_of(HERE, "born: fabric"), 5)
     assert report.batch is not None
-    assert (report.batch.bad_samples, report.batch.confirmed) == ((1,), True)
+    assert (report.batch.bad_samples, report.batch.dataset_indices, report.batch.confirmed) == ((1,), (41,), True)
 
 
 PROGRAM = """\
@@ -336,3 +336,40 @@ def test_the_command_replays_the_closure(run: Callable[..., Any]) -> None:
     report = ended.report
     assert (report.origin.site.line, report.step) == (line_of(PROGRAM, "born"), 5)
     assert (report.batch.index, report.batch.bad_samples, report.batch.dataset_indices) == (5, (1,), (41,))
+
+
+TWO = """\
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        (x,), (z, weights) = batch["plain"], batch["weighted"]
+        return self.layer(x).square().mean() + (self.layer(z).squeeze(-1).abs() / weights).mean()  # born
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+torch.manual_seed(0)
+weights = torch.rand(48) + 0.2
+weights[21] = 0.0
+weighted = DataLoader(TensorDataset(torch.randn(48, 3), weights), batch_size=4)
+plain = DataLoader(TensorDataset(torch.randn(48, 3)), batch_size=4, shuffle=True)
+trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+                    enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Net(), {"weighted": weighted, "plain": plain})
+"""
+
+
+def test_of_two_loaders_no_index_of_the_wrong_one_is_named(run: Callable[..., Any]) -> None:
+    """Which of their batches a row belongs to is not known where the search could not tell."""
+    report = run(TWO).report
+    assert (report.origin.site.line, report.step) == (line_of(TWO, "born"), 5)
+    assert report.batch.dataset_indices in (None, (21,))

@@ -474,7 +474,8 @@ class TurnReplay:
             unit="sample" if variables.lists() else batch.unit,
         )
         latest = handouts.blamed
-        if latest is not None and not found.note.startswith((DRAWN, BY_CHANCE)):
+        several = len(handouts.of_this_step()) > 1  # whose rows these are is not known then
+        if latest is not None and not several and not found.note.startswith((DRAWN, BY_CHANCE)):
             told = Maker.of(handouts.fetched_by(latest)).located(told, latest.indices)
         return told
 

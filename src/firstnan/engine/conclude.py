@@ -294,8 +294,8 @@ class Evidence:
         """The batch with the dataset indices of its bad samples, if torch put it together."""
         latest = self.handouts.blamed
         iterator = self.handouts.fetched_by(latest) if latest is not None else None
-        if latest is None or iterator is None or not batch.bad_samples:
-            return batch
+        if latest is None or iterator is None or not batch.bad_samples or len(self.handouts.of_this_step()) > 1:
+            return batch  # with several loaders, these rows may be those of another one
         return Maker.of(iterator).located(batch, latest.indices)
 
 

@@ -55,6 +55,8 @@ class SampleSearch:
         """Whether the current replay was finite; None while unknown."""
         self._rest = list(zip(handouts, makers, strict=True))
         """The other batches of the step, searched if the first has no bad sample."""
+        self._of_several = any(maker.dataset is not makers[0].dataset for maker in makers)
+        """Whether the step has used batches of several loaders."""
         self._suspects, self._previous = suspects, previous
         self._subject = self._found_in = self._begun(*self._rest.pop(0))
         self._question: dict[int, int] | None = None
@@ -159,6 +161,8 @@ class SampleSearch:
         pieces, bad = self._found_in.cut, found.bad
         if pieces is None:
             return replace(batch, replays=found.replays, note=self._found_in.why_not)
+        if self._of_several and not found.confirmed:
+            return replace(batch, replays=found.replays, note=found.note)  # whose rows these are is not known
         return self._found_in.maker.with_elements(
             Batch(
                 self._found_in.handout.index, pieces.size, bad, found.confirmed, self._dataset(bad or (), pieces),
