@@ -237,3 +237,29 @@ def test_a_target_that_another_thread_has_made(firstnan: Zygote, tmp_path: Path)
     assert "mse_loss" in lines[result.origin["read_at"]["line"] - 1]
     assert "mse_loss produced" not in result.stderr
     assert "inside torch" not in result.stderr
+
+
+IN_A_CALL = """
+    class Trainer:
+        def __init__(self, numbers):
+            self.numbers = (n - 5 for n in numbers)
+
+        def step(self):
+            scale = next(self.numbers)
+            x = torch.rand(4, 4)
+            loss = (net(x) / scale).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    trainer = Trainer(range(9))
+    while True:
+        trainer.step()
+"""
+
+
+def test_a_call_that_fetches_what_cannot_be_fetched_again(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, IN_A_CALL)
+    assert (result.found["step"], result.origin["op"]) == (5, "div")
+    assert result.found["reproduced"] == "deterministic"
+    assert "the program again" not in result.stderr

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,6 +49,8 @@ HOW = "the loop's body was run again"
 _CALLED = "the function {name} was called again"
 _MOST_TURNS = 2
 _MOST_IN_STEP = 256
+_MOST_LATER = 12
+"""Replays of calls from a later statement on."""
 _WATCHED = 5.0
 """Seconds for which the lines of a body are watched: a child that takes much longer than the step is given up."""
 _COMPARED = 1 << 22
@@ -243,6 +246,9 @@ def _ways(session: Session, failure: StepFailure) -> Iterator[Way]:
             yield TurnReplay(session, failure, turn, rehearsals=1).run
         if not session.handouts.is_ahead:
             yield from calls
+        # What a call has fetched from an object that counts is still in its variables.
+        later = ((call, start) for call in failure.calls for start in call.starts[1:])
+        yield from (TurnReplay(session, failure, c, start=s).run for c, s in islice(later, _MOST_LATER))
     if session.has_source(trip):
         yield lambda: session.settle(session.replayed_at_once(failure.report, trip), trip.before_update)
 
