@@ -32,6 +32,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from firstnan.engine import isolation
 from firstnan.engine.isolation import Channel, IsolationError, Started
+from firstnan.engine.second_run import Start
 from firstnan.observe import manifest
 from firstnan.observe.forked import NotContinued, end_thread_pools, keep_indices
 
@@ -365,6 +366,28 @@ def test_a_started_program_is_apart_but_for_what_is_shared(place: Path) -> None:
         assert answer.read().decode() == str(place)
     assert sorted(os.listdir(place)) == ["answer", "shared"]
     assert (place / "shared" / "out.txt").read_text() == "x"
+
+
+def test_a_started_program_reads_the_same_file_as_standard_input(place: Path) -> None:
+    (place / "rows.txt").write_text("taken before; first; second")
+    code = "import os, sys; os.write(int(sys.argv[1]), sys.stdin.buffer.read())"
+    usual = os.dup(0)
+    try:
+        with open("answer", "w+b") as answer, open("rows.txt", "rb") as rows:
+            os.dup2(rows.fileno(), 0)
+            os.lseek(0, 14, os.SEEK_SET)
+            start = Start()
+            os.read(0, 6)  # by the program itself
+            words = [sys.executable, "-c", code, str(answer.fileno())]
+            child = Started(words, {}, str(place), keep=answer.fileno(), reads_from=start.reads_from)
+            assert child.wait(30.0)
+            child.end()
+            answer.seek(0)
+            assert answer.read() == b"first; second"
+            assert os.read(0, 99) == b" second"
+    finally:
+        os.dup2(usual, 0)
+        os.close(usual)
 
 
 def test_a_program_that_cannot_be_started_says_why(place: Path) -> None:

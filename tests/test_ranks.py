@@ -784,6 +784,17 @@ def test_ranks_that_do_not_come() -> None:
     assert [one.what for one in found[2].ranks] == ["unknown", "received", "created", "unknown"]
 
 
+def test_ranks_that_got_nothing_of_it_are_not_waited_for() -> None:
+    """A loss may be bad while its gradients are finite: nobody else finds anything, however long one waits."""
+    ranks = Ranks(World(1, 3, False), dist.HashStore())
+    began = time.monotonic()
+    ranks.announce()
+    first = ranks.exchange(finding(1, 3, 7, created=True), by_all=False)
+    assert first is not None
+    assert [one.what for one in first.ranks] == ["unknown", "created", "unknown"]
+    assert time.monotonic() - began < 10
+
+
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(("noticed", "named"), [("loss", "rank 1"), ("gradient", "not known")])
 def test_nobody_has_created_it(noticed: str, named: str) -> None:

@@ -508,7 +508,7 @@ class Investigation:
             return
         self.seconds, report = time.monotonic() - self.began, session.complete(report)
         self.ranks.join()
-        if self.ranks.are_many and not self._is_first_of_ranks(report):
+        if self.ranks.are_many and not self._is_first_of_ranks(report, by_all=session.reaches_others):
             self.ranks.termination.obey(goes_on=session.is_detected)
             return
         at_step = StepTrials(session, session.failure) if session.failure is not None else None
@@ -527,6 +527,7 @@ class Investigation:
         if self.ranks.termination.asked:
             return False
         report = self.ranks.placed(report)
+        self.ranks.announce()
         self._held_rank = HeldRank(self.ranks.patience, lambda: self._is_late(report), lambda: self._ended_held(report))
         return True
 
@@ -556,7 +557,7 @@ class Investigation:
             self.ranks.settle(first)
         os._exit(FOUND)
 
-    def _is_first_of_ranks(self, report: Report) -> bool:
+    def _is_first_of_ranks(self, report: Report, *, by_all: bool = True) -> bool:
         """Whether this rank's failure was the first of all; otherwise another rank has the answer."""
         report = self.ranks.placed(report)
         if report.verdict == "clean":
@@ -564,7 +565,7 @@ class Investigation:
             if self.ranks.writes_for_all:
                 self._answer = self.ranks.answer()
             return False
-        first = self.ranks.exchange(report)
+        first = self.ranks.exchange(report, by_all=by_all)
         if first is not None:
             self.report = first
             return True

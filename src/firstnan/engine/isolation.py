@@ -564,7 +564,9 @@ class Started:
         keep: int,
         isolated: bool = True,
         shared: Sequence[str] = (),
+        reads_from: int | None = None,
     ) -> None:
+        """`reads_from`: where the file begins for it that is the standard input here; None if there is none."""
         for one in shared:
             os.makedirs(one, exist_ok=True)
         reading, writing = os.pipe()
@@ -573,7 +575,7 @@ class Started:
         if not self._process:
             try:
                 os.close(reading)
-                self._exec(words, environment, folder, keep, writing, isolated, shared)
+                self._exec(words, environment, folder, keep, writing, isolated, shared, reads_from)
             except BaseException as error:
                 os.write(writing, str(error).encode())
             os._exit(1)
@@ -598,16 +600,21 @@ class Started:
         writing: int,
         isolated: bool,
         shared: Sequence[str],
+        reads_from: int | None,
     ) -> NoReturn:
         _die_with_parent()
+        null = os.open(os.devnull, os.O_RDWR)
+        given = null
+        if reads_from is not None:  # opened anew: the position of the program's own is not touched
+            given = os.open("/proc/self/fd/0", os.O_RDONLY)
+            os.lseek(given, reads_from, os.SEEK_SET)
         if folder is not None:
             os.chdir(folder)
         if isolated:
             _enter_view(shared)
             _move_on(writing)
-        null = os.open(os.devnull, os.O_RDWR)
         for number in _MUTED:
-            os.dup2(null, number)
+            os.dup2(given if number == 0 else null, number)
         os.set_inheritable(keep, True)
         os.set_inheritable(writing, False)
         for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():

@@ -119,6 +119,8 @@ class EndProgram(Policy):
         self._held, self._released = held, released
         self.ended = False
         """Whether the program was told to end; if it trains on, it has caught that."""
+        self._ended_in: int | None = None
+        """The thread that was told so."""
         self.interrupted = False
         """Whether Ctrl-C has ended the investigation; then no fix is tried either."""
         self.unresolved = False
@@ -138,7 +140,7 @@ class EndProgram(Policy):
         self.explain(session, report)
         if not self._always and session.leave_to_detector():
             return
-        self.ended = True
+        self.ended, self._ended_in = True, threading.get_ident()
         end_program()
 
     def holds(self, session: Session, report: Report) -> bool:
@@ -152,8 +154,8 @@ class EndProgram(Policy):
         self.interrupted = True
 
     def goes_on(self, session: Session) -> None:
-        """The program has caught the stop and trains on: from here on it is left alone."""
-        session.let_go()
+        """The program has caught the stop and trains on, or another of its threads does: it is left alone from here."""
+        session.let_go(in_other_thread=self._ended_in != threading.get_ident())
 
     def explain(self, session: Session, report: Report) -> None:
         """Nothing more can be learned while the program is there."""

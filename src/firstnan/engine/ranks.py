@@ -43,6 +43,7 @@ _AT_MOST = 4
 _MOST_LISTED = 64
 _READ_AT_ONCE = 1024
 _FOUND, _COUNT, _DECIDES, _FIRST = "firstnan/found/{}", "firstnan/count", "firstnan/decides", "firstnan/first"
+_HELD = "firstnan/held"
 _LIST, _ANSWER, _WRITTEN, _OVER = "firstnan/list", "firstnan/answer", "firstnan/written", "firstnan/over"
 RECEIVED = "collective"
 """The cause where a value came from another rank."""
@@ -182,15 +183,22 @@ class Ranks:
     def placed(self, report: Report) -> Report:
         return replace(report, rank=self._world.rank, world_size=self._world.size)
 
-    def exchange(self, report: Report) -> Report | None:
+    def announce(self) -> None:
+        """Tells the others that this rank has found something in its own loss, before they get anything of it."""
+        with contextlib.suppress(Exception):
+            if self._store is not None:
+                self._store.add(_HELD, 1)
+
+    def exchange(self, report: Report, *, by_all: bool = True) -> Report | None:
         """Tells the others what was found here, and waits for what they have found.
 
+        `by_all`: whether every rank may have found something, not only those that have announced it.
         Returns the report with what every rank has found, if this was the first failure of all; otherwise None.
         """
         first = self.rank
         with contextlib.suppress(Exception):  # the store is gone with the process that held it
             if self._store is not None:
-                first = self._first_of_all(report)
+                first = self._first_of_all(report, by_all)
         self.is_first = first == self.rank
         if not self.is_first:
             return None
@@ -204,10 +212,11 @@ class Ranks:
             report = replace(report, cause=on_no_rank(self._world.size, named), reproduced="transient")
         return replace(report, ranks=ranks)
 
-    def _first_of_all(self, report: Report) -> int:
+    def _first_of_all(self, report: Report, by_all: bool) -> int:
         found = {"order": _order(report), **asdict(_finding(self.rank, report))}
         self._store.set(_FOUND.format(self.rank), json.dumps(found))
-        is_last = self._store.add(_COUNT, 1) >= self._world.size
+        awaited = self._world.size if by_all else self._store.add(_HELD, 0)
+        is_last = self._store.add(_COUNT, 1) >= awaited
         if not is_last and (first := self._awaited(_FIRST, self.patience)) is not None:
             return int(first)
         # The last to come, or the first that has waited too long, decides; it may be gone before it has.

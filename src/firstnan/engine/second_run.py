@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import stat
 import subprocess
 import sys
 import tempfile
@@ -87,6 +88,16 @@ class SecondRun:
             return SecondRun(in_time=in_time)
 
 
+def _start_of_input() -> int | None:
+    """Where standard input begins, if it is a file that can be read once more."""
+    try:
+        if stat.S_ISREG(os.fstat(0).st_mode) and os.access("/proc/self/fd/0", os.R_OK):
+            return os.lseek(0, 0, os.SEEK_CUR)
+    except OSError:
+        pass
+    return None
+
+
 class Start:
     """How this process was started, recorded before the program could change it."""
 
@@ -96,6 +107,7 @@ class Start:
         self.random = random.getstate()
         self.numpy: list[Any] | None = None
         self.torch_seed: int | None = None
+        self.reads_from = _start_of_input()
         try:
             self.directory: str | None = os.getcwd()
         except OSError:
@@ -182,6 +194,7 @@ class Start:
                 keep=file.fileno(),
                 isolated=isolated,
                 shared=shared,
+                reads_from=self.reads_from,
             )
             try:
                 in_time = child.wait(seconds)

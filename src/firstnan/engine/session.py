@@ -82,6 +82,7 @@ _INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
 _DETECTED = "the program's own NaNDetector decided how training continued; later failures are in its reports"
 _SAME_LOSS = 1e-5
 _WENT_ON = "the program caught the SystemExit that should end it here and continued; its later steps were not watched"
+_WENT_ON_ELSEWHERE = "another thread of the program continued to train; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
 _MANY_OVERFLOWS = 8
 """So many skipped updates in a row, and twice as many and so on, raise the question whether the scale is to blame."""
@@ -191,6 +192,8 @@ class Session(Observer):
         self._holds = False
         self._held: tuple[Report, bool] | None = None
         """Whether the policy has to wait for other ranks, and what it will decide on."""
+        self.reaches_others = True
+        """Whether other ranks may have got something non-finite from this one."""
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._meetings: Counter[int | None] = Counter()
         self._gathered: Any = None
@@ -366,10 +369,11 @@ class Session(Observer):
             self.policy.goes_on(self)
         return self.let_go_of
 
-    def let_go(self) -> None:
+    def let_go(self, *, in_other_thread: bool) -> None:
         """Leaves the program alone from here on; its later steps are not watched."""
         if not self.let_go_of and not self.in_worker and self.report is not None:
-            self.report = replace(self.report, notes=(*self.report.notes, _WENT_ON))
+            note = _WENT_ON_ELSEWHERE if in_other_thread else _WENT_ON
+            self.report = replace(self.report, notes=(*self.report.notes, note))
         self.let_go_of = True
 
     def leave_to_detector(self) -> bool:
@@ -440,7 +444,7 @@ class Session(Observer):
         if self._replay is not None:
             return self._replay.drops(optimizer)
         if self.phase is SETTLED:
-            self._settle_held()
+            self._settle_held(optimizer)
         if self.phase is SETTLED:
             return self._drop_settled(optimizer)
         return (self._restart is not None and self._restart.drops_update()) or self._is_held()
@@ -1286,8 +1290,11 @@ class Session(Observer):
         self._holds = False
         self.policy.settle(self, report, before_update)
 
-    def _settle_held(self) -> None:
+    def _settle_held(self, optimizer: Any) -> None:
         """The backward call that other ranks have waited for is over: the policy decides what was put off."""
+        if self._held is not None and not self._shares_weights(optimizer):  # otherwise this is only a part of them
+            gradients = (p.grad for p in parameters_of(optimizer))
+            self.reaches_others = any(g is not None and not is_finite(g) for g in gradients)
         self._holds, held, self._held = False, self._held, None
         self.policy.released()
         failure, self._deferred = self._deferred, None
