@@ -495,6 +495,21 @@ def test_a_program_started_by_the_program_is_said_not_to_be_watched(
     assert "but the program started worker.py, which was not watched" in result.stderr
 
 
+AGAIN = """
+    import os, sys
+    if "AGAIN" not in os.environ:
+        os.execve(sys.executable, [sys.executable, "-u", *sys.argv], {**os.environ, "AGAIN": "1"})
+"""
+
+
+def test_a_program_that_replaces_itself_is_watched_again(firstnan: Zygote, tmp_path: Path) -> None:
+    text = textwrap.dedent(AGAIN) + textwrap.dedent(LOGARITHM) + "\nprint(sys.argv[1:])\ntrain()\n"
+    result = firstnan(["run", "--verify", "0", script(tmp_path, text), "--lr", "1"], cwd=tmp_path)
+    assert (result.code, result.stdout) == (3, "['--lr', '1']\n")
+    assert result.origin["op"] == "log"
+    assert "not watched" not in result.stderr
+
+
 def test_a_command_that_can_be_read_only_once_is_started(firstnan: Zygote, tmp_path: Path) -> None:
     text = "import subprocess, sys\nsubprocess.run(iter([sys.executable, '-c', '']), check=True)\nprint('done')\n"
     result = firstnan(["run", script(tmp_path, text)], cwd=tmp_path)

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -68,10 +68,20 @@ def _run(words: list[str]) -> int:
         what = "module" if parsed.module else "script"
         taken = f" ({options[-1]!r} is the value of {options[-2]})" if options[-2:-1] and options[-2] in _VALUED else ""
         raise UsageError(f"no {what} given{taken}: firstnan run [options] {'-m ' * parsed.module}{what} [arguments]")
-    return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module))
+    given = [word for word in options if word != "-m"]
+
+    def watched(words: list[str]) -> list[str] | None:
+        command = startup.Command.of(words[1:])
+        return [words[0], *command.watched_with(given)] if command is not None else None
+
+    return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module), watched)
 
 
-def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
+def _investigate(
+    parsed: argparse.Namespace,
+    program: runner.Program,
+    watched: Callable[[list[str]], list[str] | None] = lambda words: None,
+) -> int:
     # Absolute paths, since the program may change its working directory.
     json, output = _writable(parsed.json), _writable(_known_format(parsed.output))
     from firstnan.engine.investigation import Investigation, Options
@@ -98,6 +108,7 @@ def _investigate(parsed: argparse.Namespace, program: runner.Program) -> int:
         if_trained=parsed.if_trained or launches,
         logs=_csv_log(parsed.csv),
         live=parsed.live,
+        watched=watched,
     )
     return runner.run(program, Investigation(options))
 

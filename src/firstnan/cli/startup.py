@@ -73,9 +73,12 @@ class Command:
 
     def watched(self, setting: str) -> list[str]:
         """The arguments of python that run and watch this program."""
-        output = [] if setting == "1" else ["-o", setting]
+        return self.watched_with(["--if-trained", *([] if setting == "1" else ["-o", setting])])
+
+    def watched_with(self, options: Sequence[str]) -> list[str]:
+        """The same with these options of `firstnan run`."""
         module = ["-m"] if self.is_module else []
-        return [*self.options, "-m", "firstnan", "run", "--if-trained", *output, *module, "--", *self.program]
+        return [*self.options, "-m", "firstnan", "run", *options, *module, "--", *self.program]
 
 
 def _split(words: Sequence[str]) -> tuple[tuple[str, ...], int | None, bool]:

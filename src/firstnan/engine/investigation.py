@@ -95,6 +95,8 @@ class Options:
     if_trained: bool = False
     """Whether this may be any process of a job, such as its launcher: a clean report is written only if it trained,
     and not over the report of another process."""
+    watched: Callable[[list[str]], list[str] | None] = lambda words: None
+    """The words that start and watch the program which these words of python start; None if there is none."""
 
 
 class Investigation:
@@ -140,11 +142,19 @@ class Investigation:
             self.start.follow(self.order)
         before_leaving(self._left_at_once)
         if not self.options.if_trained:  # otherwise python watches the next program too, if it is one of python's
-            before_replacing(lambda name: say(f"the program replaces itself with {name}, which is not watched"))
+            before_replacing(self._replaced_by_program)
             before_starting(self._started_by_program)
         if self.order is None:
             self.workers.watch_spawned(program_directories(self.options.program), tries=self._tries)
         when_imported("torch", self._torch_imported)
+
+    def _replaced_by_program(self, path: str, words: list[str]) -> list[str]:
+        """What the program replaces itself with; watched as well if it is the same python with a program."""
+        is_same = self.order is None and os.path.abspath(path) == os.path.abspath(sys.executable)
+        again = self.options.watched(words) if is_same else None
+        if again is None:
+            say(f"the program replaces itself with {path}, which is not watched")
+        return again or words
 
     def replays_here(self) -> bool:
         return self.watch is not None and self.watch.session.in_child

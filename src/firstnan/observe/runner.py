@@ -543,19 +543,20 @@ def before_starting(act: Callable[[list[str]], None]) -> None:
     when_imported("subprocess", follow)
 
 
-def before_replacing(act: Callable[[str], None]) -> None:
-    """Has `act` called with the name of the program by which this process replaces itself."""
+def before_replacing(act: Callable[[str, list[str]], list[str]]) -> None:
+    """Has `act` called with the program by which this process replaces itself, and its words; it returns them."""
     replace, process = os.execve, os.getpid()
     replace_plain = os.execv
 
+    def words(path: Any, argv: Any) -> Any:
+        argv = list(argv)
+        is_text = all(isinstance(word, str) for word in argv)
+        return act(os.fsdecode(path), argv) if os.getpid() == process and is_text else argv
+
     def execve(path: Any, argv: Any, env: Any) -> NoReturn:
-        if os.getpid() == process:
-            act(os.fsdecode(path))
-        replace(path, argv, env)
+        replace(path, words(path, argv), env)
 
     def execv(path: Any, argv: Any) -> NoReturn:
-        if os.getpid() == process:
-            act(os.fsdecode(path))
-        replace_plain(path, argv)
+        replace_plain(path, words(path, argv))
 
     os.execve, os.execv = execve, execv
