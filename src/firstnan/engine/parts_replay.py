@@ -21,7 +21,7 @@ from firstnan.records import Noticed
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
 
-_HOW = "the {} batches of this step were run again one by one"
+HOW = "the {} batches of this step were run again one by one"
 _MOST = 4
 """How many turns and calls are tried."""
 
@@ -39,9 +39,11 @@ def ways(session: Session, failure: StepFailure) -> Iterator[PartsReplay]:
 class PartsReplay(TurnReplay):
     """Runs a turn again with one batch of the step after the other, until the gradients are bad."""
 
-    def __init__(self, session: Session, failure: StepFailure, turn: Turn, *, batch: Any = None) -> None:
+    def __init__(
+        self, session: Session, failure: StepFailure, turn: Turn, *, start: int = 0, batch: Any = None
+    ) -> None:
         """`batch`: the batch that is to blame with some samples replaced; only this one is used then."""
-        super().__init__(session, failure, turn, traced=batch is None, batch=batch)
+        super().__init__(session, failure, turn, start=start, traced=batch is None, batch=batch)
         self._backwards_of_step = session.backwards
         self._parts = session.handouts.parts(session.backwards)
         self._number = self._made = 0
@@ -104,7 +106,7 @@ class PartsReplay(TurnReplay):
         if bad and not self._traced:
             self._failed = True
         elif bad:
-            how = _HOW.format(len(self._parts))
+            how = HOW.format(len(self._parts))
             report = session.microscope.conclude(Noticed("gradient"), bad, [], how)
             if report is not None and len(bad) > len(failure.trip.tensors):
                 report = report.with_other_numbers()

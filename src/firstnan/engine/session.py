@@ -27,6 +27,7 @@ from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
 from firstnan.engine.conclude import AS_IT_RAN, bad_values, diverged
 from firstnan.engine.handouts import FirstBatch, Handouts
+from firstnan.engine.kept_turns import KeptTurns
 from firstnan.engine.loop_replay import LoopReplay, StepFailure, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
 from firstnan.engine.parts_replay import PartsReplay
@@ -168,6 +169,7 @@ class Session(Observer):
         self._unused_losses, self._backward_called = UnusedLosses(ownership.owns), False
         """Looks for bad losses that the loop skips; and whether backward was called since the last batch."""
         self.backwards = self._batches_at_backward = self._backwards_at_update = 0
+        self._kept_turns = KeptTurns()
         """How many backward calls the current step has made."""
         self._bad_after: int | None = None
         """The backward call of a traced step after which the gradients were non-finite for the first time."""
@@ -554,6 +556,9 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.update_ended()
             return
+        self._kept_turns.end()
+        if self._kept_turns.is_on is None and self.backwards_since_update > 1 and self.handouts.latest is None:
+            self._kept_turns.is_on = not world().is_alone
         self._backwards_at_update = self.backwards
         if self.gate.news:
             self._tell_forecasts()
@@ -643,6 +648,8 @@ class Session(Observer):
             self._restart.backward_begins()
         self.live.backward_begins()
         self._backward_called = True
+        if self._kept_turns.is_on and self._replay is None:
+            self._kept_turns.backward_begins(frame)
         self.backwards += 1
         if self._bad_after is not None and not self.bad_gradients():
             self._bad_after = None  # The program has cleared them: what is bad at the end comes from a later batch.
@@ -1229,7 +1236,8 @@ class Session(Observer):
 
     def accumulated(self, failure: StepFailure) -> Iterator[PartsReplay]:
         """Replays that tell which batch of a step with several is to blame."""
-        return parts_replay.ways(self, failure)
+        yield from parts_replay.ways(self, failure)
+        yield from self._kept_turns.ways(self, failure)
 
     def has_source(self, trip: Trip) -> bool:
         """Whether a replay that needs no loop can explain this."""

@@ -670,7 +670,7 @@ def calls_around(frame: FrameType | None, owns: Callable[[CodeType], bool]) -> l
     users = [i for i, one in enumerate(frames) if owns(one.f_code)]
     found: list[Turn] = []
     for one in frames[: users[-1] + 1] if users else []:
-        if _is_left_out(one.f_code):
+        if is_left_out(one.f_code):
             continue
         if _turns_of(one, one.f_lineno) or len(found) == _MOST_FUNCTIONS:
             break
@@ -724,7 +724,7 @@ def _turns_in(frames: list[tuple[FrameType, int]], owns: Callable[[CodeType], bo
 
 def _turns_of(frame: FrameType, line: int) -> list[Turn]:
     code = frame.f_code
-    if _is_left_out(code):
+    if is_left_out(code):
         return []
     tree = parsed("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     loops = _loops_around(tree, code, line) if tree is not None and line else []
@@ -733,7 +733,15 @@ def _turns_of(frame: FrameType, line: int) -> list[Turn]:
     return [Turn(code.co_filename, loop, line, code, names) for loop in loops]
 
 
-def _is_left_out(code: CodeType) -> bool:
+def turn_at(code: CodeType, line: int, variables: dict[str, Any], names: dict[str, Any]) -> Turn | None:
+    """The innermost loop of a function around a line, or the function itself, with these names."""
+    tree = parsed("".join(linecache.getlines(code.co_filename, variables)))
+    loops = _loops_around(tree, code, line) if tree is not None else []
+    loop = loops[0] if loops else _function(tree, code) if tree is not None else None
+    return Turn(code.co_filename, loop, line, code, names) if loop is not None else None
+
+
+def is_left_out(code: CodeType) -> bool:
     """Whether this is code of torch, of Python or of ours, or of what runs the program."""
     path = os.path.realpath(code.co_filename)
     if path.startswith((_OURS, _TORCH)) and not path.startswith(_programs()):
