@@ -442,6 +442,27 @@ ACCUMULATES = """
 """
 
 
+ALONE = """
+    import time
+
+    MODEL
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(3):
+        x = torch.rand(4, 6, generator=draw)
+        if step == 2 and rank == 1:
+            x = CHANGED
+        loss = (model(x).square().sum(1).log() + 20).mean()  # alone
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    came = False
+    for _ in range(120):  # less than a rank is waited for
+        came = came or os.path.exists("out.json")
+        time.sleep(0 if came else 0.1)
+    print(came)
+"""
+
+
 @dataclass(frozen=True)
 class Job:
     """Starts the ranks of a program as a launcher does, in forks of a process that has torch already."""
@@ -787,6 +808,16 @@ def test_ranks_that_do_not_come() -> None:
     assert [one is not None for one in found] == [False, False, True, False]
     assert found[2] is not None
     assert [one.what for one in found[2].ranks] == ["unknown", "received", "created", "unknown"]
+
+
+@pytest.mark.parametrize(("model", "changed"), [("DDP(net.eval())", "x[:0]"), ("net.eval()", "x * float('nan')")])
+def test_a_failure_that_others_get_nothing_of_is_answered_at_once(job: Job, model: str, changed: str) -> None:
+    """Finite gradients of an empty batch; and those that are exchanged with nobody."""
+    job(ALONE.replace("MODEL", f"model = {model}").replace("CHANGED", changed), options="--verify 0")
+    found = job.answer()
+    assert (found["rank"], found["step"]) == (1, 2)
+    assert [one["what"] for one in found["ranks"]] == ["unknown", "created"]
+    assert (job.folder / "0.out").read_text() == "True\n"
 
 
 def test_ranks_that_got_nothing_of_it_are_not_waited_for() -> None:

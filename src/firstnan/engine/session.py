@@ -46,10 +46,12 @@ from firstnan.engine.policies import (
 )  # fmt: skip
 from firstnan.engine.ranks import keep_store, world
 from firstnan.engine.rates import come_first, with_rate_sites
+from firstnan.engine.replicas import data_parallel_models
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import Turn, calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.gradient_checks import LATE
+from firstnan.observe.collectives import collectives
 from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
@@ -194,6 +196,7 @@ class Session(Observer):
         self._holds = False
         self._held: tuple[Report, bool] | None = None
         """Whether the policy has to wait for other ranks, and what it will decide on."""
+        self._collectives_at_trip = 0
         self.reaches_others = True
         """Whether other ranks may have got something non-finite from this one."""
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -990,7 +993,10 @@ class Session(Observer):
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
-        self._holds = trip.noticed.what == "loss" and not world().is_alone
+        self._holds, self._collectives_at_trip = (
+            trip.noticed.what == "loss" and not world().is_alone,
+            collectives.called,
+        )
         try:
             is_used = self.handouts.settle_on_used(values_around(sys._getframe()))
             if not is_used and self.values is None and not self.through_loop:
@@ -1302,7 +1308,8 @@ class Session(Observer):
         """The backward call that other ranks have waited for is over: the policy decides what was put off."""
         if self._held is not None and not self._shares_weights(optimizer):  # otherwise this is only a part of them
             gradients = (p.grad for p in parameters_of(optimizer))
-            self.reaches_others = any(g is not None and not is_finite(g) for g in gradients)
+            exchanged = bool(data_parallel_models()) or collectives.called > self._collectives_at_trip
+            self.reaches_others = exchanged and any(g is not None and not is_finite(g) for g in gradients)
         self._holds, held, self._held = False, self._held, None
         self.policy.released()
         failure, self._deferred = self._deferred, None
