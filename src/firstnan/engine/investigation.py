@@ -518,7 +518,8 @@ class Investigation:
             return
         self.seconds, report = time.monotonic() - self.began, session.complete(report)
         self.ranks.join()
-        if self.ranks.are_many and not self._is_first_of_ranks(report, by_all=session.reaches_others):
+        by_all = session.reaches_others or report.origin is None  # it may have come from another
+        if self.ranks.are_many and not self._is_first_of_ranks(report, by_all=by_all):
             self.ranks.termination.obey(goes_on=session.is_detected)
             return
         at_step = StepTrials(session, session.failure) if session.failure is not None else None
