@@ -309,7 +309,7 @@ def test_nobody_waits_forever_for_a_program_that_was_stopped(stage: MakeStage) -
     check(wrong, on.new_files(), outcome.wrong_answer(9), outcome.leftovers())
 
 
-@pytest.mark.parametrize("how", ["thread", "pool", "two", "fork", "spawn"])
+@pytest.mark.parametrize("how", ["thread", "pool", "fork", "spawn"])
 def test_a_training_outside_the_main_thread(stage: MakeStage, how: str) -> None:
     on = stage("elsewhere.py")
     bare = on.bare(how)
@@ -321,9 +321,6 @@ def test_a_training_outside_the_main_thread(stage: MakeStage, how: str) -> None:
         wrong += expect(any(fix["failing_step_finite"] for fix in fixes), f"no fix was tried there: {fixes}")
     else:
         wrong = differences(read(on.project), read(bare), 8) + outcome.wrong_answer(8)
-    notes = outcome.report["notes"] if outcome.report is not None else []
-    wrong += expect(("another thread" in str(notes)) == (how == "two"), f"{notes}")
-    wrong += expect("caught the SystemExit" not in str(notes), f"{notes}")
     if how != "pool":  # what a pool's thread raises comes out again in the main program, which ends there
         wrong += expect(len(done(on.project)) == 1, "the main program did not end as it does")
     check(wrong, on.new_files(), outcome.leftovers())

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -780,3 +781,25 @@ def test_a_step_that_the_program_discards_itself_costs_no_later_one(through_batc
     watched, detector = trained(lambda model, optimizer: NaNDetector(model, optimizer, on_nonfinite="skip"))
     assert all(map(torch.equal, bare, watched))
     assert (detector.report.step, detector.summary()["skipped"]) == (2, 1)
+
+
+def test_a_stop_counts_as_caught_only_in_the_thread_that_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from firstnan.engine.policies import EndProgram, Stop
+    from firstnan.records import Report
+
+    monkeypatch.setattr("firstnan.engine.policies.stop_begins", lambda: None)
+    policy, told = EndProgram(lambda report: None), list[bool]()
+    session: Any = SimpleNamespace(
+        in_worker=False, report=None, let_go=lambda *, in_other_thread: told.append(in_other_thread)
+    )
+    policy.explain = lambda session, report: None  # type: ignore[method-assign]
+    session.leave_to_detector = lambda: False
+    with pytest.raises(Stop):
+        policy.settle(session, Report("nonfinite", 3), True)
+    policy.goes_on(session)
+    other = threading.Thread(target=policy.goes_on, args=(session,))
+    other.start()
+    other.join()
+    assert told == [False, True]

@@ -35,28 +35,6 @@ def in_pool():
         pool.submit(train, "steps.log").result()
 
 
-def in_two():
-    """Another thread trains on, in good health."""
-    stopped = threading.Event()
-
-    def other():
-        weight = torch.ones(2, requires_grad=True)
-        opt = torch.optim.SGD([weight], lr=0.1)
-        while not stopped.is_set():
-            opt.zero_grad()
-            weight.square().sum().backward()
-            opt.step()
-            stopped.wait(0.02)
-        for _ in range(3):
-            opt.step()
-
-    worker = threading.Thread(target=other)
-    worker.start()
-    in_thread()
-    stopped.set()
-    worker.join()
-
-
 def in_process(method):
     worker = multiprocessing.get_context(method).Process(target=train, args=("steps.log",))
     worker.start()
@@ -69,8 +47,6 @@ if __name__ == "__main__":
         in_thread()
     elif how == "pool":
         in_pool()
-    elif how == "two":
-        in_two()
     else:
         in_process(how)
     with open("done.txt", "a") as f:
