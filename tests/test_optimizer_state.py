@@ -52,6 +52,31 @@ def test_large_gradients_that_do_not_overflow_are_not_noticed() -> None:
     assert trained(optimizer, model, gate, steps=3, scale=1e16) == []
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_infinite_weights_that_are_not_trained_are_the_programs_own(kind: Any) -> None:
+    model, gate = nn.Embedding(4, 3), Gate()
+    with torch.no_grad():
+        model.weight[0] = -torch.inf
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def step(row: int) -> list[Any]:
+        optimizer.zero_grad()
+        loss = model(torch.tensor([1, row])).square().mean()
+        gate.backward_begins([loss])
+        loss.backward()
+        seen = [*gate.check_update(optimizer, False)]
+        gate.update_begins(optimizer)
+        optimizer.step()
+        return [trip.noticed.what for trip in (*seen, *gate.update_ended(optimizer))]
+
+    assert [step(2) for _ in range(3)] == [[], [], []]
+    optimizer.zero_grad()
+    assert gate.remaining_nonfinite() is None
+    with torch.no_grad():
+        model.weight[3] = torch.nan
+    assert step(2) == ["parameter"]
+
+
 @pytest.mark.parametrize("frugal", [False, True])
 def test_state_that_went_bad_otherwise_is_noticed_after_some_updates(frugal: bool) -> None:
     optimizer, model, _ = adam()

@@ -333,7 +333,8 @@ class Gate:
             size = self._size(parts, _PARAMETER)
         safe, self._closely, self._is_safe = self._is_safe, False, False
         rate = learning_rate_of(optimizer)
-        known = size if whole else None
+        bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
+        known = size if whole and (bad or size is None or math.isfinite(size)) else None
         track = self._histories.track(optimizer)
         if self._sample is None:
             track.add((step, loss, self.norm, rate, known))
@@ -349,7 +350,6 @@ class Gate:
             track.weights = known
         self._loss = None
         trips: list[Trip] = []
-        bad = _bad_parameters(optimizer, rounds) if size is not None and not math.isfinite(size) else []
         if bad:
             trips.append(Trip(_PARAMETER, bad, before_update=False))
         elif not safe and self._is_state_due(optimizer, step):
@@ -764,7 +764,22 @@ class WeightSample:
 
 def _bad_parameters(optimizer: Any, rounds: ParameterRotation) -> list[Tensor]:
     # A parameter that never had a gradient is not trained, so its values do not matter.
-    return [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
+    bad = [p for p in parameters_of(optimizer) if id(p) in rounds.trained and not is_finite(p)]
+    rounds.infinite.update(id(p) for p in bad if id(p) not in rounds.infinite and _is_infinite_untrained(optimizer, p))
+    return [p for p in bad if id(p) not in rounds.infinite or bool(p.isnan().any())]
+
+
+def _is_infinite_untrained(optimizer: Any, parameter: Tensor) -> bool:
+    """Whether the update cannot have made it infinite: these elements have no gradient, and never had one.
+
+    The program has written that itself, such as -inf for what is never to be chosen.
+    """
+    if parameter.grad is None or not is_plain(parameter):
+        return False
+    infinite, gradient = parameter.detach().isinf(), parameter.grad.detach()
+    kept = [value for p, _, value in state_tensors(optimizer) if p is parameter]
+    moved = [gradient if gradient.layout is torch.strided else gradient.to_dense(), *kept]
+    return not bool(parameter.detach().isnan().any()) and not any(bool(t[infinite].any()) for t in moved)
 
 
 def _is_bad(slot: Slot, buffer: Tensor | None) -> bool:

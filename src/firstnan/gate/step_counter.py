@@ -194,6 +194,8 @@ class ParameterRotation:
     def __init__(self, thorough: bool) -> None:
         self._thorough = thorough
         self.trained: set[int] = set()
+        self.infinite: set[int] = set()
+        """Parameters with infinite elements that are not trained."""
         self._chunks: list[tuple[int, int, int]] = []
         self._shape: tuple[int, int] = (-1, -1)
         self._next = 0
