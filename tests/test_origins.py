@@ -85,6 +85,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "note": "the random numbers drawn in this step, or the data that they choose, are the reason: the step fails "
         "with other samples too, and is finite with other random numbers",
     },
+    "replay_buffer": {"bad_samples": [7], "confirmed": True},
     "json_rows": {"bad_samples": [3], "dataset_indices": [43]},
     "list_slices": {"bad_samples": [3], "confirmed": True, "size": 4, "unit": "sample"},
     "inline_slices": {"bad_samples": [3], "confirmed": True, "size": 8},
@@ -268,6 +269,53 @@ def test_a_variable_that_is_assigned_again_passes_on_what_it_held() -> None:
     passed_on = lines.source_of(__file__, first + 3)
     assert passed_on is not None
     assert resolve(passed_on.spot).line == first + 2
+
+
+class Table(dict[str, Any]):
+    """What a data frame has in common with one of pandas."""
+
+    columns = property(dict.keys)
+
+
+Table.__module__ = "pandas.core.frame"
+
+
+def test_a_column_of_a_table_is_followed_by_itself() -> None:
+    def table() -> Any:
+        data = Table(a=np.ones(3), b=np.array([1.0, 0.0, 2.0]), when=np.array(["NaT", "2024-01-01"], "M8[D]"))
+        with np.errstate(all="ignore"):
+            data["empty"] = np.log(-data["a"])
+            data["ratio"] = data["a"] / data["b"]
+        data["share"] = data["ratio"] / 2
+        other = Table(data)
+        x = torch.tensor(other["share"])
+        y = torch.tensor(data["empty"])
+        return x, y
+
+    lines, first = watched(table), table.__code__.co_firstlineno
+    names = ["data['when']", "data['empty']", "data['ratio']"]
+    assert offset(table, lines) == list(zip((1, 3, 4), names, strict=True))
+    assert [getattr(lines.source_of(__file__, first + n), "name", "") for n in (7, 8)] == [names[2], names[1]]
+
+
+def test_a_comprehension_passes_on_what_its_function_or_its_statement_has_read() -> None:
+    def scaled(row: Any) -> Any:
+        with np.errstate(all="ignore"):
+            z = row / row.std()
+        return z.mean()
+
+    def features(rows: Any) -> Any:
+        return np.stack([scaled(row) for row in rows])
+
+    def kept(rows: Any) -> Any:
+        return [torch.from_numpy(part * 2) for part in (rows, rows)]
+
+    assert offset(scaled, watched(lambda: features([np.arange(3.0), np.ones(3), np.arange(3.0)]))) == [(2, "z")]
+    bad, good = np.full(3, np.nan), np.ones(3)
+    for rows, passed_on in ((bad, True), (good, False)):
+        lines = watched(lambda rows=rows: kept(rows))  # type: ignore[misc]
+        assert lines.lines == []
+        assert lines.passes_on(__file__, kept.__code__.co_firstlineno + 1) is passed_on
 
 
 def test_a_method_that_keeps_it_in_its_object() -> None:

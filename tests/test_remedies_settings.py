@@ -246,6 +246,23 @@ def test_an_eps_is_only_raised(eps: str, proposes: bool, tmp_path: Path) -> None
     assert [r.title for r in remedies] == (["Use eps=1e-8"] if proposes else [])
 
 
+@pytest.mark.parametrize(
+    ("nan", "first"),
+    [(2, 'table = table.dropna(subset=["hum"])'), (30, 'table["hum"] = table["hum"].fillna(table["hum"].median())')],
+)
+def test_missing_values_of_a_column_are_left_out_or_filled_in_right_after_it(
+    nan: int, first: str, tmp_path: Path
+) -> None:
+    file, call = tmp_path / "train.py", 'table = pd.read_csv("a.csv")'
+    file.write_text(f"import pandas as pd\n{call}\n")
+    made = Site(str(file), 2, 0, 2, len(call), code=call)
+    s = TensorStat("table['hum']", (100,), "float64", nan=nan)
+    origin = Origin("input", "", "", site=made, inputs=(s,), produced=s, role="input", label=s.name)
+    remedies = propose(origin, Trace(), History(), [Cause("nan_input", "", "")])
+    assert f"\n {call}\n+{first}" in remedies[0].diff
+    assert not any("nan_to_num" in r.diff for r in remedies)
+
+
 def test_a_schedule_whose_rate_a_helper_assigns(tmp_path: Path) -> None:
     file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
     file.write_text(f"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from firstnan.observe.sites import Ownership, Spot, names_read, names_written, resolve
+from firstnan.observe.sites import Ownership, Spot, columns_read, names_read, names_written, resolve
 from firstnan.tensors.finite import is_finite, readable
 
 _MOST_PARTS = 1024
@@ -28,6 +29,9 @@ _SMALL = 4096
 _LARGE = 1 << 20
 _MOST_OBJECTS = 256
 _MOST_ROWS = 64
+_MOST_COLUMNS = 256
+_WITH_GAPS = "fmM"
+"""The kinds of numbers that may be missing: floats, times and dates."""
 RETURNED = "returned"
 _LITERAL = re.compile(r"(^|[^a-z_])(nan|inf|infinity)([^a-z_]|$)", re.IGNORECASE)
 
@@ -69,6 +73,8 @@ class _Frame:
     """How many values were noted before the statement that runs: what it calls notes more."""
     returned: tuple[int, ...] | None = None
     """The lines that a non-finite value comes from that a function has returned to the statement that runs."""
+    around: tuple[int, ...] | None = None
+    """In a comprehension: the lines that what the statement around it reads comes from."""
     trail: deque[Spot] = field(default_factory=lambda: deque(maxlen=3))
     """The last lines before."""
 
@@ -111,6 +117,10 @@ class LineWatch:
         """The first line that the non-finite values come from which the statement on this line has assigned."""
         found = [self.lines[i] for i in self._sources.get((file, line), ())]
         return min((f for f in found if not f.is_literal), key=lambda f: f.is_number, default=None)
+
+    def passes_on(self, file: str, line: int) -> bool:
+        """Whether the non-finite values of this line were bad before anything was watched."""
+        return self._sources.get((file, line)) == ()
 
     def source_in(self, tensors: Iterable[Tensor]) -> BadLine | None:
         """The line that made what one of these tensors holds, as a whole or in a row; None if several may have."""
@@ -179,16 +189,18 @@ class LineWatch:
         goes_on = frame.f_code.co_flags & _GENERATORS and before is not None and before.spot[0] is frame.f_code
         if not goes_on:
             known = self._frames[id(frame)] = _Frame((frame.f_code, frame.f_lasti))
-            # What comes in bad is what the statement that calls has read.
+            # What comes in bad is what the statement that calls has read, or what another function returned to it.
             caller = self._frames.get(id(frame.f_back))
-            came = self._read_by(caller) if caller is not None else None
+            came = None if caller is None else self._read_by(caller)
+            came = caller.returned if came is None and caller is not None else came
+            known.around = came if frame.f_code.co_name in _COMPREHENSIONS else None
             self._begin(frame, known, came or ())
 
     def _begin(self, frame: FrameType, known: _Frame, came: tuple[int, ...]) -> None:
         """Notes what is non-finite before the first line of a function that is watched."""
         found = self._bad(frame, known)
-        known.bad = {name: self._objects.get(id(value), (None, came))[1] for name, value in found.items()}
-        known.held = {name: id(value) for name, value in found.items()}
+        known.bad = {name: self._objects.get(_identity(value), (None, came))[1] for name, value in found.items()}
+        known.held = {name: _identity(value) for name, value in found.items()}
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
@@ -213,24 +225,25 @@ class LineWatch:
             known.trail.append(known.spot)
             self._returns(frame, known, arg)
         known.trail.append(known.spot)
-        known.spot, known.returned = (frame.f_code, frame.f_lasti), None
+        known.spot = frame.f_code, frame.f_lasti
         if known.line != frame.f_lineno:  # each turn of a comprehension is an event of the same line
-            known.line, known.noted = frame.f_lineno, len(self._values)
+            known.line, known.noted, known.returned = frame.f_lineno, len(self._values), None
 
     def _assigned(self, frame: FrameType, known: _Frame) -> None:
         """Notes which variables the last line has made bad."""
         bad = self._bad(frame, known)
-        new = [name for name in bad if known.held.get(name) != id(bad[name])]
-        known.held = {name: id(value) for name, value in bad.items()}
-        if new:
-            name = new[0]
-            came = self._source(known, bad[name])
+        new = [name for name in bad if known.held.get(name) != _identity(bad[name])]
+        known.held = {name: _identity(value) for name, value in bad.items()}
+        found: dict[str, tuple[int, ...]] = {}
+        for name in new:
+            came = self._source(known, bad[name], name)
             if came is None:
                 came = self._made(known.spot, name, bad[name])
+            found[name] = came
             self._note(known.spot, came, bad[name])
-            known.bad.update(dict.fromkeys(new, came))
             if len(self._objects) < _MOST_OBJECTS:
-                self._objects.update({id(bad[one]): (bad[one], came) for one in new})
+                self._objects[_identity(bad[name])] = bad[name], came
+        known.bad.update(found)
         for name in [name for name in known.bad if name not in bad]:
             del known.bad[name]
 
@@ -268,20 +281,31 @@ class LineWatch:
             before = self._sources.get((site.file, line), ())
             self._sources[site.file, line] = tuple(dict.fromkeys((*before, *came)))
 
-    def _source(self, known: _Frame, value: Any) -> tuple[int, ...] | None:
+    def _source(self, known: _Frame, value: Any, name: str = "") -> tuple[int, ...] | None:
         """Where a bad value of a statement comes from; None if all that it has read was finite."""
-        if known.returned is not None:
-            return known.returned
-        if id(value) in self._objects:
-            return self._objects[id(value)][1]
-        came = self._read_by(known) if known.bad else None
-        return came if came is not None else self._noted_in(value, known.noted)
+        came = known.returned
+        if came is None and _identity(value) in self._objects:
+            return self._objects[_identity(value)][1]
+        if came is None and known.bad:
+            came = self._read_by(known, _in_table(name)[1])
+        if came is None:
+            came = known.around
+        if came is None:
+            return self._noted_in(value, known.noted)
+        # A table is passed on with all its columns, and this may be one of them.
+        return tuple(i for i in came if len(came) > 1 and _is_same(self.lines[i].value, value)) or came
 
-    def _read_by(self, known: _Frame) -> tuple[int, ...] | None:
-        """The same without what functions have returned to it."""
-        names = names_read(known.spot)
-        read = [came for name, came in known.bad.items() if name in names]
-        return tuple(dict.fromkeys(i for came in read for i in came)) if read else None
+    def _read_by(self, known: _Frame, column: str = "") -> tuple[int, ...] | None:
+        """The same without what functions have returned to it; a `column` comes from that of the same name, if read."""
+        names, columns = names_read(known.spot), columns_read(known.spot)
+        read: dict[str, list[tuple[int, ...]]] = {}
+        for name, came in known.bad.items():
+            table, one = _in_table(name)
+            if table in names and (not one or one in columns.get(table, (one,))):
+                read.setdefault(one, []).append(came)
+        all_of_them = read.get(column) if column else None
+        found = all_of_them or [came for several in read.values() for came in several]
+        return tuple(dict.fromkeys(i for came in found for i in came)) if found else None
 
     def _bad(self, frame: FrameType, known: _Frame) -> dict[str, Any]:
         """The non-finite variables of a function, and attributes of the object whose method it is."""
@@ -289,16 +313,17 @@ class LineWatch:
         for name, value in _variables(frame):
             if type(value) in _PLAIN:
                 continue
-            version = _version(value)
-            was_read = version is not None and known.seen.get(name) == (id(value), version)
-            if was_read and (isinstance(value, Tensor) or name not in written or not self._reads_again(known, name)):
+            version, identity = _version(value), _identity(value)
+            was_read = version is not None and known.seen.get(name) == (identity, version)
+            changed = not isinstance(value, Tensor) and _in_table(name)[0] in written
+            if was_read and not (changed and self._reads_again(known, name)):
                 continue
             part = _first_bad(value)
             if part is not None:
                 bad[name] = part
                 known.seen.pop(name, None)
             elif version is not None:
-                known.seen[name] = (id(value), version)
+                known.seen[name] = (identity, version)
         return bad
 
     def _reads_again(self, known: _Frame, name: str) -> bool:
@@ -308,10 +333,49 @@ class LineWatch:
 
 
 _PLAIN = frozenset({int, str, bool, bytes, type(None), type, ModuleType, FunctionType, BuiltinFunctionType})
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Variables and attributes by their names; of a table, each of its columns."""
+    for name, value in _plain_variables(frame):
+        if _is_table(value):
+            yield from ((f"{name}[{column!r}]", values) for column, values in _columns(value))
+        else:
+            yield name, value
+
+
+def _in_table(name: str) -> tuple[str, str]:
+    """The table and the column that a name means; no column if it is no table."""
+    table, _, column = name.partition("[")
+    return table, column.removesuffix("]")
+
+
+def _is_table(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "columns")
+
+
+def _columns(table: Any) -> Iterator[tuple[Any, Any]]:
+    for column, values in itertools.islice(table.items(), _MOST_COLUMNS):
+        array = _array(values)
+        if getattr(getattr(array, "dtype", None), "kind", "") in _WITH_GAPS:
+            yield column, array
+
+
+def _array(value: Any) -> Any:
+    """The numpy array in a column of a table, the same each time; anything else as it is."""
+    return getattr(getattr(value, "array", None), "_ndarray", value) if hasattr(value, "__array__") else value
+
+
+def _identity(value: Any) -> int:
+    """A number for the object; for an array that of its memory: a column is another object each time it is read."""
+    if type(value).__name__ == "ndarray":
+        return int(value.__array_interface__["data"][0])
+    return id(value)
+
+
+def _plain_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
     code = frame.f_code
     yield from list(frame.f_locals.items())
     owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount and code.co_name != "<module>" else None
@@ -358,6 +422,10 @@ def _bad_rows(t: Tensor) -> Tensor:
     return t[(~torch.isfinite(t)).reshape(len(t), -1).any(1).nonzero().flatten()[:_MOST_ROWS]]
 
 
+def _is_same(noted: Tensor, value: Any) -> bool:
+    return noted.shape == getattr(value, "shape", ()) and _is_row(_as_tensor(value).double(), noted)
+
+
 def _is_row(row: Tensor, value: Tensor) -> bool:
     return torch.allclose(row, value.to(row.dtype), equal_nan=True)
 
@@ -375,6 +443,9 @@ def _first_bad(value: Any, depth: int = 2) -> Any:
                 if (found := _first_bad(part, depth - 1)) is not None:
                     return found
         return None
+    if _is_table(value):
+        return next((part for _, part in _columns(value) if _is_bad(part)), None)
+    value = _array(value)
     return value if _is_bad(value) else None
 
 
@@ -384,10 +455,11 @@ def _is_bad(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not is_finite(value)
     kind = getattr(getattr(value, "dtype", None), "kind", "")
-    if kind != "f" or not hasattr(value, "__array__"):
+    if kind == "O" and hasattr(value, "__array__") and value.size <= _MOST_COLUMNS:  # a row of a table
+        return any(isinstance(one, float) and not math.isfinite(one) for one in value.flat)
+    if not kind or kind not in _WITH_GAPS or not hasattr(value, "__array__"):
         return False
-    numpy = sys.modules["numpy"]
-    return not bool(numpy.isfinite(value).all())
+    return not bool(sys.modules["numpy"].isfinite(value).all())  # a date that is missing is not finite either
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -396,6 +468,10 @@ def _as_tensor(value: Any) -> Tensor:
         return value.detach().clone() if value.numel() <= _LARGE else value.detach()
     if isinstance(value, float):
         return torch.tensor(value)
+    if value.dtype.kind == "O":
+        value = sys.modules["numpy"].array([one if isinstance(one, float) else 0.0 for one in value.flat])
+    elif value.dtype.kind != "f":
+        value = sys.modules["numpy"].where(sys.modules["numpy"].isfinite(value), 0.0, math.nan)
     return torch.as_tensor(sys.modules["numpy"].array(value, copy=value.size <= _LARGE))
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -259,6 +260,46 @@ def _names_read(name: str, line: int, end_line: int) -> frozenset[str]:
         elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
     return frozenset(names)
+
+
+def columns_read(spot: Spot) -> Mapping[str, frozenset[str]]:
+    """The columns, as they are written, that the statement reads of variables which it reads only by columns."""
+    code, lasti = spot
+    line, end_line, _, _ = _positions(code, lasti)
+    return _columns_read(code.co_filename, line, end_line or line) if line is not None else {}
+
+
+@lru_cache(maxsize=4096)
+def _columns_read(name: str, line: int, end_line: int) -> Mapping[str, frozenset[str]]:
+    tree, (first, last) = _tree(name), _statement(name, line, end_line)
+    found: dict[str, set[str]] = {}
+    whole: set[str] = set()
+    by_column: set[ast.expr] = set()
+    for node in ast.walk(tree) if tree else ():  # a parent comes before its parts
+        if not first <= getattr(node, "lineno", 0) <= last:
+            continue
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript):
+            found.setdefault(ast.unparse(node.target.value), set()).update(_constants(node.target.slice) or ())
+        if isinstance(node, ast.Subscript):
+            table, key = node.value, node.slice
+            if isinstance(table, ast.Attribute) and table.attr in ("loc", "at") and isinstance(key, ast.Tuple):
+                by_column.add(table)
+                table, key = table.value, key.elts[-1]
+            columns = _constants(key)
+            if columns is not None:
+                by_column.add(table)
+                read = columns if isinstance(node.ctx, ast.Load) else ()
+                found.setdefault(ast.unparse(table), set()).update(read)
+        elif isinstance(node, ast.Name | ast.Attribute) and node not in by_column and isinstance(node.ctx, ast.Load):
+            whole.add(ast.unparse(node))
+    return {table: frozenset(columns) for table, columns in found.items() if table not in whole}
+
+
+def _constants(node: ast.expr) -> set[str] | None:
+    """The literals that this is, or is a list of."""
+    parts = node.elts if isinstance(node, ast.List) else [node]
+    found = {repr(part.value) for part in parts if isinstance(part, ast.Constant)}
+    return found if all(isinstance(part, ast.Constant) for part in parts) else None
 
 
 def names_written(spot: Spot) -> frozenset[str]:

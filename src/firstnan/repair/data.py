@@ -17,8 +17,11 @@ from firstnan.repair.literals import format_number
 from firstnan.repair.source import SourceFile, as_patch, insert_after, insert_before, replace_node
 
 FILLED = "Missing values become 0; all other values are unchanged."
+MEDIAN = "Missing values become the median of their column; all other values are unchanged."
 LEFT_OUT = "Samples with a bad value are left out of the loss; all others are unchanged."
 LOADS = ("torch.load", "numpy.load", "pickle.load", "joblib.load")
+_FEW = 0.1
+"""The share of a column up to which rows without a value are left out rather than filled in."""
 _OTHER_UNIT = 100.0
 """A number so many times larger than that of any other sample is hardly a measurement."""
 TABLES = ("numpy.genfromtxt", "numpy.loadtxt", "numpy.load", "numpy.fromfile", "numpy.memmap")
@@ -30,7 +33,8 @@ def _bad(context: FailureContext) -> TensorStat | None:
 
 @remedies_for("nan_label")
 def rows_left_out_of_the_step(context: FailureContext) -> Iterator[Remedy]:
-    """Samples without a usable target, left out at the start of the step."""
+    """Samples without a usable target, left out where their table is made, or at the start of the step."""
+    yield from _gaps_in_column(context, dropped=True)
     yield from _dropped_in_loop(context)
     yield from _dropped_from_table(context)
 
@@ -38,6 +42,10 @@ def rows_left_out_of_the_step(context: FailureContext) -> Iterator[Remedy]:
 @remedies_for("nan_input")
 def filled_in(context: FailureContext) -> Iterator[Remedy]:
     """Missing features, replaced where the data is computed or read; or their rows left out."""
+    stat = _bad(context)
+    few = stat is not None and stat.nan <= stat.numel * _FEW
+    for dropped in (few, not few):
+        yield from _gaps_in_column(context, dropped=dropped)
     yield from _filled_at_origin(context)
     yield from _dropped_from_table(context)
     yield from _filled_in_loop(context)
@@ -53,9 +61,32 @@ def targets_filled_in(context: FailureContext) -> Iterator[Remedy]:
 # --- where the data is computed ----------------------------------------------------------------------------------
 
 
+def _gaps_in_column(context: FailureContext, *, dropped: bool) -> Iterator[Remedy]:
+    """The rows of a table without a value in a column left out, or the column filled in, right after it is made."""
+    location, column = context.location, _column_of(context)
+    if location is None or column is None:
+        return
+    source, (table, name) = location.source, column
+    quote = max("'\"", key=source.text.count)
+    name = name.replace("'", quote)
+    if dropped:
+        line, title, what = f"{table} = {table}.dropna(subset=[{name}])", "Leave out rows with missing values", LEFT_OUT
+    else:
+        line = f"{table}[{name}] = {table}[{name}].fillna({table}[{name}].median())"
+        title, what = "Fill in missing values with the median", MEDIAN
+    edit = insert_after(source, source.statement(location.node), line)
+    yield context.remedy(title, what, edit, kind="data")
+
+
+def _column_of(context: FailureContext) -> tuple[str, str] | None:
+    """The table and the column, as they are written, that the bad value is in, if it is one with gaps."""
+    found, stat = re.fullmatch(r"([\w.]+)\[('\w+')\]", context.failure.origin.label), _bad(context)
+    return (found[1], found[2]) if found is not None and stat is not None and stat.nan else None
+
+
 def _filled_at_origin(context: FailureContext) -> Iterator[Remedy]:
     location, stat = context.location, _bad(context)
-    if location is None or _loop_of(location.source, location.node) is not None:
+    if location is None or _loop_of(location.source, location.node) is not None or _column_of(context) is not None:
         return
     if context.failure.origin.module_type:
         return  # a layer reads it there: its result would be filled in
