@@ -119,6 +119,17 @@ def test_infinities_from_outside(role: Role | None, stat: TensorStat, meant: boo
     assert (origin.op == "softmax" and origin.phase == "forward") is meant
 
 
+@pytest.mark.parametrize(("op", "phase"), [("mul", "input"), ("add", "forward")])
+def test_an_infinite_buffer_that_is_multiplied_with_is_no_mask(op: str, phase: str) -> None:
+    trace = Trace((
+        event(0, op, good(), bad(None, role="buffer", stat=INFINITE), out=INFINITE),
+        event(1, "addmm", bad(0), nan_from_inf=1),
+    ))  # fmt: skip
+    origin = blame(trace, [1]).origin
+    assert origin is not None
+    assert origin.phase == phase
+
+
 def test_an_accident_comes_before_the_nan_that_was_made_of_it() -> None:
     trace = Trace((
         event(0, "full", out=INFINITE, on_purpose=True, born=2),

@@ -95,7 +95,8 @@ class _Walk:
                 accidents.append(OriginCandidate(self._written(event) if event.on_purpose else event))
             for operand in event.inputs:
                 if operand.guilty and operand.producer is None:
-                    innocent = _intended(operand) and not (operand.role == "input" and self._is_fed_in(event))
+                    fed_in = operand.role == "input" and self._is_fed_in(event)
+                    innocent = _intended(operand) and not fed_in and not self._scales(event)
                     (on_purpose if innocent else accidents).append(OriginCandidate(event, operand))
             if event.nan_from_inf:
                 nan_makers.append(OriginCandidate(event))
@@ -112,6 +113,11 @@ class _Walk:
         """Whether weights are multiplied with it: a mask is added or selected."""
         first = next((e for e in self.chain(event.index) if e.op not in MASK_KEEPING), None)
         return first is not None and first.op in MATRIX_PRODUCTS | NORMALISERS
+
+    def _scales(self, event: OpEvent) -> bool:
+        """Whether it is in a buffer that is multiplied with: a mask is added or selects, a scale has overflowed."""
+        products = (e for e in self.chain(event.index) if e.op == "mul" and not e.nan_from_inf)
+        return any(o.guilty and o.role == "buffer" for e in products for o in e.inputs)
 
     def _is_data(self, event: OpEvent) -> bool:
         """Whether it is an infinity of the batch, although alone it looks intended: fed in, or among other numbers."""
