@@ -85,7 +85,6 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "note": "the random numbers drawn in this step, or the data that they choose, are the reason: the step fails "
         "with other samples too, and is finite with other random numbers",
     },
-    "replay_buffer": {"bad_samples": [7], "confirmed": True},
     "json_rows": {"bad_samples": [3], "dataset_indices": [43]},
     "list_slices": {"bad_samples": [3], "confirmed": True, "size": 4, "unit": "sample"},
     "inline_slices": {"bad_samples": [3], "confirmed": True, "size": 8},
@@ -311,11 +310,7 @@ def test_a_comprehension_passes_on_what_its_function_or_its_statement_has_read()
         return [torch.from_numpy(part * 2) for part in (rows, rows)]
 
     assert offset(scaled, watched(lambda: features([np.arange(3.0), np.ones(3), np.arange(3.0)]))) == [(2, "z")]
-    bad, good = np.full(3, np.nan), np.ones(3)
-    for rows, passed_on in ((bad, True), (good, False)):
-        lines = watched(lambda rows=rows: kept(rows))  # type: ignore[misc]
-        assert lines.lines == []
-        assert lines.passes_on(__file__, kept.__code__.co_firstlineno + 1) is passed_on
+    assert watched(lambda: kept(np.full(3, np.nan))).lines == []
 
 
 def test_a_method_that_keeps_it_in_its_object() -> None:

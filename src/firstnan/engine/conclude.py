@@ -230,10 +230,7 @@ class Evidence:
         if line is None and blamed is not None:  # it went through a library, as rows of a table do
             line = self.lines.source_in(t for _, t in tensors_in(blamed.batch))
         if line is None:
-            # What the line has read was bad already, so this step only shows where it is read.
-            passed_on = origin.event is not None and self.lines.passes_on(origin.site.file, origin.site.line)
-            event = replace(origin.event, born=0) if passed_on and origin.event is not None else origin.event
-            return replace(verdict, origin=replace(origin, event=event))
+            return verdict
         made, arrived = made_by(line), replace(origin.produced, name=origin.label) if origin.produced else None
         if made.site is None or (made.site.file, made.site.line) == (origin.site.file, origin.site.line):
             return verdict

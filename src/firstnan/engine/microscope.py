@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from time import monotonic
 from typing import Any
 
 from torch import Tensor
@@ -168,8 +167,6 @@ class Microscope:
         evidence = self.evidence(noticed, tensors)
         self.name_tensors()
         report = evidence.conclude(tracer, events, how)
-        if report is not None and self.lines is not None:
-            self.lines.end()
         if report is None and running:
             tracer.start()
         return report
@@ -185,7 +182,6 @@ class LiveTrace:
     def __init__(self, microscope: Microscope, *, from_update: int | None = None, block: bool = False) -> None:
         self._microscope, self._from_update, self._block = microscope, from_update, block
         self.on = False
-        self._reads_since = 0.0
 
     @property
     def tracer(self) -> Tracer | None:
@@ -221,22 +217,13 @@ class LiveTrace:
         tracer = self._microscope.tracer if self.on else None
         if tracer is None:
             return
-        if self._microscope.lines is not None and not self._reads_on():
+        if self._microscope.lines is not None:
             self._microscope.lines.end()
         if self._block:
             tracer.goes_on()
         else:
             tracer.follow()
             tracer.at(region="step")
-
-    def _reads_on(self) -> bool:
-        """Whether lines are watched in later steps: a program may keep what it makes, and train with it later.
-
-        Only for a while: every call in a library takes longer meanwhile.
-        """
-        now = monotonic()
-        self._reads_since = self._reads_since or now
-        return self._from_update is not None and now - self._reads_since < _MOST_SECONDS
 
     def optimizer_made(self) -> None:
         if self.tracer is not None and not self._block:

@@ -118,10 +118,6 @@ class LineWatch:
         found = [self.lines[i] for i in self._sources.get((file, line), ())]
         return min((f for f in found if not f.is_literal), key=lambda f: f.is_number, default=None)
 
-    def passes_on(self, file: str, line: int) -> bool:
-        """Whether the non-finite values of this line were bad before anything was watched."""
-        return self._sources.get((file, line)) == ()
-
     def source_in(self, tensors: Iterable[Tensor]) -> BadLine | None:
         """The line that made what one of these tensors holds, as a whole or in a row; None if several may have."""
         tensors = list(tensors)
