@@ -196,7 +196,6 @@ class Session(Observer):
         self._holds = False
         self._held: tuple[Report, bool] | None = None
         """Whether the policy has to wait for other ranks, and what it will decide on."""
-        self._collectives_at_trip = 0
         self.reaches_others = True
         """Whether other ranks may have got something non-finite from this one."""
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -993,10 +992,7 @@ class Session(Observer):
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
-        self._holds, self._collectives_at_trip = (
-            trip.noticed.what == "loss" and not world().is_alone,
-            collectives.called,
-        )
+        self._holds = trip.noticed.what == "loss" and not world().is_alone
         try:
             is_used = self.handouts.settle_on_used(values_around(sys._getframe()))
             if not is_used and self.values is None and not self.through_loop:
@@ -1308,7 +1304,7 @@ class Session(Observer):
         """The backward call that other ranks have waited for is over: the policy decides what was put off."""
         if self._held is not None and not self._shares_weights(optimizer):  # otherwise this is only a part of them
             gradients = (p.grad for p in parameters_of(optimizer))
-            exchanged = bool(data_parallel_models()) or collectives.called > self._collectives_at_trip
+            exchanged = bool(data_parallel_models()) or collectives.were_called
             self.reaches_others = exchanged and any(g is not None and not is_finite(g) for g in gradients)
         self._holds, held, self._held = False, self._held, None
         self.policy.released()
