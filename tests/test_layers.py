@@ -688,17 +688,20 @@ def test_other_threads_count_for_themselves_and_only_the_training_thread_is_in_t
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with watching(model) as (watch, sink):
         watch.train_in(threading.get_ident())
-        barrier = threading.Barrier(4)
+        barrier, trained = threading.Barrier(4), threading.Event()
 
         def work(bad: bool) -> None:
             barrier.wait()
             for i in range(30):
+                if bad and i == 29:
+                    trained.wait()  # during a call of the training thread it would belong to the step
                 model(torch.full((2, 4), torch.nan if bad and i == 29 else 1.0)).sum().backward()
 
         threads = [threading.Thread(target=work, args=(i == 0,), name=f"server-{i}") for i in range(3)]
         for thread in threads:
             thread.start()
         work(False)
+        trained.set()
         for thread in threads:
             thread.join()
         assert {f.thread for f in sink.found} == {"server-0"}
