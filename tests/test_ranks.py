@@ -810,10 +810,9 @@ def test_ranks_that_do_not_come() -> None:
     assert [one.what for one in found[2].ranks] == ["unknown", "received", "created", "unknown"]
 
 
-@pytest.mark.parametrize(("model", "changed"), [("DDP(net.eval())", "x[:0]"), ("net.eval()", "x * float('nan')")])
-def test_a_failure_that_others_get_nothing_of_is_answered_at_once(job: Job, model: str, changed: str) -> None:
-    """Finite gradients of an empty batch; and those that are exchanged with nobody."""
-    job(ALONE.replace("MODEL", f"model = {model}").replace("CHANGED", changed), options="--verify 0")
+def test_a_failure_that_others_get_nothing_of_is_answered_at_once(job: Job) -> None:
+    """Finite gradients of an empty batch."""
+    job(ALONE.replace("MODEL", "model = DDP(net.eval())").replace("CHANGED", "x[:0]"), options="--verify 0")
     found = job.answer()
     assert (found["rank"], found["step"]) == (1, 2)
     assert [one["what"] for one in found["ranks"]] == ["unknown", "created"]

@@ -136,7 +136,7 @@ def _checksum(parameter: Any) -> Tensor:
 
 def _groups(distributed: Any, optimizers: Iterable[Any], name: Callable[[Tensor], str]) -> list[ReplicaGroup]:
     """The groups of ranks that have parameters in common, with these parameters."""
-    wrapped = {id(p): module for module in data_parallel_models() for p in module.module.parameters()}
+    wrapped = {id(p): module for module in _replicated() for p in module.module.parameters()}
     groups: dict[tuple[tuple[int, ...], bool], ReplicaGroup] = {}
     for parameter in dict.fromkeys(p for one in optimizers for p in parameters_of(one)):
         for ranks, is_certain in _holders(distributed, parameter, wrapped.get(id(parameter))):
@@ -146,7 +146,7 @@ def _groups(distributed: Any, optimizers: Iterable[Any], name: Callable[[Tensor]
     return [group for group in groups.values() if len(group.ranks) > 1]
 
 
-def data_parallel_models() -> list[Any]:
+def _replicated() -> list[Any]:
     """The models of this process whose gradients torch averages over ranks in the backward call."""
     library = sys.modules.get("torch.nn.parallel.distributed")
     return find_live_objects(library.DistributedDataParallel) if library is not None else []

@@ -46,12 +46,10 @@ from firstnan.engine.policies import (
 )  # fmt: skip
 from firstnan.engine.ranks import keep_store, world
 from firstnan.engine.rates import come_first, with_rate_sites
-from firstnan.engine.replicas import data_parallel_models
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import Turn, calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.gradient_checks import LATE
-from firstnan.observe.collectives import collectives
 from firstnan.observe.compiler import compiles
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
@@ -1304,8 +1302,7 @@ class Session(Observer):
         """The backward call that other ranks have waited for is over: the policy decides what was put off."""
         if self._held is not None and not self._shares_weights(optimizer):  # otherwise this is only a part of them
             gradients = (p.grad for p in parameters_of(optimizer))
-            exchanged = bool(data_parallel_models()) or collectives.were_called
-            self.reaches_others = exchanged and any(g is not None and not is_finite(g) for g in gradients)
+            self.reaches_others = any(g is not None and not is_finite(g) for g in gradients)
         self._holds, held, self._held = False, self._held, None
         self.policy.released()
         failure, self._deferred = self._deferred, None

@@ -48,7 +48,6 @@ class Collectives:
     def __init__(self) -> None:
         self.is_replaying = self._is_inside = False
         """Whether this is a forked child that replays a step; and whether a call is under way."""
-        self.were_called = False
         self._rounds: list[dict[Any, list[_Contribution]]] = [{}, {}]
         self._round, self._bytes = -1, 0
         self._calls: dict[Any, int] = {}
@@ -64,7 +63,6 @@ class Collectives:
 
     def begin(self, name: str, args: Any, kwargs: Any, round_: int, frame: FrameType) -> _Call | None:
         """Before a collective is called: what is to be kept of it; None if nothing is, or several watch the program."""
-        self.were_called = True
         if round_ != self._round and not self.is_replaying:
             self._rounds, self._round, self._bytes = [self._rounds[1], {}], round_, 0
         given = args[0] if args else kwargs.get(_RESULTS[name])
