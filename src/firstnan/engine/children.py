@@ -565,7 +565,7 @@ class TurnReplay:
         """The step has come to its update on this rank alone; there will be no second run to tell more."""
         failure, session = self.failure, self._session
         if failure.place == ("gradient update", id(optimizer)):
-            if not self._is_step or not session.repeats_loss():
+            if not self._is_step or not session.repeats.loss():
                 return
             session.settle(came_from_another_rank(failure.report), before_update=True)
         elif failure.trip.noticed.what == "loss" and self.whole:
@@ -612,7 +612,7 @@ class TurnReplay:
         report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, how)
         self._settling = report is not None
         if report is not None:
-            if not self._session.drew_the_same() or not self._is_as_bad(trip):
+            if not self._session.repeats.draws() or not self._is_as_bad(trip):
                 report = report.with_other_numbers()
             part = self._session.handouts.part
             self._explained = Answer(report, trip.before_update, self.whole, self._session.layers_seen(), part)

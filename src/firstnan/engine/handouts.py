@@ -98,7 +98,7 @@ class Handouts:
     """
 
     def __init__(self, *, replays: bool = True) -> None:
-        self._replays = replays
+        self.replays = replays
         self.sources: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
         self.latest: Handout | None = None
         self.latest_iterator: weakref.ref[Any] | None = None
@@ -231,7 +231,7 @@ class Handouts:
     def _random(self) -> RandomState:
         """The state of the generators; an older copy if steps draw no random numbers."""
         self.number += 1
-        if self._replays and (self.number in _LOOKED or self.number % _LOOKED_EVERY == 0):
+        if self.replays and (self.number in _LOOKED or self.number % _LOOKED_EVERY == 0):
             self._generators = own_generators(sys._getframe(2))
             if self.latest is None:
                 self.state.look(sys._getframe(2), self.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +20,18 @@ from firstnan.observe.runner import MutedOutput
 from firstnan.observe.write_guard import WriteGuard, unguarded
 from firstnan.records import Report
 from firstnan.records.errors import NonFiniteError
-from firstnan.tensors.state import Handout, Schedules, copy_batch
+from firstnan.tensors.state import Handout, RandomState, Schedules, copy_batch
 from firstnan.tracing.recording import Raw, first_difference
 
 if TYPE_CHECKING:
+    from firstnan.engine.handouts import Handouts
     from firstnan.engine.microscope import Microscope
     from firstnan.engine.session import Session
     from firstnan.engine.turn import Turn
+    from firstnan.gate.gate import Gate
 
 HOW = "the failing batch was handed out again"
+_SAME_LOSS = 1e-5
 _NO_LOOP = "the training loop could not be replayed for this step"
 _NOT_HARMLESS = (
     "the training loop was not replayed: the process cannot be forked ({}), and {}. "
@@ -51,6 +55,32 @@ class StepFailure:
     def is_own(self, microscope: Microscope) -> bool:
         """Whether all of it was computed on this rank: then it did not come from another one, even if it is gone."""
         return self.trip.noticed.what == "loss" and not microscope.has_received()
+
+
+class RepeatedStep:
+    """In a child: whether a replay has done what the failing step did, by its random numbers and its loss."""
+
+    def __init__(self, handouts: Handouts, gate: Gate) -> None:
+        self._handouts, self._gate = handouts, gate
+        self._random_at_trip: RandomState | None = None
+        self._random_at_start: RandomState | None = None
+        self._loss_at_trip: float | None = None
+
+    def step_failed(self) -> None:
+        self._random_at_trip, self._loss_at_trip = self._handouts.random_now(), self._gate.last_loss
+
+    def replay_begins(self) -> None:
+        self._random_at_start = self._handouts.random_now() if self._random_at_trip is not None else None
+
+    def draws(self) -> bool:
+        """Whether a replay that fails now has drawn the random numbers of the failing step, or none at all."""
+        known = (self._random_at_trip, self._random_at_start)
+        return self._random_at_trip is None or self._handouts.random_now() in known
+
+    def loss(self) -> bool:
+        """Whether the last loss of the replay is that of the failing step; another one comes of other data."""
+        then, now = self._loss_at_trip, self._gate.last_loss
+        return then is None or (now is not None and math.isclose(then, now, rel_tol=_SAME_LOSS))
 
 
 def can_replay(session: Session, *, apart: bool = False) -> bool:
@@ -219,7 +249,7 @@ class LoopReplay:
         elif session.phase is COMPARING:
             self._compared(trip)
         else:
-            same = session.drew_the_same()
+            same = session.repeats.draws()
             session.blame_part(trip.noticed)
             report = self._microscope.conclude(trip.noticed, trip.tensors, [], HOW) or self.failure.report
             if not same:

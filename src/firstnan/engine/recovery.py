@@ -1,12 +1,17 @@
-"""Copies of state to restore after a bad step: the weights before an update, the last good state, the schedule."""
+"""Copies of state to restore after a bad step: the weights before an update, the last good state, the settings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from firstnan.tensors.models import Models, drop_gradients, is_risky, is_torch_optimizer, parameters_of
-from firstnan.tensors.state import Schedules, Snapshot, restore_buffers
+from firstnan.engine.rates import come_first
+from firstnan.tensors.models import Models, Scope, drop_gradients, is_risky, is_torch_optimizer, parameters_of
+from firstnan.tensors.state import Schedules, ScheduleSearch, SettingsCopy, Snapshot, restore_buffers
+
+if TYPE_CHECKING:
+    from firstnan.engine.turn import Turn
+    from firstnan.gate.gate import Gate, Trip
 
 _ORDINARY = 100.0
 """Gradients up to this norm cannot overflow, in any precision."""
@@ -117,3 +122,59 @@ class Recovery:
         tensors = [p for p, _ in self.models.parameters.values()]
         tensors += [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
         return Snapshot.take({id(t): t for t in tensors}.values(), self.models.slots, self.optimizers)
+
+
+class StepSettings:
+    """The settings of the watched optimizers and their schedulers, as the current step began with them.
+
+    A loop may change them at the beginning of its body or at its end, so they are copied in several places.
+    """
+
+    def __init__(self, scope: Scope, gate: Gate) -> None:
+        self._scope, self._gate, self._search = scope, gate, ScheduleSearch()
+        self._at_batch: SettingsCopy | None = None
+        self._at_call: SettingsCopy | None = None
+        self._at_update: SettingsCopy | None = None
+        self._change_first: bool | None = None
+        """Whether a loop without a loader changes them at the beginning of its body; None if that is not known."""
+
+    def begin(self) -> None:
+        self._search.begin(list(self._scope.optimizers or ()))
+        self.update_ended()
+
+    def scheduler_made(self, scheduler: Any) -> None:
+        self._search.made(scheduler)
+
+    def batch_taken(self) -> None:
+        if optimizers := self._scope.optimizers:
+            self._at_batch = self._search.settings(optimizers, self._gate.steps.of)
+
+    def model_called(self) -> None:
+        """In a loop without a loader, the model is called for the first time in a step."""
+        if optimizers := self._scope.optimizers:
+            self._at_call = self._search.settings(optimizers, self._gate.steps.of)
+
+    def update_ended(self) -> None:
+        if optimizers := self._scope.optimizers:
+            self._at_update = self._search.settings(optimizers, self._gate.steps.of)
+
+    def before(
+        self, trip: Trip, scalers: Iterable[Any], turns: Sequence[Turn] = (), calls: Sequence[Turn] = ()
+    ) -> Schedules:
+        """Learning rates, schedules and scales from before the step that has tripped, as far as they are known."""
+        steps = self._gate.steps
+        made = {id(one): steps.of(one) for one in self._scope.optimizers or ()}
+        if not trip.before_update and steps.last is not None and id(steps.last()) in made:
+            made[id(steps.last())] -= 1  # this update is undone
+        earlier = self._earlier(made, turns, calls)
+        return self._search.copy(list(steps.done), trip.noticed.what, scalers, earlier=earlier, updates=made)
+
+    def _earlier(self, made: dict[int, int], turns: Sequence[Turn], calls: Sequence[Turn]) -> SettingsCopy | None:
+        at_batch, at_call, at_update = self._at_batch, self._at_call, self._at_update
+        if at_batch is not None and any(made.get(one) == count for one, count in at_batch.updates.items()):
+            return at_batch
+        if turns or calls:
+            self._change_first = come_first(turns, calls)
+        if self._change_first and at_update is not None and at_update.updates == made:
+            return at_update
+        return at_call if at_call is not None and at_call.updates == made else None

@@ -31,7 +31,7 @@ _RARER, _MOST = 5, 512
 """Between two samples is at least a fifth of all steps, or 512..."""
 _NEARER = 4
 """...or a quarter of that, if something comes near its limit."""
-_SHARE = 0.005
+_SHARE = 0.002
 """Of the time of training, for all samples together..."""
 _ALLOWANCE, _NEARER_ALLOWANCE = 0.1, 0.5
 """...and this many seconds: a training that fails after a few hundred short steps is sampled often enough too.

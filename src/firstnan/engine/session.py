@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import sys
 import threading
@@ -28,7 +27,7 @@ from firstnan.engine.compiled import with_compiler
 from firstnan.engine.conclude import AS_IT_RAN, bad_values, diverged
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.kept_turns import KeptTurns
-from firstnan.engine.loop_replay import LoopReplay, StepFailure, can_replay, harm_of_replay
+from firstnan.engine.loop_replay import LoopReplay, RepeatedStep, StepFailure, can_replay, harm_of_replay
 from firstnan.engine.microscope import LiveTrace, Microscope
 from firstnan.engine.parts_replay import PartsReplay
 from firstnan.engine.policies import (
@@ -45,7 +44,8 @@ from firstnan.engine.policies import (
     Policy,
 )  # fmt: skip
 from firstnan.engine.ranks import keep_store, world
-from firstnan.engine.rates import come_first, with_rate_sites
+from firstnan.engine.rates import with_rate_sites
+from firstnan.engine.recovery import StepSettings
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
 from firstnan.engine.turn import Turn, calls_around, loops_of, turns_around, turns_in_traceback, values_around
 from firstnan.gate.gate import Gate, Trip
@@ -61,7 +61,7 @@ from firstnan.repair.data import doubtful_samples_left_out
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan_or_positive_inf, is_finite, read_all, readable, tensors_in
 from firstnan.tensors.models import Parts, Scope, drop_gradients, parameters_of
-from firstnan.tensors.state import RandomState, Schedules, ScheduleSearch, SettingsCopy, restore_buffers
+from firstnan.tensors.state import Schedules, restore_buffers
 
 if TYPE_CHECKING:
     from firstnan.engine.capsule_writer import CapsuleWriter
@@ -81,7 +81,6 @@ _SHARDED = "the weights are sharded over several ranks, and not all of them reac
 _IN_PROCESS = "the step was replayed in the program's own process ({}); what Python code wrote meanwhile was discarded"
 _INTERRUPTED = "the replay of the failing step was ended by Ctrl-C"
 _DETECTED = "the program's own NaNDetector decided how training continued; later failures are in its reports"
-_SAME_LOSS = 1e-5
 _WENT_ON = "the program caught the SystemExit that should end it here and continued; its later steps were not watched"
 _WENT_ON_ELSEWHERE = "another thread of the program continued to train; its later steps were not watched"
 _NO_SNAPSHOT = "the update produced non-finite weights, and there is no snapshot to restore"
@@ -137,7 +136,7 @@ class Session(Observer):
         self._journal, self.layers, self.recovery, self.calls, self.values = journal, layers, recovery, calls, values
         self.microscope = Microscope(ownership, self.gate, self.handouts, self.scope.models)
         self.live = LiveTrace(self.microscope, from_update=trace_from, block=trace_block)
-        self.hooks = Hooks(self, self.scope.optimizers, program=values is not None)
+        self.hooks = Hooks(self, self.scope.optimizers, program=values is not None, replays=self.handouts.replays)
         self._sources, self._capsules, self._restart = sources(self), capsules, restart
         self._replicas, self._first_batch = replicas, first_batch
         self.models: Models | None = None
@@ -178,19 +177,10 @@ class Session(Observer):
         self._dropped: dict[int, int] = {}
         """How many updates of the bad step each optimizer has attempted."""
         self._replay: LoopReplay | TurnReplay | None = None
-        self._random_at_trip: RandomState | None = None
-        self._loss_at_trip: float | None = None
-        self._random_at_start: RandomState | None = None
-        """In a child: the state of the random generators where the step has failed, and where a replay has begun."""
+        self.repeats = RepeatedStep(self.handouts, self.gate)
+        self._settings = StepSettings(self.scope, self.gate)
         self._schedules: Schedules | None = None
-        self._schedule_search = ScheduleSearch()
-        self._settings: SettingsCopy | None = None
-        self._settings_at_call: SettingsCopy | None = None
-        self._settings_at_update: SettingsCopy | None = None
-        """Settings of optimizers and schedulers: when the last batch was handed out, or in a loop without a loader,
-        when the model was called first, and when the last update ended."""
-        self._settings_first: bool | None = None
-        """Whether a loop without a loader changes settings at the beginning of its body; None if that is not known."""
+        """Learning rates, schedules and scales that the failing step began with."""
         self._holds = False
         self._held: tuple[Report, bool] | None = None
         """Whether the policy has to wait for other ranks, and what it will decide on."""
@@ -227,8 +217,7 @@ class Session(Observer):
             self._watch_gradients(optimizer)
         if self.scope.optimizers:
             self.handouts.training_begins()
-            self._schedule_search.begin(list(self.scope.optimizers))
-            self._settings_at_update = self._copy_settings()
+            self._settings.begin()
         self.hooks.install()
         for old in [ref() for ref in self.scope.superseded]:
             if old is not None:
@@ -341,7 +330,7 @@ class Session(Observer):
 
     def scheduler_made(self, scheduler: Any) -> None:
         if any(scheduler.optimizer is one for one in self.scope.optimizers or ()):
-            self._schedule_search.made(scheduler)
+            self._settings.scheduler_made(scheduler)
 
     def _watch_gradients(self, optimizer: Any) -> None:
         if not self.gate.thorough:
@@ -573,7 +562,7 @@ class Session(Observer):
             self.streak = 0
         if self.handouts.latest is None:
             self.handouts.turn_ended(self.gate.steps.total)
-            self._settings_at_update = self._copy_settings()
+            self._settings.update_ended()
         if self._journal is not None:
             self._journal.counts.steps += 1
         if self.calls is not None:
@@ -800,7 +789,7 @@ class Session(Observer):
 
     def _remember(self, iterator: Any, batch: Any) -> None:
         if not self.gate.steps.total and not self.backwards:
-            if self.models is None and self.handouts.latest is None:
+            if self.models is None and self.handouts.latest is None and self.handouts.replays:
                 self.handouts.watch_buffers(self.scope.models().slots)
             self.handouts.drop_buffers()  # a program may compute buffers from its data before it trains
         before = self.handouts.latest.updates if self.handouts.latest is not None else None
@@ -808,7 +797,7 @@ class Session(Observer):
             self.forget_backwards()
         self._backward_called = False
         if not self.backwards:  # before the first one of a step, or none of them is for training
-            self._settings = self._copy_settings()
+            self._settings.batch_taken()
 
     def forget_backwards(self) -> None:
         """A step begins."""
@@ -985,7 +974,7 @@ class Session(Observer):
             self.internal_error(error)  # and the policy decides all the same: it protects the weights
             self._replay, self._told = None, True
             if self.policy.undoes:
-                self._schedules = self._copy_schedules(trip)
+                self._schedules = self._settings.before(trip, self.hooks.scalers)
             self.settle(Report("nonfinite", self.gate.steps.total, noticed=trip.noticed), trip.before_update)
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
@@ -1023,7 +1012,7 @@ class Session(Observer):
         self.keep_state(report, trip)
         calls = calls_around(sys._getframe(), owns) if closely else []
         if closely or self.policy.undoes:
-            self._schedules = self._copy_schedules(trip, turns, calls)
+            self._schedules = self._settings.before(trip, self.hooks.scalers, turns, calls)
         if closely:
             answer = self.asked(StepFailure(trip, place, report, turns, calls))
             if self.in_child:
@@ -1044,48 +1033,15 @@ class Session(Observer):
             report = replace(report, notes=(_NOT_INVESTIGATED,))
         self.settle(report, trip.before_update)
 
-    def _copy_schedules(self, trip: Trip, turns: Sequence[Turn] = (), calls: Sequence[Turn] = ()) -> Schedules:
-        updates, last = self._updates_made(), self.gate.steps.last
-        if not trip.before_update and last is not None and id(last()) in updates:
-            updates[id(last())] -= 1  # this update is undone
-        return self._schedule_search.copy(
-            list(self.gate.steps.done),
-            trip.noticed.what,
-            self.hooks.scalers,
-            earlier=self._settings_before(updates, turns, calls),
-            updates=updates,
-        )
-
-    def _copy_settings(self) -> SettingsCopy | None:
-        """The settings of the optimizers that a detector watches, as they are now."""
-        optimizers = self.scope.optimizers
-        return self._schedule_search.settings(optimizers, self.gate.steps.of) if optimizers else None
-
-    def _updates_made(self) -> dict[int, int]:
-        return {id(optimizer): self.gate.steps.of(optimizer) for optimizer in self.scope.optimizers or ()}
-
     def _model_is_called(self) -> None:
         """In a loop that does not use `batches`, the model is called, with gradients."""
         if not self._is_training_thread() or self.handouts.latest is not None or self.calls is None:
             return
         if self.calls.first is None:
-            self._settings_at_call = self._copy_settings()
+            self._settings.model_called()
         elif not self._backward_called:  # maybe in the turn before
             self._tell_unused_loss(sys._getframe(1), only_losses=True)
         self._backward_called = False
-
-    def _settings_before(
-        self, updates: dict[int, int], turns: Sequence[Turn], calls: Sequence[Turn]
-    ) -> SettingsCopy | None:
-        """The settings that the step began with, as far as they are known."""
-        at_batch, at_call, at_update = self._settings, self._settings_at_call, self._settings_at_update
-        if at_batch is not None and any(updates.get(one) == made for one, made in at_batch.updates.items()):
-            return at_batch
-        if turns or calls:
-            self._settings_first = come_first(turns, calls)
-        if self._settings_first and at_update is not None and at_update.updates == updates:
-            return at_update
-        return at_call if at_call is not None and at_call.updates == updates else None
 
     def asked(self, failure: StepFailure) -> Answer | None:
         """What children find out about a failure; None if there can be none, or in a child."""
@@ -1184,7 +1140,7 @@ class Session(Observer):
     def continue_as_child(self, policy: Answering) -> None:
         """From now on this process only investigates; everything it learns goes to its parent."""
         self.policy, self._process = policy, os.getpid()
-        self._random_at_trip, self._loss_at_trip = self.handouts.random_now(), self.gate.last_loss
+        self.repeats.step_failed()
         for other in list(_active):  # a detector has no say about what runs again
             other.let_go_of = other.let_go_of or other is not self
         self.hooks.moved_to_child()
@@ -1195,19 +1151,7 @@ class Session(Observer):
         """The state that a replay begins from was restored."""
         if self.layers is not None:
             self.layers.step_again()
-        self._random_at_start = self.handouts.random_now() if self._random_at_trip is not None else None
-
-    def drew_the_same(self) -> bool:
-        """Whether a replay that fails now has drawn the random numbers of the failing step, or none at all."""
-        return self._random_at_trip is None or self.handouts.random_now() in (
-            self._random_at_trip,
-            self._random_at_start,
-        )
-
-    def repeats_loss(self) -> bool:
-        """Whether the last loss of the replay is that of the failing step; another one comes of other data."""
-        then, now = self._loss_at_trip, self.gate.last_loss
-        return then is None or (now is not None and math.isclose(then, now, rel_tol=_SAME_LOSS))
+        self.repeats.replay_begins()
 
     def try_with(self, policy: Policy) -> None:
         """In a child that tries a change: training goes on from here, under this policy."""
@@ -1251,7 +1195,7 @@ class Session(Observer):
         if report is None:
             return
         if self.policy.searches and trip.before_update and self.can_replay_loop():
-            self._replay = LoopReplay(self, failure, self._copy_schedules(trip, failure.turns))
+            self._replay = LoopReplay(self, failure, self._settings.before(trip, self.hooks.scalers, failure.turns))
             if self._replay.searches(report):
                 return
         self.settle(report, trip.before_update)

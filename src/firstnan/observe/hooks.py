@@ -60,13 +60,21 @@ def _nested_gradients(outputs: Any) -> int:
 class Hooks:
     """The hooks that are installed while training is watched: on the given optimizers, or on all.
 
-    With `program` also around what a program that knows nothing of it does: its batches, and what it reads.
+    With `program` also around what a program that knows nothing of it does: its batches, and what it reads. With
+    `replays` also around collectives, whose results are kept for a child that replays the step.
     """
 
-    def __init__(self, observer: Observer, optimizers: Sequence[Any] | None = None, *, program: bool = False) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        optimizers: Sequence[Any] | None = None,
+        *,
+        program: bool = False,
+        replays: bool = True,
+    ) -> None:
         self.observer = observer
         self.installed = False
-        self._optimizers, self._program = optimizers, program
+        self._optimizers, self._program, self._replays = optimizers, program, replays
         self._patches = Patches()
         self._handles: list[Any] = []
         self._module_handles: list[Any] = []
@@ -89,7 +97,8 @@ class Hooks:
         for optimizer in self._optimizers or ():
             self.watch(optimizer)
         # A program or a framework may make an optimizer later, or replace one.
-        names = [*manifest.TRAINING, *manifest.COLLECTIVES, *manifest.ALL_OPTIMIZERS]
+        names = [*manifest.TRAINING, *manifest.ALL_OPTIMIZERS]
+        names += manifest.COLLECTIVES if self._replays else ()
         names += () if self._optimizers is None else manifest.SCHEDULERS
         if self._program:
             self._module_handles = [
