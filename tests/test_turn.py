@@ -58,6 +58,15 @@ def test_the_body_runs_again_with_the_variables_of_its_turn(tmp_path: Path) -> N
     assert rerun(turn)["seen"] == [0, 10, 20, 30, 40, 30]
 
 
+def test_the_body_may_use_the_name_of_values_that_nobody_reads(tmp_path: Path) -> None:
+    text = """
+        for x, _ in [(1, "label")]:
+            here()
+        """
+    (turn,) = first_turns(tmp_path, text)
+    assert rerun(turn)["_"] == "label"
+
+
 def test_all_loops_of_the_functions_that_run_innermost_first(tmp_path: Path) -> None:
     text = """
         def step(x):

@@ -39,6 +39,7 @@ _MOST_FUNCTIONS = 8
 _PAUSE = "__firstnan_pause__"
 _ITERATE = "__firstnan_iterate__"
 _EXCUSE = "__firstnan_excuse__"
+_ONCE = "__firstnan_once__"
 _AWAITED = 5.0
 """Seconds after which a body that awaits something is given up: the other tasks are not in the child."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -171,7 +172,7 @@ class Turn:
         if rest:
             body = _after(loop.body, at or self.at) or [ast.copy_location(ast.Pass(), loop)]
         owner = self.code.co_qualname.rpartition(".")[0].rpartition(".")[2]
-        once = ast.For(ast.Name("_", ast.Store()), ast.Tuple([ast.Constant(None)], ast.Load()), list(body), [])
+        once = ast.For(ast.Name(_ONCE, ast.Store()), ast.Tuple([ast.Constant(None)], ast.Load()), list(body), [])
         first = next(iter(_arguments(self.code)), "")
         tree = _Adapted(owner, first, before=at or self.at).visit(ast.Module([once], []))
         ast.copy_location(once, loop)
