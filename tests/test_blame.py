@@ -264,6 +264,16 @@ def test_an_operator_that_raised() -> None:
     assert origin.op == "cholesky"
 
 
+def test_what_refuses_a_nan_has_not_made_it() -> None:
+    written = event(0, "fill", on_purpose="a constant")
+    trace = Trace((written, event(1, "stack", bad(0)), event(2, "binary_cross_entropy", bad(1), raised="refused")))
+    verdict = blame(trace, [2])
+    assert (verdict.origin.site, verdict.innocent) == (Site("a.py", 1), False)  # type: ignore[union-attr]
+    mask = event(0, "fill", on_purpose="a constant", out=INFINITE)
+    trace = Trace((mask, event(1, "cholesky", bad(0, stat=INFINITE), out=GOOD, raised="refused")))
+    assert blame(trace, [1]).origin.op == "cholesky"  # type: ignore[union-attr]
+
+
 def test_a_trail_that_ends_in_the_middle() -> None:
     trace = Trace((event(0, "mystery", good()), event(1, "add", bad(0))))
     assert blame(trace, [1]).origin.op == "mystery"  # type: ignore[union-attr]

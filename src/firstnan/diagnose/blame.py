@@ -87,9 +87,12 @@ class _Walk:
         accidents: list[OriginCandidate] = []
         nan_makers: list[OriginCandidate] = []
         on_purpose: list[OriginCandidate] = []
+        refusals: list[OriginCandidate] = []
         for index in sorted(self.consumer):
             event = self.trace.events[index]
-            if event.on_purpose and not self._is_data(event):
+            if event.raised and any(o.guilty for o in event.inputs):
+                refusals.append(OriginCandidate(event))
+            elif event.on_purpose and not self._is_data(event):
                 on_purpose.append(OriginCandidate(event))
             elif event.born or event.raised or event.uninitialized or event.on_purpose:
                 accidents.append(OriginCandidate(self._written(event) if event.on_purpose else event))
@@ -104,6 +107,9 @@ class _Walk:
             return min(accidents, key=lambda c: c.order), False
         if nan_makers:
             return self._log_of_zero(nan_makers[0].event, on_purpose) or nan_makers[0], False
+        # What refuses a NaN has not made it; an intended infinity is a failure only where it is refused.
+        if refusals and not any(o.nan for c in on_purpose for o in c.event.outputs):
+            return refusals[0], False
         if not on_purpose:
             # The trail ends in the middle (memory written by something that was not seen): as far back as it goes.
             return (OriginCandidate(self.trace.events[min(self.consumer)]) if self.consumer else None), False
