@@ -12,10 +12,12 @@ from torch.nn import functional
 from firstnan.diagnose.rules import explain
 from firstnan.diagnose.rules.base import growth
 from firstnan.records import History, StepRecord
+from firstnan.tracing.tracer import Tracer
 from test_rules import one, stat
 from test_rules import reads as r
 from test_rules import w as wrote
 from test_rules_on_torch import Make, causes_of
+from traced import trace_of
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -99,6 +101,19 @@ def test_large_weights_are_the_initialisers_or_the_first_updates() -> None:
     assert overflowing(1e12, 1, healthy) == ["bad_init", "overflow"]
     assert overflowing(1e12, 1, steps(1.0, lr=1e12)) == ["divergence_lr", "overflow"]
     assert overflowing(1.0, 1, healthy) == ["overflow"]
+    adaptive = replace(steps(1.0, lr=1.0), settings=(("lr", 1.0), ("eps", 1e-8), ("alpha", 0.99)))
+    assert overflowing(10.0, 1, adaptive) == ["divergence_lr", "overflow"]
+    assert overflowing(10.0, 1, steps(1.0, lr=1.0)) == ["overflow"]
+
+
+def test_the_range_of_weights_is_known_although_another_operator_fails() -> None:
+    weight, tracer = torch.full((2, 2), 1e30, requires_grad=True), Tracer()
+    tracer.give_role(weight, "parameter", "w")
+    _, trace, _ = trace_of(lambda: (torch.ones(2, 2) @ weight) ** 2, tracer)
+    product = next(e for e in trace.events if e.op == "mm")
+    (operand,) = (i for i in product.inputs if i.role == "parameter")
+    assert operand.stat is not None
+    assert (operand.stat.max, operand.stat.shape) == (pytest.approx(1e30), (2, 2))
 
 
 def test_a_deep_net_of_ordinary_numbers_can_be_badly_initialised() -> None:

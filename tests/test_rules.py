@@ -369,7 +369,11 @@ POSITIVE: dict[str, list[Callable[[], Case]]] = {
         ),
     ],
     "optimizer_overflow": [
-        lambda: one("addcmul", r("self", 0.0), r("tensor1", 1e30), out=w(INF), phase="optimizer")
+        lambda: one("addcmul", r("self", 0.0), r("tensor1", 1e30), out=w(INF), phase="optimizer"),
+        lambda: one(
+            "add", r("self", 1.0), r("other", 2.0), out=w(NAN), phase="optimizer", scalars=(("alpha", NAN),),
+            history=replace(steps(1.0), optimizer="LBFGS"),
+        ),
     ],
     "nan_lr": [
         lambda: one(
@@ -424,6 +428,7 @@ NEAR_MISSES: list[tuple[str, str, Callable[[], Case]]] = [
     ("sqrt_grad_at_zero", "where_grad_trap", POSITIVE["where_grad_trap"][1]),
     ("nan_constant", "log_of_negative", POSITIVE["log_of_negative"][2]),
     ("optimizer_eps", "nan_lr", POSITIVE["nan_lr"][1]),
+    ("nan_lr", "optimizer_overflow", POSITIVE["optimizer_overflow"][1]),
     ("fully_masked_softmax", "inf_minus_inf", lambda: minus("cumsum")),
     (
         "bad_init",

@@ -77,6 +77,8 @@ class Memory:
 
     def __init__(self) -> None:
         self.roles: dict[int, tuple[Role, str]] = {}
+        self.parameters: dict[int, Tensor] = {}
+        """Storage key -> the weights in it, whose range is read when there is something to explain."""
         self.writer: dict[int, int] = {}
         """Storage key -> the event that wrote to it last."""
         self._bad: dict[int, list[tuple[int, Region | None]]] = {}

@@ -14,7 +14,7 @@ from firstnan.observe.module_stack import Place, whole_path
 from firstnan.observe.sites import Spot, resolve
 from firstnan.records import Operand, OpEvent, Site, TensorStat
 from firstnan.records.operator_families import RANDOM
-from firstnan.tensors.finite import readable
+from firstnan.tensors.finite import extremes, readable
 from firstnan.tensors.models import Parts
 from firstnan.tracing.examine import Detail, numbers_in
 from firstnan.tracing.memory import Memory
@@ -124,6 +124,7 @@ class Events(Sequence[OpEvent]):
 
     def __init__(self, raws: list[Raw], memory: Memory, parts: Parts) -> None:
         self._raws, self._roles, self._parts = raws, memory.roles, parts
+        self._parameters = memory.parameters
         self._at = range(len(raws))
         self._built: dict[int, OpEvent] = {}
         self._places: dict[int, tuple[Site | None, str]] = {}
@@ -199,6 +200,8 @@ class Events(Sequence[OpEvent]):
         if finding is None:
             made = self._raws[writer] if writer is not None else None
             seen = _range(name, *made.call.forms[0], *made.range(0)) if made and len(made.call.forms) == 1 else None
+            if writer is None and role == "parameter":
+                seen = self._weights(name, key)
             return Operand(name, seen, writer, role, label)
         given, guilty = finding.detail.inputs[position], finding.detail.guilty[position]
         if not guilty:
@@ -207,6 +210,15 @@ class Events(Sequence[OpEvent]):
         # If no event left a bad value, it is from before the trace.
         *also, last = finding.bad_writers[position] or (None,)
         return Operand(name, given, last, role, label, guilty, tuple(i for i in also if i is not None))
+
+    def _weights(self, name: str, key: int | None) -> TensorStat | None:
+        """The range of weights that the step has not changed, so they are as the operator read them."""
+        weights = self._parameters.get(key) if key is not None else None
+        values = readable(weights) if weights is not None else None
+        found = extremes(values) if values is not None else None
+        if values is None or found is None or not all(map(math.isfinite, found)):
+            return None
+        return _range(name, values.shape, values.dtype, *found)
 
 
 def _multiplies_by_chance(finding: NonFiniteCall | None, call: OperatorCall, site: Site | None) -> bool:

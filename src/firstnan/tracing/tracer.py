@@ -252,6 +252,8 @@ class Tracer:
         key = self.memory.key(tensor)
         if key is not None:
             self.memory.roles[key] = (role, label)
+            if role == "parameter":
+                self.memory.parameters[key] = tensor
 
     def last_bad(self, tensor: Tensor) -> int | None:
         """The event that last wrote non-finite values into this tensor's elements."""

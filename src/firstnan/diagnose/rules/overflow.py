@@ -224,7 +224,8 @@ def risen_rate(failure: Failure) -> Explanation | None:
 def first_updates(failure: Failure) -> Explanation | None:
     """Too early to call it growth: the weights are as large as the learning rate makes them."""
     found = _largest_weight(failure) if 0 < failure.origin.step <= 4 and overflowed(failure) else None
-    if found is None or failure.growth is not None or not ORDINARY_WEIGHT <= found[2] <= _moved(failure):
+    ordinary = ORDINARY_GAIN if _is_adaptive(failure) else ORDINARY_WEIGHT
+    if found is None or failure.growth is not None or not ordinary <= found[2] <= _moved(failure):
         return None
     name, stat, size = found
     why = (
@@ -280,12 +281,23 @@ def _gain(stat: TensorStat) -> float:
     return (largest(stat) or 0.0) / 3.5 * math.sqrt(stat.shape[1]) if len(stat.shape) == 2 else 0.0
 
 
+def _is_adaptive(failure: Failure) -> bool:
+    """Whether each weight moves by about the learning rate, however large its gradient is."""
+    settings = dict(failure.diverging.settings)
+    return "eps" in settings and "rho" not in settings
+
+
 def _moved(failure: Failure) -> float:
-    """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1."""
+    """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1.
+
+    RMSprop begins with an average of 0: its first updates are up to 1 / sqrt(1 - alpha) times larger.
+    """
     lr = failure.lr() or 0.0
     before = [s for s in failure.diverging.steps if s is not failure.history.steps[-1] or s.step < failure.origin.step]
     known = [(lr if s.lr is None else s.lr, s.grad_norm) for s in before]
-    return 2 * sum(rate * max(1.0, n) for rate, n in known if n is not None and math.isfinite(n) and rate == rate)
+    alpha = dict(failure.diverging.settings).get("alpha")
+    least = 1 / math.sqrt(1 - alpha) if isinstance(alpha, float) and 0 < alpha < 1 and _is_adaptive(failure) else 1.0
+    return 2 * sum(rate * max(least, n) for rate, n in known if n is not None and math.isfinite(n) and rate == rate)
 
 
 def weights_feeding(trace: Trace, start: OpEvent) -> list[tuple[str, TensorStat]]:
@@ -358,6 +370,8 @@ def refused_number(failure: Failure) -> Explanation | None:
 
 UPDATES: frozenset[Phase] = frozenset({"optimizer", "parameter"})
 RATE_NAMES = ("alpha", "value", "lr", "step_size", "scalars")
+OWN_FACTORS = ("LBFGS",)
+"""Optimizers that scale their update by products of gradients and earlier updates, besides the learning rate."""
 
 
 def _numbers(value: Any) -> list[float]:
@@ -378,13 +392,22 @@ def _moved_by_gradient(failure: Failure) -> bool:
     return any(i.role in ("gradient", "state") or i.label.endswith(".grad") for e in events for i in e.inputs)
 
 
+def _own_factor(failure: Failure) -> tuple[str, float] | None:
+    """The non-finite number by which an optimizer scaled its update, where it computes that from gradients."""
+    lr = failure.lr()
+    if failure.history.optimizer not in OWN_FACTORS or lr is None or not math.isfinite(lr) or failure.event is None:
+        return None
+    given = ((n, v) for n, numbers in failure.event.scalars if n in RATE_NAMES for v in _numbers(numbers))
+    return next(((n, v) for n, v in given if not math.isfinite(v)), None)
+
+
 @rule("nan_lr", phases=UPDATES)
 def nan_lr(failure: Failure) -> Explanation | None:
     given = dict(failure.event.scalars) if failure.event else {}
     names = (*RATE_NAMES, "other") if failure.op == "mul" else RATE_NAMES
     used = [(n, v) for n in names for v in _numbers(given.get(n))] + [("lr", v) for v in _numbers(failure.lr())]
     bad = next(((n, v) for n, v in used if not math.isfinite(v)), None)
-    if bad is None or (bad[0] != "lr" and writes_nan(failure)):
+    if bad is None or (bad[0] != "lr" and (writes_nan(failure) or _own_factor(failure))):
         return None
     before = next((s.lr for s in reversed(failure.history.steps) if s.lr is not None and math.isfinite(s.lr)), None)
     was = f" The last finite learning rate was {number(before)}." if before is not None else ""
@@ -452,6 +475,19 @@ def div_by_zero_in_users_update(failure: Failure) -> Explanation | None:
 def _without_eps(failure: Failure) -> bool:
     """A division in an update that the user wrote, which has nothing to do with an eps: as anywhere else."""
     return _in_users_code(failure) and optimizer_eps(failure) is None
+
+
+@rule("optimizer_overflow", title="The optimizer's own factors are non-finite", phases=frozenset({"optimizer"}))
+def own_factor(failure: Failure) -> Explanation | None:
+    factor = _own_factor(failure)
+    if factor is None:
+        return None
+    why = (
+        f"{failure.history.optimizer} scaled its update by {factor[1]} ({factor[0]}), a number that it computes from "
+        f"products of gradients and earlier updates. These are finite, but a product is not: training has diverged. "
+        f"The learning rate is {number(failure.lr())}."
+    )
+    return Explanation(why, 0.8, (f"{factor[0]} = {factor[1]}",))
 
 
 @rule("optimizer_overflow", phases=frozenset({"optimizer"}))
