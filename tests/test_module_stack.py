@@ -250,3 +250,14 @@ def test_a_model_that_is_entered_by_a_method_of_its_own() -> None:
     origin = caught.value.report.origin
     assert origin is not None
     assert (origin.module, origin.module_type) == ("layers.1.0", "Linear")
+
+
+def test_a_loss_module_does_not_tell_how_many_samples_there_are() -> None:
+    stack = ModuleStack()
+    stack.attach()
+    try:
+        rows = nn.Linear(3, 5)(torch.randn(4, 7, 3)).flatten(0, 1)
+        nn.CrossEntropyLoss()(rows, torch.zeros(28, dtype=torch.long))
+    finally:
+        stack.detach()
+    assert stack.batch_size == 4

@@ -23,7 +23,7 @@ class ModuleStack:
 
     def __init__(self, training: Callable[[], None] = lambda: None) -> None:
         self.batch_size: int | None = None
-        """The first dimension of the input of the last outermost call."""
+        """The first dimension of the input of the last outermost call of a model."""
         self._training = training
         self._local = threading.local()
         self._paths: dict[int, tuple[Module, dict[int, list[str]]]] = {}
@@ -53,7 +53,9 @@ class ModuleStack:
             path, outermost = "", weakref.ref(module)
             if torch.is_grad_enabled():
                 self._training()
-                self.batch_size = next((n for a in args if (n := _samples_in(a)) is not None), self.batch_size)
+                # A loss without weights is often given the positions of all samples as rows.
+                if self.batch_size is None or next(module.parameters(), None) is not None:
+                    self.batch_size = next((n for a in args if (n := _samples_in(a)) is not None), self.batch_size)
         else:
             path, outermost = self._path(stack[0][0], stack[-1][1], module), stack[0][3]
         stack.append((module, path, type(module).__name__, outermost))
