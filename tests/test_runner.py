@@ -10,6 +10,7 @@ import textwrap
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -603,3 +604,10 @@ def test_a_worker_that_sleeps_is_not_interrupted_with_those_that_wait_for_work(t
     done = subprocess.run([sys.executable, "-c", WORKERS], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"reader.txt": "closed", "upload.txt": "done"}
+
+
+def test_a_program_may_have_a_module_named_like_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    from firstnan.engine.program_watch import _prepare_again
+
+    monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))
+    _prepare_again()

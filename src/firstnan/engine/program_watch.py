@@ -157,9 +157,13 @@ def watch(
     if again:  # the first run could not tell where the value comes from
         found.session.microscope.watch_lines()
         found.session.microscope.watch_threads()
-        # What it has prepared and kept in files would not be prepared again.
-        when_imported("datasets", lambda: sys.modules["datasets"].disable_caching())
+        when_imported("datasets", _prepare_again)
     return found
+
+
+def _prepare_again() -> None:
+    """What the library has prepared and kept in files would not be prepared again. A program may have such a module."""
+    getattr(sys.modules["datasets"], "disable_caching", lambda: None)()
 
 
 def _first_batch(given: tuple[Sequence[int], int] | None) -> FirstBatch | None:
