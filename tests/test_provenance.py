@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from firstnan.diagnose.rules import explain
 from firstnan.diagnose.rules.base import growth
-from firstnan.records import History, StepRecord
+from firstnan.records import History, OptimizerHistory, StepRecord
 from firstnan.tracing.tracer import Tracer
 from test_rules import one, stat
 from test_rules import reads as r
@@ -104,6 +104,8 @@ def test_large_weights_are_the_initialisers_or_the_first_updates() -> None:
     adaptive = replace(steps(1.0, lr=1.0), settings=(("lr", 1.0), ("eps", 1e-8), ("alpha", 0.99)))
     assert overflowing(10.0, 1, adaptive) == ["divergence_lr", "overflow"]
     assert overflowing(10.0, 1, steps(1.0, lr=1.0)) == ["overflow"]
+    other = replace(healthy, others=(OptimizerHistory(steps(1.0, lr=1e12).steps, "Adam", (("lr", 1e12),)),))
+    assert overflowing(1e12, 1, other) == ["divergence_lr", "overflow"]
 
 
 def test_the_range_of_weights_is_known_although_another_operator_fails() -> None:

@@ -222,7 +222,9 @@ class Failure:
         found: list[OptimizerHistory] = [h for h in self.history.others if growth(h) is not None]
         if growth(self.history, failing=self.origin.step) is not None:
             found.insert(0, self.history)
-        return max(found, key=_divergence, default=self.history)
+        # Too early for growth: the one whose updates are so large that nothing else can have made such weights.
+        far = [h for h in (self.history, *self.history.others) if largest_update(h) >= FAR]
+        return max(found, key=_divergence, default=max(far, key=largest_update, default=self.history))
 
     @cached_property
     def growth(self) -> Growth | None:
@@ -468,6 +470,8 @@ def describe(stat: TensorStat, name: str = "") -> str:
 # --- growth: did the loss, the gradients or the weights grow over the steps before? ------------------------------
 
 WINDOW = 40
+FAR = 50.0
+"""An update that moves weights so far makes them larger than any initialiser does."""
 RATE_ROSE = 10.0
 TINY = 1e-12
 BAND = 3.0
@@ -537,6 +541,19 @@ def growth(history: OptimizerHistory, *, gradients: bool = True, failing: int | 
         if rise is not None and not (rise.last_step == failing and _flat([v for _, v in points[-WINDOW:-1]])):
             found.append(rise)
     return max(found, key=lambda g: g.factor, default=None)
+
+
+def is_adaptive(history: OptimizerHistory) -> bool:
+    """Whether each weight moves by about the learning rate, however large its gradient is."""
+    settings = dict(history.settings)
+    return "eps" in settings and "rho" not in settings
+
+
+def largest_update(history: OptimizerHistory) -> float:
+    """About how far one update has moved a weight at most."""
+    known = [(s.lr, 1.0 if is_adaptive(history) else s.grad_norm) for s in history.steps]
+    moves = [rate * size for rate, size in known if rate is not None and size is not None]
+    return max((m for m in moves if math.isfinite(m)), default=0.0)
 
 
 def rate_rise(history: OptimizerHistory) -> Growth | None:

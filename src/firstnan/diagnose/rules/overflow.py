@@ -14,6 +14,7 @@ from firstnan.diagnose.rules.base import (
     describe,
     dtype_max,
     has_zero,
+    is_adaptive,
     largest,
     not_growing,
     rule,
@@ -224,12 +225,12 @@ def risen_rate(failure: Failure) -> Explanation | None:
 def first_updates(failure: Failure) -> Explanation | None:
     """Too early to call it growth: the weights are as large as the learning rate makes them."""
     found = _largest_weight(failure) if 0 < failure.origin.step <= 4 and overflowed(failure) else None
-    ordinary = ORDINARY_GAIN if _is_adaptive(failure) else ORDINARY_WEIGHT
+    ordinary = ORDINARY_GAIN if is_adaptive(failure.diverging) else ORDINARY_WEIGHT
     if found is None or failure.growth is not None or not ordinary <= found[2] <= _moved(failure):
         return None
     name, stat, size = found
     why = (
-        f"The updates before step {failure.origin.step} took the parameter {name} to magnitudes up to "
+        f"{_whose(failure)}The updates before step {failure.origin.step} took the parameter {name} to magnitudes up to "
         f"{number(size)}.{rate_in_use(failure)} Products with {name} overflow {failure.dtype} at {_operator(failure)}."
     )
     return Explanation(why, 0.6 if failure.narrow else 0.9, (describe(stat, name),))
@@ -281,12 +282,6 @@ def _gain(stat: TensorStat) -> float:
     return (largest(stat) or 0.0) / 3.5 * math.sqrt(stat.shape[1]) if len(stat.shape) == 2 else 0.0
 
 
-def _is_adaptive(failure: Failure) -> bool:
-    """Whether each weight moves by about the learning rate, however large its gradient is."""
-    settings = dict(failure.diverging.settings)
-    return "eps" in settings and "rho" not in settings
-
-
 def _moved(failure: Failure) -> float:
     """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1.
 
@@ -295,8 +290,8 @@ def _moved(failure: Failure) -> float:
     lr = failure.lr() or 0.0
     before = [s for s in failure.diverging.steps if s is not failure.history.steps[-1] or s.step < failure.origin.step]
     known = [(lr if s.lr is None else s.lr, s.grad_norm) for s in before]
-    alpha = dict(failure.diverging.settings).get("alpha")
-    least = 1 / math.sqrt(1 - alpha) if isinstance(alpha, float) and 0 < alpha < 1 and _is_adaptive(failure) else 1.0
+    alpha = dict(failure.diverging.settings).get("alpha", 0.0) if is_adaptive(failure.diverging) else 0.0
+    least = 1 / math.sqrt(1 - alpha) if 0 <= alpha < 1 else 1.0
     return 2 * sum(rate * max(least, n) for rate, n in known if n is not None and math.isfinite(n) and rate == rate)
 
 
