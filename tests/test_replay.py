@@ -24,6 +24,17 @@ def test_batches_of_one_step_are_kept_and_those_of_the_last_one_dropped() -> Non
     assert [h.batch[0].item() for h in replayer.sources[source].recent] == [3.0]
 
 
+def test_the_dataset_is_known_although_an_exception_has_ended_the_loop() -> None:
+    dataset, replayer = TensorDataset(torch.rand(4, 2)), Handouts()
+    iterator = iter(DataLoader(dataset, batch_size=2))
+    handout = replayer.fetched(iterator, next(iterator), 0)
+    del iterator
+    assert replayer.iterator_of(handout) is None
+    assert replayer.fetched_by(handout)._dataset is dataset
+    del dataset
+    assert replayer.fetched_by(handout) is None  # nothing of the program is kept alive
+
+
 def test_a_step_without_end_does_not_keep_all_its_batches() -> None:
     replayer, source = Handouts(), Source()
     for _ in range(3 * room._MOST_BATCHES):

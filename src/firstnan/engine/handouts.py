@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,6 +88,30 @@ class FirstBatch:
             return chosen
 
 
+@dataclass(frozen=True)
+class _Left:
+    """What an iterator's batches were made of: an exception that leaves the loop ends the iterator."""
+
+    dataset: weakref.ref[Any]
+    collate: Any
+    workers: int
+
+    @classmethod
+    def of(cls, iterator: Any) -> _Left | None:
+        try:
+            dataset = weakref.ref(iterator._dataset)
+        except (AttributeError, TypeError):  # not torch's, or a dataset that cannot be referred to, such as a list
+            return None
+        return cls(dataset, getattr(iterator, "_collate_fn", None), getattr(iterator, "_num_workers", 0))
+
+    def iterator(self) -> Any:
+        """With the attributes of the iterator that is gone; None if the dataset is gone too."""
+        dataset = self.dataset()
+        if dataset is None:
+            return None
+        return SimpleNamespace(_dataset=dataset, _collate_fn=self.collate, _num_workers=self.workers)
+
+
 class ReplayError(Exception):
     """The program asked for a batch that the replay does not have."""
 
@@ -104,6 +129,7 @@ class Handouts:
         self.latest_iterator: weakref.ref[Any] | None = None
         self.modified = False
         self._latest_source: Loader | None = None
+        self._left: _Left | None = None
         self.updates_per_batch = 1
         """The most updates that were made with one batch."""
         self.number = 0
@@ -180,6 +206,7 @@ class Handouts:
         self.latest, self._at_end, self._part = handout, None, None
         if source is not self._latest_source:
             self.latest_iterator, self._latest_source = weakref.ref(iterator), source
+            self._left = _Left.of(iterator)
         return handout
 
     def _next_as_usual(self, iterator: Any, batch: Any, updates: int) -> bool:
@@ -583,6 +610,8 @@ class Handouts:
     def fetched_by(self, handout: Handout) -> Any:
         """The iterator of the loader that has fetched this batch; the one that handed it out may be another."""
         iterator = self.iterator_of(handout)
+        if iterator is None and handout is self.latest and self._left is not None:
+            return self._left.iterator()
         source = self.sources.get(iterator) if iterator is not None else None
         fetches = source.fetches() if source is not None and source.fetches is not None else None
         return iterator if fetches is None else fetches
