@@ -20,6 +20,7 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     Subset,
+    default_collate,
     random_split,
 )
 
@@ -477,6 +478,8 @@ def test_a_collate_function_that_divides() -> None:
     assert (origin.op, origin.site.code) == ("div", "total / lengths")
     pieces = Cut(torch.tensor([1.0, math.nan, 1.0]), 3)
     assert Maker(samples, by_length).in_dataset([1], pieces, [0, 1, 2]) == (1,)
+    chosen = list(np.array([7, 5]))  # as a sampler over an array yields them
+    assert Maker(samples, default_collate).located(Batch(0, 2, (1,)), chosen).dataset_indices == (5,)
 
 
 class Stream(IterableDataset[Any]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import math
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -344,6 +345,16 @@ _MOST_ELEMENTS = 64
 _SECONDS = 5.0
 
 
+def _numbered(chosen: Any) -> list[int] | None:
+    """What a sampler has chosen, if these are numbers: a sampler over an array yields numpy's."""
+    if not isinstance(chosen, list | tuple):
+        return None
+    try:
+        return [operator.index(i) for i in chosen]
+    except TypeError:  # keys of another kind
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Maker:
     """The dataset and collate function of a loader."""
@@ -364,7 +375,8 @@ class Maker:
         compared with the rows of the batch. None if a sample does not match exactly one element. Elements that are
         different each time, as with random noise, are put together again, to see where each of them goes.
         """
-        if not bad or not isinstance(chosen, list | tuple) or not all(isinstance(i, int) for i in chosen):
+        chosen = _numbered(chosen)
+        if not bad or chosen is None:
             return None
         if self._keeps_order(pieces.size, chosen):
             return tuple(chosen[i] for i in bad)
@@ -381,17 +393,17 @@ class Maker:
         finally:
             state.restore()
 
-    def _keeps_order(self, size: int, chosen: Any) -> bool:
+    def _keeps_order(self, size: int, chosen: list[int]) -> bool:
         """Whether torch has put the batch together, so that its rows are the chosen elements."""
-        fits = isinstance(chosen, list | tuple) and len(chosen) == size and all(isinstance(i, int) for i in chosen)
-        return fits and (self.collate is default_collate or self.collate is default_convert)
+        return len(chosen) == size and (self.collate is default_collate or self.collate is default_convert)
 
     def located(self, batch: Batch, chosen: Any) -> Batch:
         """The batch with the dataset indices of its bad samples, where no sample has to be fetched for that."""
         bad = batch.bad_samples or ()
         if bad and isinstance(self.dataset, IterableDataset):
             return self._in_stream(batch, chosen)
-        if not bad or not self._keeps_order(batch.size or 0, chosen):
+        chosen = _numbered(chosen)
+        if not bad or chosen is None or not self._keeps_order(batch.size or 0, chosen):
             return batch
         return self.with_elements(replace(batch, dataset_indices=tuple(chosen[i] for i in bad)))
 
