@@ -230,6 +230,11 @@ def test_a_change_in_a_line_that_goes_on_for_pages_is_shown() -> None:
     assert len("".join(p.text for p in added.pieces)) < 300
 
 
+def test_only_a_page_with_a_fix_promises_one() -> None:
+    assert "Source and fix" in page(forward()).text
+    assert "Source and fix" not in page(forward().with_(remedies=())).text
+
+
 def test_tokens_have_styles() -> None:
     found = {(p.text, p.style) for p in pieces("    return f(1.5e-3, 'a # b')  # why") if p.style}
     assert found == {
