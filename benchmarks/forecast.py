@@ -1,6 +1,6 @@
 """Measures forecasts: how long before the first non-finite value they come, and how many healthy trainings get one.
 
-    python benchmarks/forecast.py [--only NAME...] [--set first|...|seventh|all] [--verbose]
+    python benchmarks/forecast.py [--only NAME...] [--set first|...|ninth|all] [--verbose]
 
 Of each training that diverges it also says how many steps before the failure loss or gradient norm left for good the
 range of the run (three times their medians). What takes fewer than five steps nobody can know five steps before, unless
@@ -33,7 +33,7 @@ from firstnan.records import NaNEvent
 torch.set_num_threads(1)
 LEAD = 5
 """A warning is in time if it comes so many steps before the first non-finite value."""
-SETS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
+SETS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
 
 
 @dataclass

@@ -21,6 +21,7 @@ from firstnan.observe.sites import Ownership
 from firstnan.records import Forecast, NaNEvent
 from firstnan.records.forecast_words import sentence
 from firstnan.tensors.finite import surely_finite
+from firstnan.tracing.headroom import _NEAR_ONE_HOT, _ONE_HOT
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -263,6 +264,26 @@ def test_a_layer_that_has_changed_its_type_is_followed_in_the_new_one() -> None:
     for t in range(600):
         layers.add(t, "fc", "float16" if t < 100 else "float32", 1.0, 1.0, ())
     assert layers.series["fc"].dtype == "float32"
+
+
+def forecast_steps(what: Any, limit: float, near: float, values: dict[int, float]) -> list[int]:
+    """The steps of the forecasts that these samples make, numbers that sink to 1 / limit."""
+    course = Course()
+    news = [(t, course.add(what, "min", str, t, 1 / v, limit, near=near)) for t, v in values.items()]
+    return [t for t, forecast in news if forecast is not None]
+
+
+def test_a_fall_that_began_slowly_is_judged_by_its_last_samples() -> None:
+    slow = {1: 0.49, 3: 0.48, 5: 0.45, 8: 0.41, 10: 0.39, 19: 0.24, 23: 0.2, 28: 0.13, 34: 0.045, 41: 0.014}
+    assert forecast_steps("operator", 2.0**126, 2.0**25, slow | {86: 4.3e-13, 109: 1.2e-22}) == [109]
+    assert forecast_steps("operator", 2.0**126, 2.0**25, slow | {86: 1e-8, 109: 1e-8, 131: 5e-9}) == []
+
+
+def test_attention_that_collapses_between_two_samples() -> None:
+    falls = {3: 0.96, 5: 0.95, 7: 0.93, 9: 0.89, 11: 0.84, 14: 0.71, 17: 0.6, 21: 0.37, 26: 0.28, 32: 0.0026}
+    assert forecast_steps("attention", _ONE_HOT, _NEAR_ONE_HOT, falls | {39: 1.7e-9}) == [39]
+    sharp = {60: 0.5, 72: 0.3, 87: 0.1, 92: 0.06, 97: 0.04, 103: 0.02, 111: 0.014, 120: 0.01, 200: 0.006, 300: 0.005}
+    assert forecast_steps("attention", _ONE_HOT, _NEAR_ONE_HOT, falls | {32: 0.2, 40: 0.15} | sharp) == []
 
 
 def test_a_place_is_named_only_in_a_forecast() -> None:

@@ -200,6 +200,12 @@ def test_the_path_is_grouped_by_layers_and_shortened() -> None:
     assert "layer0 op0 train.py:1 op1 train.py:2 layer1" in text
     assert "op99" in text
     assert "op50" not in text
+    deep = [
+        PathStep("add", 1, "train.py", module="encoder_of_the_vision_language_model_and_its_blocks." + n) for n in "01"
+    ]
+    text = page(forward().with_(path=tuple(deep))).text
+    assert "and_its_blocks.0" in text
+    assert "and_its_blocks.1" in text
 
 
 # --- source and diffs --------------------------------------------------------------------------------------------
@@ -211,6 +217,22 @@ def test_source_is_marked_and_cut_around_the_mark() -> None:
     (shown,) = source(Site("nowhere.py", 3, start, 3, start + 12, code="torch.log(x)", source=(line,), source_line=3))
     assert "".join(p.text for p in shown.pieces if p.marked) == "torch.log(x)"
     assert sum(len(p.text) for p in shown.pieces) <= 242
+
+
+def test_a_change_in_a_line_that_goes_on_for_pages_is_shown() -> None:
+    long = "x + " * 1500
+    old, new = f"    loss = {long}log(p) + {long}0", f"    loss = {long}log(p + 1e-6) + {long}0"
+    head, before, removed, added = diff(f"--- a/t.py\n+++ b/t.py\n@@ -1,2 +1,2 @@\n     y = 1\n-{old}\n+{new}\n")
+    assert head.head.endswith("t.py:2")
+    assert (before.sign, removed.sign, added.sign) == (" ", "-", "+")
+    assert "log(p) + x" in "".join(p.text for p in removed.pieces)
+    assert "".join(p.text for p in added.pieces if p.marked) == " + 1e-6"
+    assert len("".join(p.text for p in added.pieces)) < 300
+
+
+def test_only_a_page_with_a_fix_promises_one() -> None:
+    assert "Source and fix" in page(forward()).text
+    assert "Source and fix" not in page(forward().with_(remedies=())).text
 
 
 def test_tokens_have_styles() -> None:

@@ -334,7 +334,7 @@ def test_skips_are_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert [w.split(":")[1] for w in warnings if "skipped:" in w] == [" step 1", " step 4"]
     assert "log_of_negative" in warnings[0]
-    assert warnings[-1] == "firstnan: 4 steps, 2 nonfinite, 2 skipped"
+    assert warnings[-1] == "firstnan: 4 updates, 2 non-finite steps, 2 skipped"
     assert [(e.kind, e.step) for e in heard] == [("nonfinite", 1), ("skipped", 1), ("nonfinite", 4), ("skipped", 4)]
     assert list(detector.events) == heard
 
@@ -446,7 +446,7 @@ def test_warn_makes_the_update_once(through: str, caplog: pytest.LogCaptureFixtu
     summary = detector.summary()
     assert (summary["steps"], summary["nonfinite"], summary["skipped"]) == (6, 1, 0)
     assert "Step 2" in caplog.text or "step 2" in caplog.text
-    assert caplog.records[-1].getMessage() == "firstnan: 6 steps, 1 nonfinite"
+    assert caplog.records[-1].getMessage() == "firstnan: 6 updates, 1 non-finite step"
 
 
 @pytest.mark.parametrize("through", ["batches", "plain"])

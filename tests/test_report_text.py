@@ -233,7 +233,7 @@ def test_a_long_expression_is_shortened_in_the_middle() -> None:
     assert underlined(at(site)) == ["f(", "a0,", ")"]
 
 
-@pytest.mark.parametrize("lead", [0, 60, 300])
+@pytest.mark.parametrize("lead", [0, 60, 300, 9000])
 @pytest.mark.parametrize("options", [{}, {"ascii": True}, {"width": 50}])
 def test_a_wide_line_is_cut_around_the_expression(lead: int, options: dict[str, Any]) -> None:
     line = "a" * lead + " log(x + 1) " + "b" * 400

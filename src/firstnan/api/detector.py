@@ -35,6 +35,7 @@ from firstnan.observe.sites import Ownership, directories, ends_at_origin
 from firstnan.records import NaNEvent, Report
 from firstnan.records.arguments import require_batches, require_callable, require_path, short
 from firstnan.records.errors import NonFiniteError
+from firstnan.records.words import count
 from firstnan.report import nonfinite_error
 from firstnan.tensors.models import Scope, TrainingObjects, parameters_of, unwrapped
 from firstnan.tensors.state import NamelessSource
@@ -302,7 +303,7 @@ class NaNDetector:
         return self.reports[0] if self.reports else None
 
     def summary(self) -> dict[str, int]:
-        """The number of steps, and how many were non-finite, skipped, rolled back, clipped or caused a warning."""
+        """How many steps had their update (`steps`), and how many were non-finite, skipped, rolled back or clipped."""
         return {**asdict(self._counts), "events": len(self.events), "events_dropped": self.events.dropped}
 
     @property
@@ -312,7 +313,7 @@ class NaNDetector:
 
     def __repr__(self) -> str:
         models = ", ".join(type(root).__name__ for root in self._roots.values())
-        told = _counted(self.summary()) or "no steps"
+        told = _counted(self.summary()) or "no updates"
         return f"<NaNDetector of {models}: {told}{'' if self._session is None else ', attached'}>"
 
     def __reduce__(self) -> NoReturn:
@@ -427,7 +428,17 @@ def optimizers_given(optimizer: Any) -> list[Any]:
 
 
 def _counted(summary: dict[str, int]) -> str:
-    told = [f"{n} {name.replace('_', ' ')}" for name, n in summary.items() if n and name != "events"]
+    names = {
+        "steps": "update",
+        "nonfinite": "non-finite step",
+        "warnings": "warning",
+        "events_dropped": "dropped event",
+    }
+    told = [
+        count(n, names[name]) if name in names else f"{n} {name.replace('_', ' ')}"
+        for name, n in summary.items()
+        if n and name != "events"
+    ]
     return ", ".join(told)
 
 

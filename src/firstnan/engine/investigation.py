@@ -735,7 +735,8 @@ class Investigation:
             if self.options.annotate and (self.ranks.writes_for_all or not self.ranks.are_many):
                 sys.stderr.write(github_annotation(self._answer or self.report))
         elif notes:
-            say(f"warning: no NaN or Inf reached training, {notes[0]}")
+            pause = "," if notes[0].startswith("but ") else ";"
+            say(f"warning: no NaN or Inf reached training{pause} {notes[0]}")
         if self.ranks.is_first:
             self.ranks.settle(self.report)
 
@@ -813,7 +814,7 @@ def status(session: Session) -> tuple[list[str], str]:
         parts += [f"{what} {value:.4g}" for what, value in numbers if value is not None]
     nearest = session.headroom()[:1]
     for one in nearest:
-        parts.append(f"nearest limit: {one.code} at line {one.line}, {one.argument} {one.value:.3g}")
+        parts.append(f"nearest limit: {one.op} at line {one.line}, {one.argument} {one.value:.3g}")
     holding = [f for f in session.gate.forecasts if f.withdrawn is None]
     return parts, sentence(holding[-1]) if holding else ""
 

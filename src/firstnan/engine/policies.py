@@ -233,7 +233,8 @@ class Warn(Policy):
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         if session.streak.bit_count() == 1:
             told = report.origin is not None or report.notes
-            log.warning("%s", nonfinite_error(report) if told else f"step {report.step}: {one_line(report)}")
+            when = "" if report.step is None else f"step {report.step}: "
+            log.warning("%s", nonfinite_error(report) if told else f"firstnan: {when}{one_line(report)}")
         session.resume()
 
 

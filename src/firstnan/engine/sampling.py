@@ -140,7 +140,7 @@ class StepSamples:
 
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
-_LOW_VARIANCE = 1e3
+_LOW_VARIANCE = 1e2
 """A variance is followed when it is this many times its eps, or less."""
 
 

@@ -212,7 +212,7 @@ _FEWEST = 5
 _MOST_SAMPLES, _LAST_SAMPLES = 64, 4
 _MUCH_NEARER = 64.0
 """Times larger than in the sample before: worth another look soon, far from the limit too."""
-_SAMPLED_HORIZON = 0.5
+_SAMPLED_HORIZON = 1.0
 """Few samples are continued at most this many times as far as the rise has lasted."""
 
 
@@ -270,7 +270,7 @@ class Course:
         if slope(line[-max(_LAST_SAMPLES, len(line) // 3) :]) < steady * slope(thinned(line)):
             return None
         made = self._outlook.make(what, name, kind, limit, rise, horizon)
-        if made is None and doubles and _gets_steeper(line[-_FEWEST:]):  # what came before does not show how fast
+        if made is None and doubles:  # what came before does not show how fast
             made = self._outlook.make(what, name, kind, limit, rise[-_FEWEST:], _SAMPLED_HORIZON)
         return made
 
@@ -305,11 +305,6 @@ class Fall:
             near=_FALLEN * most, risen=2.0, doubles=False, fewest=_FALLING, steady=_UNBRAKED, horizon=_SOON,
         )  # fmt: skip
         return news and replace(news, now=1 / max(news.limit - news.now, tiny), limit=1 / tiny)
-
-
-def _gets_steeper(points: Sequence[Point]) -> bool:
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(points)]
-    return slopes[0] > 0 and all(later >= earlier for earlier, later in pairwise(slopes))
 
 
 _LOW_SCALE = 32.0

@@ -41,7 +41,12 @@ class Charset:
         return self.cut(self.show(" ".join(text[: 4 * limit].split())), limit)
 
     def cut(self, text: str, limit: int) -> str:
-        return text if len(text) <= limit else text[: max(0, limit - len(self.ellipsis))].rstrip() + self.ellipsis
+        return text if len(text) <= limit else text[: max(0, limit - len(self.ellipsis))].rstrip(" .…") + self.ellipsis
+
+    def path_end(self, path: str, most: int) -> str:
+        """A layer's path, cut at the start: its end says more."""
+        shown = self.show(path)
+        return shown if len(shown) <= most else self.ellipsis + shown[len(self.ellipsis) - most :]
 
 
 def _unsafe(char: str) -> bool:

@@ -39,7 +39,7 @@ from firstnan.report.sentences import (
     whole_path,
 )
 from firstnan.report.series import HeatMap, Series, extra, heat_maps, series_of
-from firstnan.report.source_excerpt import TAB, Row, excerpt, location, shown
+from firstnan.report.source_excerpt import TAB, Row, excerpt, location, shared_start, shown
 from firstnan.report.text import (
     argument,
     evidence_lines,
@@ -96,6 +96,7 @@ def _page(view: View, plotly: _Library | None) -> str:
 def _templates() -> Environment:
     made = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {"prose": prose, "plain": plain, "number": number, "tick": charts.tick, "dtype": short_dtype}
+    made.filters |= {"path_end": _CHARS.path_end, "size": math.prod}
     return made
 
 
@@ -240,15 +241,10 @@ def diff(text: str) -> list[Line]:
     return made
 
 
-def _shared(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def _changed(line: str, other: str) -> tuple[int, int] | None:
     """The part of a line that the other one does not have, between what both begin and end with."""
-    first = _shared(line, other)
-    after = _shared(line[first:][::-1], other[first:][::-1])
+    first = shared_start([line, other])
+    after = shared_start([line[first:][::-1], other[first:][::-1]])
     return (first, len(line) - after) if first < len(line) - after < len(line) + 1 else None
 
 
@@ -353,7 +349,8 @@ class View:
             node = origin.event.node if origin.event else None
             found.append(("Operator", origin.op, node or origin.phase))
         if origin and (origin.module or origin.label):
-            found.append(("Layer" if origin.module else "Tensor", origin.module or origin.label, origin.module_type))
+            layer = _CHARS.path_end(origin.module or "", 40)
+            found.append(("Layer" if origin.module else "Tensor", layer or origin.label, origin.module_type))
         if report.batch and (report.batch.index is not None or report.batch.bad_samples):
             bad = report.batch.bad_samples or ()
             which = f"{self.unit} {bad[0]}" if len(bad) == 1 else count(len(bad), f"bad {self.unit}") if bad else ""

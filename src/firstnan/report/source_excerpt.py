@@ -90,7 +90,11 @@ def _cells(row: Row, chars: Charset) -> Cells:
     start, end = row.mark or (0, 0)
     cells: Cells = []
     column = 0
-    for i, char in enumerate(row.text.rstrip()[:4000]):
+    indent = len(row.text) - len(row.text.lstrip())
+    left_out = max(start - indent - LONGEST_LINE, 0)  # of a line that goes on for pages
+    text = row.text[:indent] + row.text[indent + left_out :]
+    start, end = start - left_out, end - left_out
+    for i, char in enumerate(text.rstrip()[: 2 * LONGEST_LINE]):
         shown = " " * (TAB - column % TAB) if char == "\t" else chars.show(char)
         pieces = [shown] if len(shown) == 1 else list(shown)
         cells += [(piece, start <= i < end) for piece in pieces]
@@ -233,7 +237,8 @@ def _shortened(rows: list[Row]) -> list[Row]:
 AROUND = 1
 """Lines shown before and after a change."""
 LONGEST_LINE = 2000
-"""The most characters of a changed line: longer ones are in the JSON."""
+"""The most characters of a changed line: of longer ones, only what is around the change is shown."""
+_BESIDE_CHANGE = 60
 _LONGEST = 100_000
 
 
@@ -250,7 +255,7 @@ def shown(diff: str) -> list[tuple[str, str]]:
             elif found := re.match(r"@@ -\d{1,9}(?:,\d+)? \+(\d{1,9})", line):
                 number = int(found[1])
         elif not line.startswith("\\"):
-            hunk.append(line.rstrip("\r")[: LONGEST_LINE + 1])
+            hunk.append(line.rstrip("\r"))
     return out
 
 
@@ -259,6 +264,10 @@ def _block(path: str, number: int, hunk: list[str]) -> list[tuple[str, str]]:
     changes = [i for i, line in enumerate(hunk) if line.startswith(("+", "-"))]
     if not changes:
         return []
+    if max(len(hunk[i]) for i in changes) > LONGEST_LINE:
+        for i, line in zip(changes, _around_change([hunk[i][1:] for i in changes]), strict=True):
+            hunk[i] = hunk[i][0] + line
+    hunk = [line[: LONGEST_LINE + 1] for line in hunk]
     place = [("", line_of(path, number + changes[0]) if number else short_path(path))] if path else []
     first, last = max(changes[0] - AROUND, 0), changes[-1] + AROUND
     # An empty line around a change says nothing.
@@ -266,3 +275,16 @@ def _block(path: str, number: int, hunk: list[str]) -> list[tuple[str, str]]:
     marks = [line[:1] or " " for line in lines]
     texts = textwrap.dedent("\n".join(line[1:] for line in lines)).split("\n")
     return place + list(zip(marks, texts, strict=True))
+
+
+def shared_start(lines: list[str]) -> int:
+    """How many characters all of them begin with."""
+    return next((i for i, chars in enumerate(zip(*lines, strict=False)) if len(set(chars)) > 1), min(map(len, lines)))
+
+
+def _around_change(lines: list[str]) -> list[str]:
+    """The part of each line that they do not share, with a little of what they begin and end with."""
+    start = shared_start(lines)
+    end = shared_start([line[start:][::-1] for line in lines])
+    before, after = max(start - _BESIDE_CHANGE, 0), max(end - _BESIDE_CHANGE, 0)
+    return ["…" * bool(before) + line[before : len(line) - after] + "…" * bool(after) for line in lines]

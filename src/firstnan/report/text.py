@@ -196,7 +196,7 @@ class _Page:
         if first := first_bad_layer(self.report):
             yield "layers", self._text(first)
         tracks = [t for t in self.report.history.layers if t.max_abs][: MOST["layers"]]
-        names = [self._path_end(t.layer) for t in tracks]
+        names = [self.chars.path_end(t.layer, 28) for t in tracks]
         widest = max(map(cell_len, names), default=0)
         most = min(max(self.width - LABEL_WIDTH - widest - 42, 8), 40)  # what the phase and three numbers leave free
         for name, track in zip(names, tracks, strict=True):
@@ -204,11 +204,6 @@ class _Page:
             head = f"{name}{' ' * (widest - cell_len(name))}  {track.phase:<8}  "
             spark = sparkline(values, self.chars.spark)
             yield "layers", Text.assemble(head, (spark, "magenta"), f"  {growth(values)}")
-
-    def _path_end(self, path: str, most: int = 28) -> str:
-        """A layer's path, cut at the start: its end says more."""
-        shown = self.chars.show(path)
-        return shown if len(shown) <= most else self.chars.ellipsis + shown[len(self.chars.ellipsis) - most :]
 
     def _hanging(self, mark: str, text: Text, style: str = "") -> Table:
         """A text whose wrapped lines stay right of its mark."""

@@ -89,7 +89,7 @@ _LARGE = 2.0**40
 _GROWING = PRODUCTS | words("cumsum pow square sum")
 """Operators whose results are measured, and in float16 also:"""
 _GROWING_HALF = _GROWING | words("add")
-_NEAR_ONE_HOT, _ONE_HOT = 10.0, 1e5
+_NEAR_ONE_HOT, _ONE_HOT = 10.0, 1e9
 """Attention is followed when its entropy is this many times below the largest; far below that its gradients vanish."""
 
 
@@ -135,7 +135,7 @@ class _Seen(NamedTuple):
             near, value = _NEAR_EXPONENT * self.limit, self.value
             return course.add(
                 "operator", "max", self._named, self.step, value, self.limit,
-                near=near, risen=2.0, doubles=False, horizon=1.0,
+                near=near, risen=2.0, doubles=False,
             )  # fmt: skip
         if self.is_wide_result:
             kind = "float32" if self.limit < _WIDE**2 else "float64"
