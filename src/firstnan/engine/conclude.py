@@ -29,6 +29,7 @@ from firstnan.observe.compiler import was_used
 from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership, Spot, names_read_on, resolve
 from firstnan.records import Batch, History, NaNEvent, Noticed, OpEvent, Origin, Report, Role, Site, StepRecord, Trace
+from firstnan.records.operator_families import LINEAR, LOSSES
 from firstnan.repair import propose
 from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
@@ -425,8 +426,22 @@ def _averaged(trace: Trace) -> int | None:
             and len(read.shape)
             and not event.outputs[0].shape
         ):
-            return read.shape[0]
+            return None if _is_prediction(event, trace) else read.shape[0]
     return None
+
+
+def _is_prediction(total: OpEvent, trace: Trace) -> bool:
+    """Whether a loss compares this sum with a target: then it is one sample's, as the energy of all pairs of atoms."""
+    near, differences = {total.index}, set[int]()
+    for event in (e for e in trace.events[total.index + 1 :] if e.phase == "forward" and e.grad):
+        read = {i.producer for i in event.inputs}
+        if (event.op in LOSSES and read & near) or (event.op not in LINEAR | {"ones_like"} and read & differences):
+            return True
+        if read & differences or (event.op in ("sub", "rsub") and read & near):
+            differences.add(event.index)
+        elif read & near:
+            near.add(event.index)
+    return False
 
 
 def _rows_after(event: OpEvent, trace: Trace, size: int) -> tuple[int, ...]:
