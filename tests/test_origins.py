@@ -56,6 +56,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "constant_module_level": {},
     "numpy_in_step": {},
     "windows_of_a_stream": {},
+    "emptied_list": {"bad_samples": [1], "confirmed": True},
     "adjacency": {"bad_samples": [59], "unit": "node"},
     "transform_split": {"elements": [{"dataset": "Tiles", "index": 77, "part": ""}], "confirmed": True},
     "iterable_workers": {"elements": [{"dataset": "Windows", "index": 20, "part": "worker 1"}], "bad_samples": [4]},
