@@ -415,6 +415,8 @@ def test_integers_that_have_wrapped_are_named(tmp_path: Path) -> None:
     wrapped, negative = (data_origin.made_by(line) for line in lines.lines)
     assert wrapped_integers(wrapped).startswith(" size is int32 and goes down to -694967296: a product was probably")
     assert wrapped_integers(negative) == ""
+    one = watched(lambda: names["area"](np.int32(60000), np.int32(60000))).lines[0]
+    assert [(name, int(value)) for name, value in one.wrapped] == [("size", -694967296)]
     first = propose(wrapped, Trace(), History(), [Cause("nan_input", "", "")])[0]
     assert "+    size = a.astype(np.int64) * b\n" in first.diff
 

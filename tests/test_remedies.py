@@ -409,6 +409,15 @@ def test_the_spread_of_one_row_in_numpy(tmp_path: Path) -> None:
     assert not any("ddof" in change for change in changes[1])
 
 
+def test_a_division_by_a_number_needs_no_guard(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import numpy as np\ndepth = np.sqrt(pixels) / 1000\n")
+    site, bad = Site(str(tmp_path / "train.py"), 2, 0, 2, 30), TensorStat("depth", (3,), "float64", nan=3)
+    origin = Origin("input", "", "", site=site, produced=bad)
+    changes = [changed_lines(r.diff) for r in propose(origin, Trace(), History(), [Cause("nan_input", "", "")])]
+    assert "+depth = np.sqrt(np.maximum(pixels, 1e-12)) / 1000\n" in changes[0]
+    assert not any("maximum(1000" in change for change in changes)
+
+
 # --- whole programs ---------------------------------------------------------------------------------------------
 
 HELPERS = """\

@@ -387,15 +387,16 @@ def _plain_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 
 def _wrapped(frame: FrameType, spot: Spot) -> Iterator[tuple[str, Tensor]]:
-    """The arrays of integers that a statement reads with negative numbers and very large ones; sound has 16 bits."""
+    """The integers of numpy that a statement reads with negative numbers and very large ones; sound has 16 bits."""
+    numpy: Any = sys.modules.get("numpy")
     names = names_read(spot)
-    for name, value in _plain_variables(frame):
-        dtype: Any = getattr(value, "dtype", None)
-        array = name in names and type(value).__name__ == "ndarray" and dtype.kind == "i" and dtype.itemsize > 2
-        if array and 0 < value.size <= _LARGE:
+    for name, value in _plain_variables(frame) if numpy is not None else ():
+        if name not in names or not isinstance(value, numpy.ndarray | numpy.signedinteger) or not value.size:
+            continue
+        if value.dtype.kind == "i" and value.dtype.itemsize > 2 and value.size <= _LARGE:
             low, high = int(value.min()), int(value.max())
-            if low < 0 and max(-low, high) > 1 << (8 * dtype.itemsize - 4):
-                yield name, torch.from_numpy(value.copy())
+            if low < 0 and max(-low, high) > 1 << (8 * value.dtype.itemsize - 4):
+                yield name, torch.from_numpy(numpy.array(value))
 
 
 def _is_return(spot: Spot) -> bool:

@@ -825,7 +825,7 @@ def masked_label(failure: Failure) -> Explanation | None:
         )
         return Explanation(why, 0.9, failure.input_lines())
     alone = failure.op in ADDITIONS and any(t.neginf == t.numel for t in failure.tensors)
-    what = "adds an entry" if alone else "picks the log-probability of a class"
+    what = "uses an entry" if alone else "picks the log-probability of a class"
     entries = "" if alone else entries
     why = (
         f"`{failure.code}` {what} that is masked with -inf{entries}. The loss is infinite because the mask and the "
