@@ -214,7 +214,7 @@ def watch(function: Any, *args: Any, seconds: float = math.inf) -> tuple[int, st
         return None
     from firstnan.observe.sites import resolve
 
-    spot, name, _ = lines.first
+    spot, name, *_ = lines.first
     return resolve(spot).line - function.__code__.co_firstlineno, name
 
 

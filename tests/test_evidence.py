@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from firstnan.diagnose.rules import explain
 from firstnan.diagnose.rules.base import growth
-from firstnan.engine.conclude import _bad_samples
+from firstnan.engine.conclude import _averaged, _bad_samples
 from firstnan.records import Cause, History, StepRecord
 from traced import run_snippet
 
@@ -93,3 +94,18 @@ def test_a_list_of_bad_rows_that_was_cut_is_not_shown_as_the_bad_samples() -> No
     assert outcome.origin.event is not None
     assert len(outcome.origin.event.bad_rows) == 64
     assert _bad_samples(outcome.origin, outcome.trace, None, 500) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "size"),
+    [
+        ("(w.log().sum() - 1).pow(2)", None),
+        ("F.mse_loss(w.log().sum(), torch.tensor(1.0))", None),
+        ("w.log().mean().sqrt()", 6),
+        ("w.log().mean() * 2 - w.mean()", 6),
+    ],
+)
+def test_what_is_summed_up_for_one_target_are_not_samples(loss: str, size: int | None) -> None:
+    """Pairs of atoms have one energy: none of them is a sample."""
+    outcome = run_snippet(f"w = torch.zeros(6, requires_grad=True)\n# step\nloss = {loss}\nloss.backward()")
+    assert _averaged(outcome.trace) == size

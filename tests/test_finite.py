@@ -20,6 +20,7 @@ from firstnan.tensors.finite import (
     norms,
     plain_norm,
     readable,
+    same_numbers,
     stat,
     surely_finite,
     tensors_in,
@@ -371,3 +372,12 @@ def test_norms_of_plain_tensors_count_every_one(vectors: int) -> None:
         t.view(-1)[-1] = 1.0
     assert plain_norm([*tensors, torch.ones(3, dtype=torch.float64)]) is None
     assert plain_norm([torch.full((3, 5), 2.0).t()]) == pytest.approx(60**0.5)
+
+
+@pytest.mark.parametrize("form", ["dense", "to_sparse", "to_sparse_csr", "to_sparse_csc", "cfloat"])
+def test_tensors_of_any_layout_are_compared(form: str) -> None:
+    rows = torch.tensor([[0.0, math.nan], [2.0, 0.0]])
+    one, same, other = (getattr(t, form, t.clone)() for t in (rows, rows.clone(), rows + torch.eye(2)))
+    assert same_numbers(one, same)
+    assert not same_numbers(one, other)
+    assert form == "dense" or not same_numbers(one, rows)

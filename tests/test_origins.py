@@ -24,6 +24,7 @@ from torch.utils.data import (
     random_split,
 )
 
+from firstnan.diagnose.rules.data import wrapped_integers
 from firstnan.engine import data_origin, isolation
 from firstnan.engine.conclude import unit_of
 from firstnan.engine.handouts import FirstBatch, ReplayError
@@ -32,7 +33,8 @@ from firstnan.engine.samples.search import SampleSearch, search
 from firstnan.engine.samples.underlying import underlying
 from firstnan.observe.line_watch import RETURNED, LineWatch
 from firstnan.observe.sites import Ownership, resolve
-from firstnan.records import Batch, Element, History, Origin, Report, StepRecord
+from firstnan.records import Batch, Cause, Element, History, Origin, Report, StepRecord, Trace
+from firstnan.repair import propose
 from firstnan.report.text import history_head
 from firstnan.tensors.state import Handout, RandomState
 from zygote import Zygote
@@ -53,6 +55,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "class_weights": {"bad_samples": None, "note": ""},
     "constant_module_level": {},
     "numpy_in_step": {},
+    "windows_of_a_stream": {},
+    "emptied_list": {"bad_samples": [1], "confirmed": True},
     "adjacency": {"bad_samples": [59], "unit": "node"},
     "transform_split": {"elements": [{"dataset": "Tiles", "index": 77, "part": ""}], "confirmed": True},
     "iterable_workers": {"elements": [{"dataset": "Windows", "index": 20, "part": "worker 1"}], "bad_samples": [4]},
@@ -384,6 +388,37 @@ def test_the_table_that_a_bad_row_is_taken_from() -> None:
     assert made.name == "table"
     assert lines.source_in([torch.tensor([0.0, -math.inf])]) is None  # one number alone tells nothing
     assert lines.source_in([torch.tensor([[0.25, math.nan]])]) is None
+
+
+def test_windows_of_a_table_are_recognised() -> None:
+    def prepared(heights: Any) -> Any:
+        with np.errstate(all="ignore"):
+            table = np.log(heights)
+        return object(), table
+
+    lines = watched(lambda: prepared(np.array([[1.0, 2.0], [2.0, 0.0], [2.0, 2.0]])))
+    window = torch.tensor([[[0.0, math.log(2)], [math.log(2), -math.inf]]])
+    made = lines.source_in([window])
+    assert made is not None
+    assert made.name == "table"
+    assert lines.source_in([window + 1]) is None
+
+
+def test_integers_that_have_wrapped_are_named(tmp_path: Path) -> None:
+    text = "import numpy as np\ndef area(a, b):\n    size = a * b\n    return np.log(size)\n"
+    (tmp_path / "sizes.py").write_text(text)
+    names: dict[str, Any] = {}
+    exec(compile(text, str(tmp_path / "sizes.py"), "exec"), names)
+    large, small = np.array([60000, 3], np.int32), np.array([50000, -3], np.int32)
+    with np.errstate(all="ignore"):
+        lines = watched(lambda: [names["area"](large, large), names["area"](small[1:], large[1:])])
+    wrapped, negative = (data_origin.made_by(line) for line in lines.lines)
+    assert wrapped_integers(wrapped).startswith(" size is int32 and goes down to -694967296: a product was probably")
+    assert wrapped_integers(negative) == ""
+    one = watched(lambda: names["area"](np.int32(60000), np.int32(60000))).lines[0]
+    assert [(name, int(value)) for name, value in one.wrapped] == [("size", -694967296)]
+    first = propose(wrapped, Trace(), History(), [Cause("nan_input", "", "")])[0]
+    assert "+    size = a.astype(np.int64) * b\n" in first.diff
 
 
 def test_a_number_that_went_through_a_library_is_recognised() -> None:

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from firstnan.observe.patches import Hook, Patches
+from firstnan.observe.patches import Hook, Patches, as_written
 
 
 class Library:
@@ -58,6 +60,25 @@ def test_what_is_put_around_a_function_comes_off_again(library: Any) -> None:
     assert library.method is original
     patches.remove()
     assert library.method is original
+
+
+def test_a_scripted_function_runs_as_it_was_written() -> None:
+    """Compiled, all of its operators have one backward in common."""
+
+    def logarithm(x: Tensor) -> Tensor:
+        return x.exp().log()
+
+    scripted, patches = torch.jit.script(logarithm), Patches()
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        scripted(x)
+    compiled = scripted(x).grad_fn.name()
+    as_written(patches)
+    try:
+        assert scripted(x).grad_fn.name() == "LogBackward0" != compiled
+    finally:
+        patches.remove()
+    assert scripted(x).grad_fn.name() == compiled
 
 
 def test_the_replacement_looks_like_the_original() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from firstnan.diagnose.rules import explain
-from firstnan.records import Cause, History, Remedy
+from firstnan.records import Cause, History, Origin, Remedy, Site, TensorStat, Trace
 from firstnan.repair import propose
 from firstnan.repair.patch import edited
 from test_blame_snippets import GUILTY
@@ -386,6 +386,36 @@ def test_a_file_that_has_changed_since_costs_nothing(tmp_path: Path) -> None:
         for remedy in propose(outcome.origin, outcome.trace, History(), causes):
             if remedy.diff:
                 ast.parse(apply(text, remedy.diff))
+
+
+def test_the_spread_of_one_row_in_numpy(tmp_path: Path) -> None:
+    text = "import numpy as np\nspread = np.std(rows, axis=0, ddof=1)\nplain = np.std(rows, axis=0)\n"
+    (tmp_path / "train.py").write_text(text)
+    changes = []
+    for line, end in ((2, 37), (3, 29)):
+        bad = TensorStat("spread", (3,), "float64", nan=3)
+        origin = Origin("input", "", "", site=Site(str(tmp_path / "train.py"), line, 0, line, end), produced=bad)
+        changes.append(
+            [changed_lines(r.diff) for r in propose(origin, Trace(), History(), [Cause("nan_input", "", "")])]
+        )
+    assert changes[0][:3] == [
+        f"-spread = np.std(rows, axis=0, ddof=1)\n+spread = {new}\n"
+        for new in (
+            "np.std(rows, axis=0, ddof=min(1, rows.shape[0] - 1))",
+            "np.maximum(np.std(rows, axis=0, ddof=min(1, rows.shape[0] - 1)), 1e-8)",
+            "np.std(rows, axis=0, ddof=0)",
+        )
+    ]
+    assert not any("ddof" in change for change in changes[1])
+
+
+def test_a_division_by_a_number_needs_no_guard(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import numpy as np\ndepth = np.sqrt(pixels) / 1000\n")
+    site, bad = Site(str(tmp_path / "train.py"), 2, 0, 2, 30), TensorStat("depth", (3,), "float64", nan=3)
+    origin = Origin("input", "", "", site=site, produced=bad)
+    changes = [changed_lines(r.diff) for r in propose(origin, Trace(), History(), [Cause("nan_input", "", "")])]
+    assert "+depth = np.sqrt(np.maximum(pixels, 1e-12)) / 1000\n" in changes[0]
+    assert not any("maximum(1000" in change for change in changes)
 
 
 # --- whole programs ---------------------------------------------------------------------------------------------

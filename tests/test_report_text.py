@@ -542,3 +542,10 @@ def test_a_number_is_shown_once() -> None:
     origin = dataclasses.replace(report.origin, produced=single)
     text = render_text(dataclasses.replace(report, origin=origin, cause=cause))
     assert text.count("self = -0.499 -> nan") == 1
+
+
+def test_two_kinds_were_already_there() -> None:
+    both = TensorStat("w", (2,), "float32", posinf=1, neginf=1)
+    for stat, words in ((both, "Inf and -Inf were"), (dataclasses.replace(both, neginf=0), "Inf was")):
+        report = dataclasses.replace(forward(), origin=Origin("parameter", "", "", produced=stat, label="w"), step=3)
+        assert headline(report) == f"{words} already in parameter w, step 3"

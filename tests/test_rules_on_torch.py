@@ -76,6 +76,7 @@ CASES: list[tuple[str, str, Make]] = [
     ("own_softmax_2", "fully_masked_softmax", lambda t: (lambda x: x.exp() / x.exp().sum())(masked(t(1.0, 2.0), 1, 1))),
     ("label", "masked_label", lambda t: functional.cross_entropy(masked(t(1.0, 2.0), 0, 1)[None], torch.tensor([1]))),
     ("gather", "masked_label", lambda t: -masked(t(1.0, 2.0), 0, 1).log_softmax(0).gather(0, torch.tensor([1]))),
+    ("tag", "masked_label", lambda t: t(0.5)[0] + masked(t(1.0, 2.0), 0, 1)[torch.tensor(1)]),
     ("ignored", "empty_reduction", lambda t: functional.cross_entropy(t(1.0, 2.0)[None], torch.tensor([-100]))),
     ("nothing", "empty_reduction", lambda t: (lambda x: x[x > 5].mean())(t(1.0, 2.0))),
     ("std", "single_sample_variance", lambda t: t(1.0).std()),

@@ -159,13 +159,20 @@ class _Walk:
                     if candidate.event.op == "log" and event.op not in LABEL_PICKS:
                         return candidate, False
                     return OriginCandidate(event), True
-        return OriginCandidate(on_purpose[0].event), True
+        picked = (e for c in on_purpose for e in self.chain(c.event.index)[1:] if _reads_masked_only(c.event, e))
+        return OriginCandidate(next(picked, on_purpose[0].event)), True
 
 
 def _all_masked(chain: list[OpEvent]) -> OpEvent | None:
     """The last logsumexp before the loss: its result is -inf only where every entry of a slice is masked."""
     kept = list(takewhile(lambda e: e.op in MASK_KEEPING, chain))
     return next((e for e in reversed(kept) if e.op == "logsumexp"), None)
+
+
+def _reads_masked_only(mask: OpEvent, event: OpEvent) -> bool:
+    """Whether all that it reads of a mask with other entries is masked: a label has chosen `scores[before, tag]`."""
+    partly = any(o.bad and o.bad < o.numel for o in mask.outputs)
+    return partly and any(o.guilty and o.stat is not None and o.stat.bad == o.stat.numel for o in event.inputs)
 
 
 def _overwrites(user: OpEvent, constant: OpEvent) -> bool:

@@ -316,6 +316,8 @@ class TurnReplay:
         self.failure, self._traced, self._failed, self._asked = failure, traced, False, 0
         self._explained = explained
         self._searching = False
+        self._began_with: dict[str, Any] = {}
+        """The variables of the turn before it was run to search for samples."""
         self._known: list[Tensor] = []
         """Bad values that the variables hold from the failing step."""
         self._off: list[Tensor] = []
@@ -489,6 +491,9 @@ class TurnReplay:
         """Runs the body from the state that the step began with; whether it fails."""
         session = self._session
         self._code, self._failed, self._asked = code, False, 0
+        # A finite run goes on to the end of the body, which may empty the list that it takes its batch from.
+        self._began_with = self._began_with or dict(self._turn.names)
+        self._turn.names.update(self._began_with)
         self._restore()
         session.begin_turn()
         session.microscope.drop_gradients()

@@ -6,10 +6,11 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isinf, prod
 from time import time
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from firstnan.diagnose.blame import Verdict, blame
 from firstnan.diagnose.rules import divergence, explain, received, transient
+from firstnan.diagnose.rules.data import wrapped_integers
 from firstnan.engine.data_origin import bad_rows, find_maker, made_by
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.ranks import world
@@ -29,6 +31,7 @@ from firstnan.observe.compiler import was_used
 from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership, Spot, names_read_on, resolve
 from firstnan.records import Batch, History, NaNEvent, Noticed, OpEvent, Origin, Report, Role, Site, StepRecord, Trace
+from firstnan.records.operator_families import LINEAR, LOSSES
 from firstnan.repair import propose
 from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
@@ -136,11 +139,18 @@ class Evidence:
         causes = explain(origin, trace, report.history)
         if causes[0].slug in BAD_DATA and seen is not None and infinite_number(seen) is None:
             # Whether it is an input or a target depends on where the step reads it, not on the Dataset.
-            found = explain(self._in_batch(seen), steps, report.history)
+            found = explain(self._named_as(origin, self._in_batch(seen)), steps, report.history)
             causes = [c for c in found if c.slug in BAD_DATA] or causes
+            causes[0] = replace(causes[0], why=causes[0].why + wrapped_integers(origin))
         remedies = propose(origin, trace, report.history, causes)
         report = without_guesses(replace(report, cause=causes[0]))
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
+
+    @staticmethod
+    def _named_as(made: Origin, seen: Origin) -> Origin:
+        """Bad data with the name of the variable in which it was made, if that is all of it."""
+        whole = made.produced is not None and seen.produced is not None and made.produced.shape == seen.produced.shape
+        return replace(seen, label=made.label) if whole and not seen.label else seen
 
     def _in_batch(self, seen: Origin) -> Origin:
         """Bad data as it is in the batch: what has made it may have seen one sample, or more than this batch."""
@@ -227,8 +237,9 @@ class Evidence:
             return verdict
         line = self.lines.source_of(origin.site.file, origin.site.line)
         blamed = self.handouts.blamed
-        if line is None and blamed is not None:  # it went through a library, as rows of a table do
-            line = self.lines.source_in(t for _, t in tensors_in(blamed.batch))
+        if line is None:  # it went through a library, as rows of a table do, or was read in a later step only
+            held = self._held() if blamed is None else tensors_in(blamed.batch)
+            line = self.lines.source_in(t for _, t in held)
         if line is None:
             return verdict
         made, arrived = made_by(line), replace(origin.produced, name=origin.label) if origin.produced else None
@@ -236,6 +247,15 @@ class Evidence:
             return verdict
         read_at = origin.read_at or origin.site
         return replace(verdict, origin=replace(made, arrived=arrived, read_at=read_at, step=origin.step))
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """The non-finite data in the variables of the functions that run."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if self.ownership.owns(frame.f_code):
+                found = (pair for v in list(frame.f_locals.values()) for pair in tensors_in(v, depth=2))
+                yield from ((name, t) for name, t in found if not t.requires_grad and not is_finite(t))
+            frame = frame.f_back
 
     def _look_at_threads(self, verdict: Verdict, tracer: Tracer) -> Verdict:
         """For a tensor that was made in another thread: the line there."""
@@ -425,8 +445,22 @@ def _averaged(trace: Trace) -> int | None:
             and len(read.shape)
             and not event.outputs[0].shape
         ):
-            return read.shape[0]
+            return None if _is_prediction(event, trace) else read.shape[0]
     return None
+
+
+def _is_prediction(total: OpEvent, trace: Trace) -> bool:
+    """Whether a loss compares this sum with a target: then it is one sample's, as the energy of all pairs of atoms."""
+    near, differences = {total.index}, set[int]()
+    for event in (e for e in trace.events[total.index + 1 :] if e.phase == "forward" and e.grad):
+        read = {i.producer for i in event.inputs}
+        if (event.op in LOSSES and read & near) or (event.op not in LINEAR | {"ones_like"} and read & differences):
+            return True
+        if read & differences or (event.op in ("sub", "rsub") and read & near):
+            differences.add(event.index)
+        elif read & near:
+            near.add(event.index)
+    return False
 
 
 def _rows_after(event: OpEvent, trace: Trace, size: int) -> tuple[int, ...]:

@@ -122,4 +122,5 @@ def made_by(line: BadLine) -> Origin:
     s = replace(stat(line.name, line.value), histogram=histogram(line.value))
     site = whole_statement(resolve(line.spot))
     label = "" if line.name == RETURNED else line.name
-    return Origin("input", "", "", site=site, inputs=(s,), produced=s, role="input", label=label)
+    read = tuple(stat(name, value) for name, value in line.wrapped)
+    return Origin("input", "", "", site=site, inputs=read or (s,), produced=s, role="input", label=label)

@@ -16,7 +16,7 @@ from torch import Tensor
 from firstnan.observe.forked import kept_indices
 from firstnan.observe.loaders import samples_of
 from firstnan.records import Batch
-from firstnan.tensors.finite import tensors_in
+from firstnan.tensors.finite import same_numbers, tensors_in
 from firstnan.tensors.models import Slot
 from firstnan.tensors.program_state import ProgramState
 from firstnan.tensors.state import (
@@ -672,12 +672,4 @@ def _used_of(batches: list[Any], used: list[Any]) -> int | None:
 def _copied(batch: Any, used: list[Tensor]) -> int:
     """How many tensors of the batch are among these with the same numbers."""
     members = [t for _, t in tensors_in(batch) if 1 < t.numel() <= _MOST_COMPARED and t.is_cpu]
-    return sum(
-        any(t.shape == o.shape and t.dtype == o.dtype and o.is_cpu and _is_equal(t, o) for o in used) for t in members
-    )
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or (
-        one.is_floating_point() and torch.equal(one.nan_to_num(), other.detach().nan_to_num())
-    )
+    return sum(any(o.is_cpu and same_numbers(t, o) for o in used) for t in members)

@@ -14,7 +14,7 @@ from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
 from firstnan.gate.step_counter import StepCounter
 from firstnan.observe.line_watch import LineWatch
-from firstnan.observe.patches import eager
+from firstnan.observe.patches import Patches, as_written, eager
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, Spot
 from firstnan.records import History, Noticed, Report
@@ -46,6 +46,7 @@ class Microscope:
         self._data: list[tuple[str, Tensor]] = []
         """The data of the step, by its names."""
         self._is_eager = False
+        self._scripted = Patches()
         self._call_off: Callable[[], None] = lambda: None
 
     @property
@@ -60,6 +61,7 @@ class Microscope:
         """Records every operator from now on; `in_step` if a step is about to be replayed, `block`: of `trace()`."""
         # Compiled functions run uncompiled; but do not load the compiler just for that.
         self._call_off = when_imported("torch._dynamo", self._force_eager)
+        as_written(self._scripted)
         self.tracer = tracer = Tracer(self.ownership, helpers=in_step or block)
         tracer.at(step=self.gate.steps.current, looks_for_training=True)
         if in_step:
@@ -74,6 +76,7 @@ class Microscope:
         if self.tracer is not None:
             self.tracer.stop()
         self._call_off()
+        self._scripted.remove()
         if self._is_eager:
             self._is_eager = False
             eager.release()

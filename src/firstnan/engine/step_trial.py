@@ -33,6 +33,7 @@ from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, when_called
 from firstnan.observe.loop_iterator import running_iterator
 from firstnan.observe.observer import Decision
+from firstnan.observe.patches import Patches, as_written
 from firstnan.observe.sites import real_path
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
@@ -591,6 +592,7 @@ class _Change:
 
     def make(self) -> None:
         """Makes the change in the functions of this process."""
+        as_written(Patches())  # what torch.jit has compiled is that of the old text
         for path, text in self.texts.items():
             self._replace_functions(path, text)
 

@@ -26,7 +26,7 @@ from firstnan.observe.forked import NotContinued
 from firstnan.observe.loop_iterator import latest_value, running_iterator
 from firstnan.records import LoopTurn
 from firstnan.records.syntax import parse
-from firstnan.tensors.finite import nested_values, tensors_in
+from firstnan.tensors.finite import same_numbers, tensors_in
 
 _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
@@ -775,10 +775,7 @@ def line_in(code: CodeType, frame: FrameType | None) -> int | None:
 def same_values(one: Any, other: Any) -> bool:
     """Whether two values of a variable are equal; a NaN equals a NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.is_nested and other.is_nested:
-            one, other = nested_values(one), nested_values(other)
-        alike = one.shape == other.shape and one.dtype == other.dtype
-        return alike and torch.equal(one.nan_to_num(), other.nan_to_num())
+        return same_numbers(one, other)
     try:
         return bool(one == other)
     except Exception:  # an object of the program that cannot be compared

@@ -43,6 +43,8 @@ class BadLine(NamedTuple):
     name: str
     """The variable."""
     value: Tensor
+    wrapped: tuple[tuple[str, Tensor], ...] = ()
+    """Arrays of integers that it read and that probably hold a product too large for their type."""
 
     @property
     def is_number(self) -> bool:
@@ -234,7 +236,7 @@ class LineWatch:
         for name in new:
             came = self._source(known, bad[name], name)
             if came is None:
-                came = self._made(known.spot, name, bad[name])
+                came = self._made(known.spot, name, bad[name], frame)
             found[name] = came
             self._note(known.spot, came, bad[name])
             if len(self._objects) < _MOST_OBJECTS:
@@ -253,7 +255,7 @@ class LineWatch:
             known.spot = spot
             came = held[0] if held else self._source(known, part)
             if came is None:
-                came = self._made(spot, RETURNED, part)
+                came = self._made(spot, RETURNED, part, frame)
             self._note(spot, came, part)
             back = self._frames.get(id(frame.f_back))
             if back is not None:
@@ -261,10 +263,10 @@ class LineWatch:
         if not frame.f_code.co_flags & _GENERATORS:  # those will go on
             self._frames.pop(id(frame), None)
 
-    def _made(self, spot: Spot, name: str, value: Any) -> tuple[int, ...]:
+    def _made(self, spot: Spot, name: str, value: Any, frame: FrameType) -> tuple[int, ...]:
         before = self._made_at.setdefault(spot, [])
         if len(before) < _MOST_VALUES:
-            self.lines.append(BadLine(spot, name, _as_tensor(value)))
+            self.lines.append(BadLine(spot, name, _as_tensor(value), tuple(_wrapped(frame, spot))))
             before.append(len(self.lines) - 1)
         return (before[-1],)
 
@@ -384,6 +386,19 @@ def _plain_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
                 yield f"{code.co_varnames[0]}.{name}", value
 
 
+def _wrapped(frame: FrameType, spot: Spot) -> Iterator[tuple[str, Tensor]]:
+    """The integers of numpy that a statement reads with negative numbers and very large ones; sound has 16 bits."""
+    numpy: Any = sys.modules.get("numpy")
+    names = names_read(spot)
+    for name, value in _plain_variables(frame) if numpy is not None else ():
+        if name not in names or not isinstance(value, numpy.ndarray | numpy.signedinteger) or not value.size:
+            continue
+        if value.dtype.kind == "i" and value.dtype.itemsize > 2 and value.size <= _LARGE:
+            low, high = int(value.min()), int(value.max())
+            if low < 0 and max(-low, high) > 1 << (8 * value.dtype.itemsize - 4):
+                yield name, torch.from_numpy(numpy.array(value))
+
+
 def _is_return(spot: Spot) -> bool:
     source = resolve(spot).source
     return bool(source) and source[0].lstrip().startswith(("return", "yield"))
@@ -398,7 +413,7 @@ def _version(value: Any) -> int | None:
 
 
 def _holds(t: Tensor, value: Tensor) -> bool:
-    """Whether these numbers are the tensor, or a row of it, or a table with one of its bad rows.
+    """Whether these numbers are the tensor, or a row of it, or a table with one of its bad rows, as windows have them.
 
     A NaN equals a NaN, and numbers may be rounded.
     """
@@ -408,6 +423,8 @@ def _holds(t: Tensor, value: Tensor) -> bool:
     rows = plain.detach().cpu()
     if rows.shape == value.shape and _is_row(rows, value):
         return True
+    if rows.dim() > value.dim() > 1:
+        rows = rows.flatten(0, rows.dim() - value.dim())
     if rows.dim() > 1 and rows.shape[1:] == value.shape[1:]:
         return any(_is_row(row, one) for row in _bad_rows(rows) for one in _bad_rows(value))
     return rows.shape[1:] == value.shape and any(_is_row(row, value) for row in _bad_rows(rows))
@@ -453,7 +470,8 @@ def _is_bad(value: Any) -> bool:
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if kind == "O" and hasattr(value, "__array__") and value.size <= _MOST_COLUMNS:  # a row of a table
         return any(isinstance(one, float) and not math.isfinite(one) for one in value.flat)
-    if not kind or kind not in _WITH_GAPS or not hasattr(value, "__array__"):
+    # numpy itself, in a dict of names, has a `dtype` with a `kind` that is not a string.
+    if not isinstance(kind, str) or not kind or kind not in _WITH_GAPS or not hasattr(value, "__array__"):
         return False
     return not bool(sys.modules["numpy"].isfinite(value).all())  # a date that is missing is not finite either
 

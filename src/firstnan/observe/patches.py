@@ -107,6 +107,23 @@ class EagerMode:
 eager = EagerMode()
 
 
+def as_written(patches: Patches) -> None:
+    """Functions that torch.jit has compiled run as the Python they were compiled from, if torch has kept that.
+
+    Compiled, they have one backward for many operators, and no lines.
+    """
+
+    def make(run_compiled: Any) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            source = getattr(self, "_torchdynamo_inline", None)  # kept for torch.compile, which does the same
+            return source(*args, **kwargs) if source is not None else run_compiled(self, *args, **kwargs)
+
+        return run
+
+    patches.put(torch.jit.ScriptFunction, "__call__", make)
+
+
 class Hook:
     """A hook on an object of the user's that is not copied or saved with it."""
 

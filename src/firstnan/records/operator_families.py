@@ -76,6 +76,8 @@ DIVISIONS = {
 }
 """The arguments that are numerator and denominator; `1 / x` is reciprocal(x), then mul."""
 ADDITIONS = words("add rsub sub")
+LINEAR = CARRIERS | JOINS | ADDITIONS | words("div mean mul neg sum")
+"""Numbers that are multiplied by numbers and added."""
 ADDED_PRODUCTS = words("addbmm addmm addmv addr baddbmm")
 """A product added to the first argument."""
 MATRIX_PRODUCTS = ADDED_PRODUCTS | words("bmm convolution dot einsum linear matmul mm mv vdot")

@@ -145,10 +145,12 @@ def _creation(origin: Origin, in_batch: bool) -> str:
             return "created in the data" + (f" ({origin.label})" if origin.label else "")
         case "input":
             where = "a buffer" if origin.role == "buffer" else "the data"
-            return f"{'created in' if origin.op else 'came in with'} {where}" + (f" ({label})" if label else "")
+            created = origin.op and not came_with_numbers(origin)
+            return f"{'created in' if created else 'came in with'} {where}" + (f" ({label})" if label else "")
         case "parameter":
             kept = {"buffer": "buffer", "state": "the optimizer's state,"}.get(origin.role or "", "parameter")
-            return f"{'created' if origin.op else 'was already'} in {kept} {label}".rstrip()
+            already = "were already" if " and " in kind(origin.produced) else "was already"
+            return f"{'created' if origin.op else already} in {kept} {label}".rstrip()
         case phase:
             return f"created in {phase}"
 

@@ -149,12 +149,12 @@ def failing_operation(context: FailureContext, *ops: str) -> FailingOperation | 
     if location is None:
         return None
     expr = location.expr
-    if expr.op not in wanted:
+    if expr.op not in wanted or (event is None and _divides_by_a_number(expr)):
         if hasattr(location.node, "body"):  # a loop over bad data: its body is not the origin
             return None
         # Another function of torch's calls the wanted operation in its own source, not in the user's.
         inside = [location.source.expr(n) for n in ast.walk(location.node) if isinstance(n, ast.expr | ast.AugAssign)]
-        fitting = [e for e in inside if e.op in wanted and e.args]
+        fitting = [e for e in inside if e.op in wanted and e.args and not _divides_by_a_number(e)]
         if not fitting or (expr.library == "torch" and event is not None and event.library_site is not None):
             return None
         expr = fitting[0]
@@ -163,6 +163,10 @@ def failing_operation(context: FailureContext, *ops: str) -> FailingOperation | 
     numpy = location.source.reach("numpy", expr.node) or ""
     arrays = expr.library == "numpy" or event is None
     return FailingOperation(context, location, expr, GuardWriter(location.source, numpy if arrays else ""))
+
+
+def _divides_by_a_number(expr: Expr) -> bool:
+    return expr.op == "div" and literal_value(expr.args[-1]) not in (None, 0)
 
 
 def guarded(context: FailureContext, *ops: str) -> Iterator[Remedy]:

@@ -412,3 +412,21 @@ def bounded_state(context: FailureContext) -> Iterator[Remedy]:
         text = f"{source.spell('torch.tanh', statement)}({source.code(statement.value)})"
         why = "The state stays between -1 and 1 however long the sequence is, and its gradient does not grow."
         yield context.remedy("Bound the state with tanh", why, replace_node(source, statement.value, text))
+
+
+@remedies_for("nan_input", "nan_label")
+def wider_integers(context: FailureContext) -> Iterator[Remedy]:
+    """A product of integers that has wrapped, computed in a wider type where it is assigned."""
+    location = context.location
+    wrapped = [i.name for i in context.failure.origin.inputs if i.dtype == "int32"]
+    for name in (n for n in ast.walk(location.node) if isinstance(n, ast.Name)) if location is not None else ():
+        found = location.source.assigned(name) if location is not None and name.id in wrapped else None
+        if location is None or found is None or not isinstance(found.value, ast.BinOp):
+            continue
+        source, first = location.source, found.value.left
+        text = f"{parenthesized(source, first)}.astype({source.spell('numpy.int64', first)})"
+        yield context.remedy(
+            f"Compute `{name.id}` in int64",
+            "Products above the largest number of the type no longer wrap; all others are unchanged.",
+            replace_node(source, first, text),
+        )

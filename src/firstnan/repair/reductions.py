@@ -142,6 +142,14 @@ def spread_of_one(context: FailureContext) -> Iterator[Remedy]:
         yield context.remedy(title + also, why, *edits)
 
 
+@remedies_for("nan_input", "nan_label")
+def spread_of_one_in_numpy(context: FailureContext) -> Iterator[Remedy]:
+    """A line that computes data with numpy, which divides by the count minus 1 only where it is told to."""
+    found = failing_operation(context, *SPREADS) if context.event is None else None
+    if found is not None and "ddof" in found.expr.keywords:
+        yield from spread_of_one(context)
+
+
 def _for_one(found: FailingOperation, expr: Expr) -> Iterator[tuple[str, str, Edit]]:
     """Title, reason and edit of each way to compute the spread of a single element."""
     source, call, inner, numpy = found.location.source, expr.node, expr.args[0], found.writer.numpy
@@ -165,13 +173,17 @@ def _for_one(found: FailingOperation, expr: Expr) -> Iterator[tuple[str, str, Ed
             yield (
                 f"Use no correction for a single element, and keep the result at {eps} or above",
                 f"The result for a single element is {eps} instead of 0/0, so dividing by it is safe.",
-                replace_node(source, call, f"{changed_text(source, call, edit)}.clamp_min({eps})"),
+                replace_node(source, call, _floored(changed_text(source, call, edit), eps, numpy)),
             )
     yield (
         "Divide by the count instead of the count minus 1",
         f"The {what} of a single element is 0 instead of 0/0; of n elements it shrinks by {factor}.",
         set_argument(source, call, "unbiased", "False") if unbiased else set_argument(source, call, name, "0"),
     )
+
+
+def _floored(text: str, eps: str, numpy: str) -> str:
+    return f"{numpy}.maximum({text}, {eps})" if numpy else f"{text}.clamp_min({eps})"
 
 
 def _positional_dim(expr: Expr) -> ast.expr | None:

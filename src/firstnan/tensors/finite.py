@@ -157,6 +157,31 @@ def has_nan_or_positive_inf(t: Tensor) -> bool:
         return bool((torch.isnan(plain) | torch.isposinf(plain)).any())
 
 
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of any layout are equal; a NaN equals a NaN."""
+    if one.is_nested and other.is_nested:
+        one, other = nested_values(one), nested_values(other)
+    if (one.layout, one.shape, one.dtype) != (other.layout, other.shape, other.dtype):
+        return False
+    pairs = zip(_stored(one.detach()), _stored(other.detach()), strict=True)
+    return all(torch.equal(a, b) or torch.equal(_without_nan(a), _without_nan(b)) for a, b in pairs)
+
+
+def _without_nan(t: Tensor) -> Tensor:
+    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).nan_to_num()
+
+
+def _stored(t: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a sparse one consists of."""
+    if t.layout is torch.sparse_coo:
+        return t._indices(), t._values()
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return t.crow_indices(), t.col_indices(), t.values()
+    if t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return t.ccol_indices(), t.row_indices(), t.values()
+    return (t,)
+
+
 def is_finite(t: Any) -> bool:
     """Whether every element is finite; a tensor that cannot be read counts as finite."""
     plain = readable(t)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from firstnan.diagnose.rules.base import ANY, Explanation, Failure, counted, describe, nonfinite, rule
-from firstnan.records import OpEvent, Phase
+from firstnan.records import OpEvent, Origin, Phase
 from firstnan.records.operator_families import CONSTRUCTORS, FULL, LOSSES, WRITES, words
 
 INPUT: frozenset[Phase] = frozenset({"input"})
@@ -26,6 +26,15 @@ def _found(failure: Failure, name: str, why: str, confidence: float, of_an_opera
     stat = failure.origin.produced or failure.made
     evidence = (describe(stat, name),) if stat else ()
     return Explanation(why, confidence if failure.event is None else of_an_operator, evidence)
+
+
+def wrapped_integers(origin: Origin) -> str:
+    """A sentence about the integers that the line has read which made bad data; "" if there are none."""
+    found = next((i for i in origin.inputs if i.dtype.startswith("int") and i.min is not None), None)
+    if found is None:
+        return ""
+    seen = f"{found.name} is {found.dtype} and goes down to {found.min:.0f}"
+    return f" {seen}: a product was probably too large for {found.dtype}, and wrapped."
 
 
 def _in_model(event: OpEvent) -> bool:

@@ -824,8 +824,11 @@ def masked_label(failure: Failure) -> Explanation | None:
             "that the labels allow, so the loss is infinite."
         )
         return Explanation(why, 0.9, failure.input_lines())
+    alone = failure.op in ADDITIONS and any(t.neginf == t.numel for t in failure.tensors)
+    what = "uses an entry" if alone else "picks the log-probability of a class"
+    entries = "" if alone else entries
     why = (
-        f"`{failure.code}` picks the log-probability of a class that is masked with -inf{entries}. The loss is "
-        "infinite because the mask and the labels contradict each other."
+        f"`{failure.code}` {what} that is masked with -inf{entries}. The loss is infinite because the mask and the "
+        "labels contradict each other."
     )
-    return Explanation(why, 0.9 if failure.op in LABEL_PICKS else 0.6, failure.input_lines())
+    return Explanation(why, 0.9 if failure.op in LABEL_PICKS or alone else 0.6, failure.input_lines())
