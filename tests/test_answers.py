@@ -340,19 +340,21 @@ def second(firstnan: Zygote, folder: Path, begin: str, bad: Any = 6) -> Result:
 
 
 def test_a_second_run_that_fails_alike(firstnan: Zygote, tmp_path: Path) -> None:
-    result = second(firstnan, tmp_path, "")
+    result = second(firstnan, tmp_path, "import os\nos.mkdir('run1')\n")  # which has to be new
     assert (result.origin["op"], result.found["reproduced"]) == ("div", "deterministic")
 
 
 def test_a_second_run_that_could_not_start_is_not_called_finite(firstnan: Zygote, tmp_path: Path) -> None:
-    result = second(firstnan, tmp_path, "import os\nos.mkdir('run1')\n")
+    (tmp_path / "todo").touch()
+    result = second(firstnan, tmp_path, "import os\nos.rename('todo', 'done')\n")
     (note,) = [note for note in result.found["notes"] if "second run" in note]
-    assert re.match(r"the second run did not reach step \d; it ended after 0 steps with FileExistsError", note)
+    assert re.match(r"the second run did not reach step \d; it ended after 0 steps with FileNotFoundError", note)
     assert result.found["reproduced"] != "transient"
 
 
 def test_a_second_run_that_fails_in_another_step_is_not_the_same(firstnan: Zygote, tmp_path: Path) -> None:
-    begin = "import os\nfirst = not os.path.exists('seen')\nopen('seen', 'w')\n"
+    (tmp_path / "seen").touch()
+    begin = "first = not open('seen').read()\nopen('seen', 'w').write('x')\n"
     result = second(firstnan, tmp_path, begin, "(6 if first else 8)")
     (note,) = [note for note in result.found["notes"] if "not the same failure" in note]
     assert re.search(r"the first run failed in step \d, the second", note)

@@ -317,6 +317,14 @@ def test_processes_of_the_child_end_with_it(place: Path) -> None:
     assert set(processes("sleep")) == before
 
 
+def test_a_child_finds_its_processes_in_proc(place: Path) -> None:
+    def find() -> bool:
+        process = subprocess.Popen(["sleep", "1000"])
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+
+    assert in_child(find)
+
+
 def test_a_child_that_waits_for_nothing_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_IDLE", 1.0)
     child = isolation.fork()
@@ -366,6 +374,35 @@ def test_a_started_program_is_apart_but_for_what_is_shared(place: Path) -> None:
         assert answer.read().decode() == str(place)
     assert sorted(os.listdir(place)) == ["answer", "shared"]
     assert (place / "shared" / "out.txt").read_text() == "x"
+
+
+def test_a_started_program_does_not_see_what_was_created_since(place: Path) -> None:
+    (place / "data").mkdir()
+    (place / "data" / "old.txt").touch()
+    since = (place / "data" / "old.txt").stat().st_mtime + 0.02
+    time.sleep(0.1)
+    (place / "data" / "last.pt").touch()
+    (place / "data" / "old.txt").write_text("changed")
+    (place / "shared").mkdir()
+    (place / "runs" / "1").mkdir(parents=True)
+    code = "import os, sys; os.write(int(sys.argv[1]), ' '.join(sorted(os.listdir() + os.listdir('data'))).encode())"
+    with open("/dev/shm/answer", "w+b") as answer:
+        os.unlink("/dev/shm/answer")
+        words = [sys.executable, "-c", code, str(answer.fileno())]
+        child = Started(
+            words,
+            dict(os.environ),
+            str(place),
+            keep=answer.fileno(),
+            shared=[str(place / "shared")],
+            without_new=([str(place)], since),
+        )
+        assert child.wait(30.0)
+        child.end()
+        answer.seek(0)
+        assert answer.read().decode() == "data old.txt shared"
+    assert sorted(os.listdir(place / "data")) == ["last.pt", "old.txt"]
+    assert sorted(os.listdir(place)) == ["data", "runs", "shared"]
 
 
 def test_a_started_program_reads_the_same_file_as_standard_input(place: Path) -> None:

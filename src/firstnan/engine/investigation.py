@@ -385,6 +385,12 @@ class Investigation:
         second = run.report if run is not None else None
         if run is not None and second is not None and second.origin is not None:
             same, alike = output or _is_same_failure(first, second), _are_same_losses(first, second)
+            if first.reproduced == "deterministic" and not same:
+                text = (
+                    f"a second run failed in another step ({last_bad_step(second)}), so it says nothing about this one"
+                )
+                self.report = replace(first, notes=(*first.notes, text))
+                return
             second = second if alike else second.with_other_numbers()
             notes = (*second.notes, *((_OWN_STATE,) if first.reproduced == "transient" else ()))
             if not same:
@@ -413,6 +419,8 @@ class Investigation:
         batch = watch.policy.first_batch
         if batch is None or self._still_wanted() is not None:
             return None
+        if batch.is_of_loop and self.seconds <= trials.PATIENCE:
+            return None  # the whole program is run again instead, which finds more
         given = list(batch.indices), batch.length
         try:
             with own_handlers_interrupt():

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ class Start:
         self.numpy: list[Any] | None = None
         self.torch_seed: int | None = None
         self.reads_from = _start_of_input()
+        self._began, self._hides_new = time.time(), True
         try:
             self.directory: str | None = os.getcwd()
         except OSError:
@@ -149,7 +151,11 @@ class Start:
     ) -> SecondRun:
         """Runs the program again up to its failure; its output is discarded. `isolated`: it changes nothing."""
         order = replace(self._order(step, what), capsule=capsule, updates=updates, first_batch=first_batch)
-        return SecondRun.of(*self._run(program, order, seconds, isolated))
+        run = SecondRun.of(*self._run(program, order, seconds, isolated))
+        if not run.fate.passed and (run.fate.error or run.report is None) and run.in_time and self._hides_new:
+            self._hides_new = False  # perhaps it lacks what it has downloaded
+            run = SecondRun.of(*self._run(program, order, seconds, isolated))
+        return run
 
     def try_out(
         self,
@@ -174,6 +180,11 @@ class Start:
     def _order(self, step: int | None, what: str) -> Instructions:
         return Instructions(step, what, [*self.random], self.numpy, self.torch_seed)
 
+    def _folders(self, program: Program) -> list[str]:
+        """The folders that the program was told of."""
+        words = [word.rpartition("=")[2] for word in program.args]
+        return [word for word in words if os.path.isabs(word) and os.path.isdir(word)]
+
     def _run(self, program: Program, order: Instructions, seconds: float, isolated: bool) -> tuple[Any, bool]:
         """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -187,6 +198,7 @@ class Start:
             environment = {**self.environment, VARIABLE: str(file.fileno())}
             environment.pop("FIRSTNAN", None)  # what this child starts is not watched
             shared = [order.capsule[0]] if order.capsule is not None else []
+            folders = [one for one in (self.directory, *self._folders(program)) if one is not None]
             child = Started(
                 [*words, "--", program.target, *program.args],
                 environment,
@@ -195,6 +207,7 @@ class Start:
                 isolated=isolated,
                 shared=shared,
                 reads_from=self.reads_from,
+                without_new=(folders, self._began) if self._hides_new else None,
             )
             try:
                 in_time = child.wait(seconds)

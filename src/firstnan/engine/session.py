@@ -1055,6 +1055,10 @@ class Session(Observer):
         """The same, for weights that are spread over ranks: when all of them have come to the update."""
         if self._holds:
             self._deferred = failure
+            if isinstance(self.policy, EndProgram) and not self.in_worker and not self.is_detected:
+                # The others come only if they get bad gradients, which this loss may not have. No update uses them.
+                for loss in failure.trip.tensors:
+                    loss.register_hook(lambda gradient: gradient * math.nan)
             return Answer(failure.report, failure.trip.before_update)
         if failure.trip.noticed.what in ("parameter", "state"):  # the update needs this rank's part only
             answer = self._asked(failure)
