@@ -621,7 +621,11 @@ class Investigation:
         if report.verdict == "diverged":
             say(f"{_LEFT_RANGE.format(report.step)}. Smaller learning rates will show whether training has diverged")
         else:
-            self._print_first_part()
+            try:
+                self._print_first_part()
+            except KeyboardInterrupt:
+                self._first_part_printed, self.report = False, trials.left_out(report)
+                return
         progress = Progress(count)
         steps = trials.STEPS if options.verify is None else options.verify
         limits = trials.Limits.after(self.seconds, options.verify)
