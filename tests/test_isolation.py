@@ -35,6 +35,8 @@ from firstnan.engine.isolation import Channel, IsolationError, Started
 from firstnan.engine.second_run import Start
 from firstnan.observe import manifest
 from firstnan.observe.forked import NotContinued, end_thread_pools, keep_indices
+from firstnan.observe.runner import Program
+from firstnan.repair.verdict import Reach
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no isolation elsewhere")
 
@@ -425,6 +427,21 @@ def test_a_started_program_reads_the_same_file_as_standard_input(place: Path) ->
     finally:
         os.dup2(usual, 0)
         os.close(usual)
+
+
+def test_what_a_program_lacks_without_its_new_files_is_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have downloaded its data, which it cannot do again."""
+    start, hidden = Start(), list[bool]()
+
+    def run_once(program: Any, order: Any, seconds: float, isolated: bool) -> tuple[Any, bool]:
+        hidden.append(start._hides_new)
+        return {"passed": 0, "error": "URLError"} if start._hides_new else {"passed": 9}, True
+
+    monkeypatch.setattr(start, "_run_once", run_once)
+    for _ in range(2):
+        data, _ = start.try_out(Program("train.py", ()), {}, step=3, reach=Reach(9), seconds=1.0)
+        assert data == {"passed": 9}
+    assert hidden == [True, False, False]
 
 
 def test_a_program_that_cannot_be_started_says_why(place: Path) -> None:

@@ -679,6 +679,12 @@ def test_a_failure_noticed_late_has_to_be_outlived() -> None:
     assert judged(Remedy("", "x"), TrialOutcome(passed=28), report).steps_finite_after == 20
 
 
+def test_a_server_that_a_trial_does_not_have_refutes_nothing() -> None:
+    alone = TrialOutcome(passed=0, error="ConnectionRefusedError: no", not_continued="there is no server")
+    result = judged(Remedy("", "x"), alone, failing(3))
+    assert (result.failing_step_finite, result.note) == (None, "step 3 cannot be run to its end: there is no server")
+
+
 def test_order_in_the_report() -> None:
     proven = Remedy("a", "x", True, True, 20, loss_change=0.5)
     best = replace(proven, title="b", loss_change=0.0)

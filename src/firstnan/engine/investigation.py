@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from firstnan.capsule import Wanted
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
-from firstnan.engine.isolation import IsolationError
+from firstnan.engine.isolation import IsolationError, is_of_isolation
 from firstnan.engine.ranks import HeldRank, Ranks
 from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
@@ -165,6 +165,8 @@ class Investigation:
             retrieve_from_tasks(error)
         self._interrupted = isinstance(error, KeyboardInterrupt)
         self._fate = ended_by(error)
+        if self.order is not None and is_of_isolation(error):
+            self._fate = replace(self._fate, not_continued=f"there is no server or other process ({self._fate.error})")
         if self.watch is not None:
             self.watch.values.program_failed(error)
 
@@ -385,12 +387,6 @@ class Investigation:
         second = run.report if run is not None else None
         if run is not None and second is not None and second.origin is not None:
             same, alike = output or _is_same_failure(first, second), _are_same_losses(first, second)
-            if first.reproduced == "deterministic" and not same:
-                text = (
-                    f"a second run failed in another step ({last_bad_step(second)}), so it says nothing about this one"
-                )
-                self.report = replace(first, notes=(*first.notes, text))
-                return
             second = second if alike else second.with_other_numbers()
             notes = (*second.notes, *((_OWN_STATE,) if first.reproduced == "transient" else ()))
             if not same:

@@ -22,6 +22,7 @@ from firstnan.records.codec import ReportError
 from firstnan.repair.verdict import Reach, TrialOutcome
 
 VARIABLE = "FIRSTNAN_CHILD"
+_COARSE_CLOCK = 5
 # `python -m firstnan`, wherever firstnan is: only its own import sees its folder. With PYTHONPATH that folder, perhaps
 # all of site-packages, would come before others in the program's `sys.path`, and in that of what the program starts.
 _BEGIN = (
@@ -99,6 +100,12 @@ def _start_of_input() -> int | None:
     return None
 
 
+def _has_not_begun(answer: Any) -> bool:
+    """Whether a child has ended with an error before its first step."""
+    fate = answer.get("fate", answer) if isinstance(answer, dict) else {"error": "no answer"}
+    return bool(fate.get("error") or fate.get("exit")) and not fate.get("passed") and not fate.get("noticed")
+
+
 class Start:
     """How this process was started, recorded before the program could change it."""
 
@@ -109,7 +116,9 @@ class Start:
         self.numpy: list[Any] | None = None
         self.torch_seed: int | None = None
         self.reads_from = _start_of_input()
-        self._began, self._hides_new = time.time(), True
+        # By the clock of file systems, which may be some milliseconds behind the usual one.
+        self._began = time.clock_gettime(_COARSE_CLOCK) if sys.platform.startswith("linux") else time.time()
+        self._hides_new = True
         try:
             self.directory: str | None = os.getcwd()
         except OSError:
@@ -151,11 +160,7 @@ class Start:
     ) -> SecondRun:
         """Runs the program again up to its failure; its output is discarded. `isolated`: it changes nothing."""
         order = replace(self._order(step, what), capsule=capsule, updates=updates, first_batch=first_batch)
-        run = SecondRun.of(*self._run(program, order, seconds, isolated))
-        if not run.fate.passed and (run.fate.error or run.report is None) and run.in_time and self._hides_new:
-            self._hides_new = False  # perhaps it lacks what it has downloaded
-            run = SecondRun.of(*self._run(program, order, seconds, isolated))
-        return run
+        return SecondRun.of(*self._run(program, order, seconds, isolated))
 
     def try_out(
         self,
@@ -187,6 +192,13 @@ class Start:
 
     def _run(self, program: Program, order: Instructions, seconds: float, isolated: bool) -> tuple[Any, bool]:
         """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
+        answer, in_time = self._run_once(program, order, seconds, isolated)
+        if isolated and in_time and self._hides_new and _has_not_begun(answer):
+            self._hides_new = False  # perhaps it lacks what it has downloaded
+            return self._run_once(program, order, seconds, isolated)
+        return answer, in_time
+
+    def _run_once(self, program: Program, order: Instructions, seconds: float, isolated: bool) -> tuple[Any, bool]:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         source = str(Path(__file__).resolve().parents[2])
         words = [self.executable, *flags, "-c", _BEGIN, source, "run", *(["-m"] if program.module else [])]

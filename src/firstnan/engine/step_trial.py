@@ -463,7 +463,7 @@ class _Tried(_Work):
             if isolation.is_of_isolation(error):
                 raise NotContinued("there the program waits for a server or another process") from error
             said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            if seen.turns and isolation.is_cut_off():  # the program may have read the end of a pipe
+            if self._watching.updates and isolation.is_cut_off():  # the program may have read the end of a pipe
                 raise NotContinued(f"{said}, perhaps because no other process answers there") from error
             seen.error = said
             return
