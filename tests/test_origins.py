@@ -20,8 +20,8 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     Subset,
-    default_collate,
     TensorDataset,
+    default_collate,
     random_split,
 )
 
