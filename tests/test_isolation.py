@@ -35,6 +35,8 @@ from firstnan.engine.isolation import Channel, IsolationError, Started
 from firstnan.engine.second_run import Start
 from firstnan.observe import manifest
 from firstnan.observe.forked import NotContinued, end_thread_pools, keep_indices
+from firstnan.observe.runner import Program
+from firstnan.repair.verdict import Reach
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no isolation elsewhere")
 
@@ -317,6 +319,14 @@ def test_processes_of_the_child_end_with_it(place: Path) -> None:
     assert set(processes("sleep")) == before
 
 
+def test_a_child_finds_its_processes_in_proc(place: Path) -> None:
+    def find() -> bool:
+        process = subprocess.Popen(["sleep", "1000"])
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+
+    assert in_child(find)
+
+
 def test_a_child_that_waits_for_nothing_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_IDLE", 1.0)
     child = isolation.fork()
@@ -368,6 +378,35 @@ def test_a_started_program_is_apart_but_for_what_is_shared(place: Path) -> None:
     assert (place / "shared" / "out.txt").read_text() == "x"
 
 
+def test_a_started_program_does_not_see_what_was_created_since(place: Path) -> None:
+    (place / "data").mkdir()
+    (place / "data" / "old.txt").touch()
+    since = (place / "data" / "old.txt").stat().st_mtime + 0.02
+    time.sleep(0.1)
+    (place / "data" / "last.pt").touch()
+    (place / "data" / "old.txt").write_text("changed")
+    (place / "shared").mkdir()
+    (place / "runs" / "1").mkdir(parents=True)
+    code = "import os, sys; os.write(int(sys.argv[1]), ' '.join(sorted(os.listdir() + os.listdir('data'))).encode())"
+    with open("/dev/shm/answer", "w+b") as answer:
+        os.unlink("/dev/shm/answer")
+        words = [sys.executable, "-c", code, str(answer.fileno())]
+        child = Started(
+            words,
+            dict(os.environ),
+            str(place),
+            keep=answer.fileno(),
+            shared=[str(place / "shared")],
+            without_new=([str(place)], since),
+        )
+        assert child.wait(30.0)
+        child.end()
+        answer.seek(0)
+        assert answer.read().decode() == "data old.txt shared"
+    assert sorted(os.listdir(place / "data")) == ["last.pt", "old.txt"]
+    assert sorted(os.listdir(place)) == ["data", "runs", "shared"]
+
+
 def test_a_started_program_reads_the_same_file_as_standard_input(place: Path) -> None:
     (place / "rows.txt").write_text("taken before; first; second")
     code = "import os, sys; os.write(int(sys.argv[1]), sys.stdin.buffer.read())"
@@ -388,6 +427,21 @@ def test_a_started_program_reads_the_same_file_as_standard_input(place: Path) ->
     finally:
         os.dup2(usual, 0)
         os.close(usual)
+
+
+def test_what_a_program_lacks_without_its_new_files_is_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have downloaded its data, which it cannot do again."""
+    start, hidden = Start(), list[bool]()
+
+    def run_once(program: Any, order: Any, seconds: float, isolated: bool) -> tuple[Any, bool]:
+        hidden.append(start._hides_new)
+        return {"passed": 0, "error": "URLError"} if start._hides_new else {"passed": 9}, True
+
+    monkeypatch.setattr(start, "_run_once", run_once)
+    for _ in range(2):
+        data, _ = start.try_out(Program("train.py", ()), {}, step=3, reach=Reach(9), seconds=1.0)
+        assert data == {"passed": 9}
+    assert hidden == [True, False, False]
 
 
 def test_a_program_that_cannot_be_started_says_why(place: Path) -> None:

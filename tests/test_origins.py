@@ -20,6 +20,7 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     Subset,
+    TensorDataset,
     default_collate,
     random_split,
 )
@@ -27,7 +28,7 @@ from torch.utils.data import (
 from firstnan.diagnose.rules.data import wrapped_integers
 from firstnan.engine import data_origin, isolation
 from firstnan.engine.conclude import unit_of
-from firstnan.engine.handouts import FirstBatch, ReplayError
+from firstnan.engine.handouts import FirstBatch, Handouts, ReplayError
 from firstnan.engine.samples.cut import Cut, Maker
 from firstnan.engine.samples.search import SampleSearch, search
 from firstnan.engine.samples.underlying import underlying
@@ -177,6 +178,19 @@ def test_the_first_batch_of_a_pass_is_the_failing_one() -> None:
     assert given.in_place_of(one, [2, 3]) == [2, 3]
     assert given.in_place_of(iter(DataLoader(data, 4)), 5) == 5  # no batches
     assert given.in_place_of(iter(DataLoader(data, 4, sampler=sampled)), [0, 1]) == [7, 3]
+
+
+def test_a_dataset_that_the_loop_has_made_is_not_that_of_the_first_step() -> None:
+    def at(updates: int, data: TensorDataset) -> bool:
+        batches = iter(DataLoader(data, 2))
+        handouts.sampled(batches, [0, 1])
+        handouts.fetched(batches, next(batches), updates)
+        found = handouts.first_batch()
+        assert found is not None
+        return found.is_of_loop
+
+    handouts, first, other = Handouts(), TensorDataset(torch.zeros(4)), TensorDataset(torch.zeros(4))
+    assert [at(0, first), at(1, other), at(2, first)] == [False, True, False]
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -23,8 +24,10 @@ import torch.distributed as dist
 
 from firstnan.diagnose.rules import received
 from firstnan.engine import ranks as module
+from firstnan.engine.children import _bad_elements
 from firstnan.engine.ranks import Ranks, World
 from firstnan.gate.by_hand import HandWritten
+from firstnan.gate.gate import Trip
 from firstnan.observe import collectives
 from firstnan.records import Noticed, Origin, RankFinding, Report
 from firstnan.report.sentences import ranks_line
@@ -92,9 +95,10 @@ FAULTS = """
         if bad == "forward":
             x[3] = 0
         out = model(x)
+        extra = torch.log(torch.zeros(())) if bad == "constant" else 0.0  # constant
         spread = (out * 0 if bad == "backward" else out).square().sum(1).sqrt().mean()  # backward
         optimizer.zero_grad()
-        (loss_of(out, x) + 0.01 * spread).backward()
+        (loss_of(out, x) + 0.01 * spread + extra).backward()
         if bad == "optimizer":
             optimizer.param_groups[0]["lr"] = float("nan")
         optimizer.step()  # optimizer
@@ -534,6 +538,30 @@ def test_a_fault_on_one_rank(job: Job, wrapper: str, ranks: int, fault: str) -> 
     assert what.pop(guilty) == "created"
     # An update goes wrong after the exchange: the others are healthy until they meet the lack of this rank.
     assert set(what.values()) == {"unknown" if fault == "optimizer" else "received"}
+
+
+def test_a_bad_loss_with_finite_gradients_of_spread_weights(job: Job) -> None:
+    """The others get nothing bad from it, but have to come to gather the weights."""
+    job(FAULTS, "fsdp", "constant", "1", options="--verify 0")
+    found = job.answer()
+    assert (found["rank"], found["step"], found["noticed"]["what"]) == (1, 6, "loss")
+    assert (found["origin"]["line"], found["reproduced"]) == (job.line("constant"), "deterministic")
+
+
+def test_a_part_of_a_gradient_is_not_compared_with_the_whole() -> None:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def bad(tensor: Any) -> Any:
+        return _bad_elements(Trip(Noticed("gradient", "weight"), [tensor], before_update=True))
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        part = DTensor.from_local(torch.full((2,), math.nan), init_device_mesh("cpu", (2,)), [Shard(0)])
+        assert tuple(part.shape) == (4,)
+        assert (bad(part), bad(torch.full((4,), math.nan))) == ([((2,), 2)], [((4,), 4)])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_fixes_of_spread_weights_are_said_not_to_be_tried(job: Job) -> None:

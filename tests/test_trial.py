@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 from firstnan.engine import trials as trial
-from firstnan.engine.investigation import Options, reason_not_to_start, reason_not_to_try
+from firstnan.engine.investigation import Investigation, Options, reason_not_to_start, reason_not_to_try
 from firstnan.engine.second_run import Start
 from firstnan.engine.trials import Limits, Trials
 from firstnan.observe.runner import Program
@@ -677,6 +678,24 @@ def test_a_failure_noticed_late_has_to_be_outlived() -> None:
     assert last_bad_step(report) == 7
     assert judged(Remedy("", "x"), TrialOutcome(noticed="a gradient", bad_step=6), report).failing_step_finite is False
     assert judged(Remedy("", "x"), TrialOutcome(passed=28), report).steps_finite_after == 20
+
+
+def test_a_server_that_a_trial_does_not_have_refutes_nothing() -> None:
+    alone = TrialOutcome(passed=0, error="ConnectionRefusedError: no", not_continued="there is no server")
+    result = judged(Remedy("", "x"), alone, failing(3))
+    assert (result.failing_step_finite, result.note) == (None, "step 3 cannot be run to its end: there is no server")
+
+
+def test_ctrl_c_while_the_report_is_printed_skips_the_fixes() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    report = failing(3).with_(remedies=(Remedy("", "x"),))
+    options = SimpleNamespace(verify=None, replay="auto", isolation=True)
+    one: Any = SimpleNamespace(options=options, seconds=1.0, _save=lambda _: None, _print_first_part=interrupted)
+    Investigation._try_remedies(one, report)
+    assert [remedy.note for remedy in one.report.remedies] == ["skipped by Ctrl-C"]
+    assert one._first_part_printed is False
 
 
 def test_order_in_the_report() -> None:

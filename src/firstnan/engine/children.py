@@ -38,7 +38,7 @@ from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, is_received
 from firstnan.observe.observer import Decision
 from firstnan.records import Batch, NaNEvent, Noticed, Report
-from firstnan.tensors.finite import is_finite, stat, tensors_in
+from firstnan.tensors.finite import is_finite, readable, stat, tensors_in
 from firstnan.tensors.models import drop_gradients, leaves_below, switch_on
 from firstnan.tensors.state import restart_scalers
 
@@ -643,8 +643,8 @@ class TurnReplay:
 
 
 def _bad_elements(trip: Trip) -> list[tuple[tuple[int, ...], int]]:
-    """The shapes of the tensors that a trip is about, and how many of their elements are non-finite."""
-    found = [stat("", t) for t in trip.tensors]
+    """The shapes of the tensors that a trip is about, as far as they are here, and how many elements are non-finite."""
+    found = [stat("", t) for t in map(readable, trip.tensors) if t is not None]
     return [(one.shape, one.nan + one.inf) for one in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections import deque
@@ -75,6 +76,8 @@ class FirstBatch:
     indices: tuple[int, ...]
     length: int
     """Of the dataset."""
+    is_of_loop: bool = False
+    """Whether the dataset is not that of the first step: the loop may have made it, from what it has done so far."""
     _seen: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, compare=False)
     """Iterators of loaders that have fetched something."""
 
@@ -130,6 +133,7 @@ class Handouts:
         self.modified = False
         self._latest_source: Loader | None = None
         self._left: _Left | None = None
+        self._first_dataset: weakref.ref[Any] | None = None
         self.updates_per_batch = 1
         """The most updates that were made with one batch."""
         self.number = 0
@@ -184,6 +188,9 @@ class Handouts:
             assert self.latest is not None
             return self.latest
         source = self._source(iterator, fetched=1)
+        if not updates:
+            with contextlib.suppress(AttributeError, TypeError):
+                self._first_dataset = weakref.ref(iterator._dataset)
         if source.recent and (source.recent[-1].updates != updates or source.is_full()):
             made = updates - source.recent[-1].updates
             self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
@@ -623,7 +630,8 @@ class Handouts:
         if blamed is None or dataset is None or not isinstance(blamed.indices, list):
             return None
         try:
-            return FirstBatch(tuple(int(i) for i in blamed.indices), len(dataset))
+            is_of_loop = self._first_dataset is not None and self._first_dataset() is not dataset
+            return FirstBatch(tuple(int(i) for i in blamed.indices), len(dataset), is_of_loop)
         except Exception:  # other keys than numbers, or no length
             return None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from firstnan.capsule import Wanted
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
-from firstnan.engine.isolation import IsolationError
+from firstnan.engine.isolation import IsolationError, is_of_isolation
 from firstnan.engine.ranks import HeldRank, Ranks
 from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
@@ -165,6 +165,8 @@ class Investigation:
             retrieve_from_tasks(error)
         self._interrupted = isinstance(error, KeyboardInterrupt)
         self._fate = ended_by(error)
+        if self.order is not None and is_of_isolation(error):
+            self._fate = replace(self._fate, not_continued=f"there is no server or other process ({self._fate.error})")
         if self.watch is not None:
             self.watch.values.program_failed(error)
 
@@ -413,6 +415,8 @@ class Investigation:
         batch = watch.policy.first_batch
         if batch is None or self._still_wanted() is not None:
             return None
+        if batch.is_of_loop and self.seconds <= trials.PATIENCE:
+            return None  # the whole program is run again instead, which finds more
         given = list(batch.indices), batch.length
         try:
             with own_handlers_interrupt():
@@ -613,7 +617,11 @@ class Investigation:
         if report.verdict == "diverged":
             say(f"{_LEFT_RANGE.format(report.step)}. Smaller learning rates will show whether training has diverged")
         else:
-            self._print_first_part()
+            try:
+                self._print_first_part()
+            except KeyboardInterrupt:
+                self._first_part_printed, self.report = False, trials.left_out(report)
+                return
         progress = Progress(count)
         steps = trials.STEPS if options.verify is None else options.verify
         limits = trials.Limits.after(self.seconds, options.verify)

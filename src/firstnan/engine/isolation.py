@@ -15,6 +15,7 @@ import os
 import pickle
 import random
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -49,6 +50,7 @@ _IN_CHILD = "this is such a child already"
 _because: list[str] = []
 """Why isolation cannot be had here, once that is known."""
 _runs_again = False
+_is_cut_off = False
 
 
 def unavailable() -> str:
@@ -104,6 +106,11 @@ def is_of_isolation(error: BaseException | None) -> bool:
     return False
 
 
+def is_cut_off() -> bool:
+    """Whether this child has pipes or connections of the program, of which nothing comes any more."""
+    return _is_cut_off
+
+
 class IsolationError(OSError):
     """This system does not allow it."""
 
@@ -157,6 +164,45 @@ def _loopback_up() -> None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+
+
+_HIDING = 5.0
+"""Seconds for looking through folders."""
+
+
+def _hide_new(folders: Sequence[str], since: float, shared: Sequence[str]) -> None:
+    """Removes from this process's view what was created in these folders `since` a time; not in `shared` ones.
+
+    Where the file system does not tell when a file was created, it stays.
+    """
+    until, waiting = time.monotonic() + _HIDING, list(folders)
+    kept = {os.path.realpath(one) for one in shared}
+    seen = set(kept)
+    while waiting and time.monotonic() < until:
+        folder = os.path.realpath(waiting.pop())
+        if folder in seen:
+            continue
+        seen.add(folder)
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(folder)):
+                is_folder = entry.is_dir(follow_symlinks=False)
+                if any(one == entry.path or one.startswith(f"{entry.path}/") for one in kept):
+                    continue
+                if entry.stat(follow_symlinks=False).st_ctime >= since and _created(entry.path) >= since:
+                    shutil.rmtree(entry.path, ignore_errors=True) if is_folder else os.unlink(entry.path)
+                elif is_folder:
+                    waiting.append(entry.path)
+
+
+def _created(path: str) -> float:
+    """When a file was created; 0 if that is not known."""
+    data = ctypes.create_string_buffer(256)
+    here, not_followed, asked = -100, 0x100, 0x800  # AT_FDCWD, AT_SYMLINK_NOFOLLOW, STATX_BTIME
+    with contextlib.suppress(IsolationError, AttributeError):  # an old libc
+        _libc("statx", here, os.fsencode(path), not_followed, asked, data)
+        (known,), (seconds, fraction) = struct.unpack_from("I", data), struct.unpack_from("qI", data, 80)
+        return seconds + fraction / 1e9 if known & asked else 0.0
+    return 0.0
 
 
 class _View:
@@ -281,6 +327,8 @@ def _separate_descriptors(keep: int) -> None:
                 os.dup2(null, number)
     os.close(null)
     if sinks:
+        global _is_cut_off
+        _is_cut_off = True
         _thread.start_new_thread(_discard, (sinks,))
 
 
@@ -540,6 +588,8 @@ def _move_on(keep: int) -> None:
     process = _fork()
     if not process:
         _libc("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        with contextlib.suppress(IsolationError):  # otherwise /proc has the numbers of the parent's processes
+            _mount("proc", "/proc", "proc")
         return
     os.closerange(3, 1 << 16)
     _, status = os.waitpid(process, 0)
@@ -565,8 +615,12 @@ class Started:
         isolated: bool = True,
         shared: Sequence[str] = (),
         reads_from: int | None = None,
+        without_new: tuple[Sequence[str], float] | None = None,
     ) -> None:
-        """`reads_from`: where the file begins for it that is the standard input here; None if there is none."""
+        """`reads_from`: where the file begins for it that is the standard input here; None if there is none.
+
+        `without_new`: folders, and the time since when files that were created in them are hidden if it is isolated.
+        """
         for one in shared:
             os.makedirs(one, exist_ok=True)
         reading, writing = os.pipe()
@@ -575,7 +629,7 @@ class Started:
         if not self._process:
             try:
                 os.close(reading)
-                self._exec(words, environment, folder, keep, writing, isolated, shared, reads_from)
+                self._exec(words, environment, folder, keep, writing, isolated, shared, reads_from, without_new)
             except BaseException as error:
                 os.write(writing, str(error).encode())
             os._exit(1)
@@ -601,6 +655,7 @@ class Started:
         isolated: bool,
         shared: Sequence[str],
         reads_from: int | None,
+        without_new: tuple[Sequence[str], float] | None,
     ) -> NoReturn:
         _die_with_parent()
         null = os.open(os.devnull, os.O_RDWR)
@@ -613,6 +668,8 @@ class Started:
         if isolated:
             _enter_view(shared)
             _move_on(writing)
+            if without_new is not None:
+                _hide_new(*without_new, shared)
         for number in _MUTED:
             os.dup2(given if number == 0 else null, number)
         os.set_inheritable(keep, True)

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from firstnan.records.codec import ReportError
 from firstnan.repair.verdict import Reach, TrialOutcome
 
 VARIABLE = "FIRSTNAN_CHILD"
+_COARSE_CLOCK = 5
 # `python -m firstnan`, wherever firstnan is: only its own import sees its folder. With PYTHONPATH that folder, perhaps
 # all of site-packages, would come before others in the program's `sys.path`, and in that of what the program starts.
 _BEGIN = (
@@ -98,6 +100,12 @@ def _start_of_input() -> int | None:
     return None
 
 
+def _has_not_begun(answer: Any) -> bool:
+    """Whether a child has ended with an error before its first step."""
+    fate = answer.get("fate", answer) if isinstance(answer, dict) else {"error": "no answer"}
+    return bool(fate.get("error") or fate.get("exit")) and not fate.get("passed") and not fate.get("noticed")
+
+
 class Start:
     """How this process was started, recorded before the program could change it."""
 
@@ -108,6 +116,9 @@ class Start:
         self.numpy: list[Any] | None = None
         self.torch_seed: int | None = None
         self.reads_from = _start_of_input()
+        # By the clock of file systems, which may be some milliseconds behind the usual one.
+        self._began = time.clock_gettime(_COARSE_CLOCK) if sys.platform.startswith("linux") else time.time()
+        self._hides_new = True
         try:
             self.directory: str | None = os.getcwd()
         except OSError:
@@ -174,8 +185,20 @@ class Start:
     def _order(self, step: int | None, what: str) -> Instructions:
         return Instructions(step, what, [*self.random], self.numpy, self.torch_seed)
 
+    def _folders(self, program: Program) -> list[str]:
+        """The folders that the program was told of."""
+        words = [word.rpartition("=")[2] for word in program.args]
+        return [word for word in words if os.path.isabs(word) and os.path.isdir(word)]
+
     def _run(self, program: Program, order: Instructions, seconds: float, isolated: bool) -> tuple[Any, bool]:
         """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
+        answer, in_time = self._run_once(program, order, seconds, isolated)
+        if isolated and in_time and self._hides_new and _has_not_begun(answer):
+            self._hides_new = False  # perhaps it lacks what it has downloaded
+            return self._run_once(program, order, seconds, isolated)
+        return answer, in_time
+
+    def _run_once(self, program: Program, order: Instructions, seconds: float, isolated: bool) -> tuple[Any, bool]:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         source = str(Path(__file__).resolve().parents[2])
         words = [self.executable, *flags, "-c", _BEGIN, source, "run", *(["-m"] if program.module else [])]
@@ -187,6 +210,7 @@ class Start:
             environment = {**self.environment, VARIABLE: str(file.fileno())}
             environment.pop("FIRSTNAN", None)  # what this child starts is not watched
             shared = [order.capsule[0]] if order.capsule is not None else []
+            folders = [one for one in (self.directory, *self._folders(program)) if one is not None]
             child = Started(
                 [*words, "--", program.target, *program.args],
                 environment,
@@ -195,6 +219,7 @@ class Start:
                 isolated=isolated,
                 shared=shared,
                 reads_from=self.reads_from,
+                without_new=(folders, self._began) if self._hides_new else None,
             )
             try:
                 in_time = child.wait(seconds)

@@ -51,6 +51,7 @@ from firstnan.engine.turn import Turn, calls_around, loops_of, turns_around, tur
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.gradient_checks import LATE
 from firstnan.observe.compiler import compiles
+from firstnan.observe.gradient_hooks import make_gradients_bad
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership, place_of
@@ -1055,6 +1056,10 @@ class Session(Observer):
         """The same, for weights that are spread over ranks: when all of them have come to the update."""
         if self._holds:
             self._deferred = failure
+            if isinstance(self.policy, EndProgram) and not self.in_worker and not self.is_detected:
+                # The others come only if they get bad gradients, which this loss may not have. No update uses them.
+                for loss in failure.trip.tensors:
+                    make_gradients_bad(loss)
             return Answer(failure.report, failure.trip.before_update)
         if failure.trip.noticed.what in ("parameter", "state"):  # the update needs this rank's part only
             answer = self._asked(failure)

@@ -463,7 +463,10 @@ class _Tried(_Work):
                 return  # perhaps the program would not have come so far
             if isolation.is_of_isolation(error):
                 raise NotContinued("there the program waits for a server or another process") from error
-            seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            if self._watching.updates and isolation.is_cut_off():  # the program may have read the end of a pipe
+                raise NotContinued(f"{said}, perhaps because no other process answers there") from error
+            seen.error = said
             return
         # What an error means here is not known: perhaps the program would not have come so far.
         with contextlib.suppress(Exception, SystemExit):

@@ -1,4 +1,7 @@
-"""Measures large gradients as soon as backward has completed them, while they are still in the processor's cache."""
+"""Measures large gradients as soon as backward has completed them, while they are still in the processor's cache.
+
+Also lets a loss have gradients that stop other ranks.
+"""
 
 from __future__ import annotations
 
@@ -136,3 +139,8 @@ class _Group:
         parameter = self.parameter()
         if parameter is not None and not parameter._post_accumulate_grad_hooks:
             parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def make_gradients_bad(loss: Tensor) -> None:
+    """Makes all gradients of this loss NaN."""
+    loss.register_hook(lambda gradient: gradient * torch.nan)

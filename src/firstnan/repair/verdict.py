@@ -146,7 +146,7 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.not_continued and not reached:
         return None, None, f"step {bad} cannot be run to its end: {outcome.not_continued}"
-    if outcome.error:
+    if outcome.error and not outcome.not_continued:
         return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"
     if report.verdict == "diverged" and not outcome.exploded and reached and outcome.latest:
         return _verdict_on_loss(outcome, report)
