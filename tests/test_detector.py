@@ -146,6 +146,22 @@ def test_weights_of_a_model_that_is_not_watched_are_not_data() -> None:
     assert "earlier step" not in report.cause.why
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (6, 6)])
+def test_a_bad_weight_is_shown_as_it_is_stored(shape: tuple[int, int]) -> None:
+    """A Linear reads its transposed weight."""
+    model = torch.nn.Sequential(torch.nn.Linear(*shape), torch.nn.Linear(shape[1], 1))
+    with torch.no_grad():
+        model[0].weight[5, 2] = torch.nan
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError, match="is not recorded here") as caught, NaNDetector(model, optimizer):
+        model(torch.ones(3, shape[0])).mean().backward()
+        optimizer.step()
+    origin = caught.value.report.origin
+    assert origin is not None
+    assert origin.produced is not None
+    assert (origin.produced.shape, origin.produced.first_index) == (shape[::-1], (5, 2))
+
+
 def test_batches_that_a_loader_has_prepared_before_anybody_looked() -> None:
     model = seeded()
     optimizer, data = sgd(model), torch.cat([x for x, _ in batches(12)])
