@@ -37,7 +37,7 @@ from firstnan.observe.sites import real_path
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
 from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described
-from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of, switch_on
+from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of, switch_on, zero_gradients
 from firstnan.tensors.state import restart_scalers
 
 if TYPE_CHECKING:
@@ -232,6 +232,7 @@ class _Work:
         self.turn.restore_given(session.handouts.latest)
         session.gate.reads.forget()
         session.gate.look_at_everything()
+        zero_gradients(session.gate.leaves)
         for optimizer in list(session.gate.steps.done):
             drop_gradients(optimizer)
         if self.restored is not None:
