@@ -514,6 +514,7 @@ class TurnReplay:
         session.handouts.restore_turn(self._rehearsals, random=self._random)
         if not self._start:
             self._turn.restore_given(session.handouts.latest)
+            self._turn.take_back_counts()
         session.replay_begins()
         session.forget_backwards()
         if session.gate.scales:

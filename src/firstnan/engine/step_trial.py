@@ -230,6 +230,8 @@ class _Work:
         session.handouts.hand_out_again()
         session.handouts.restore_turn(0, random=not self.start)
         self.turn.restore_given(session.handouts.latest)
+        if not self.start:
+            self.turn.take_back_counts()
         session.gate.reads.forget()
         session.gate.look_at_everything()
         zero_gradients(session.gate.leaves)
