@@ -143,9 +143,9 @@ class Evidence:
         return replace(report, cause=causes[0], other_causes=tuple(causes[1:4]), remedies=remedies)
 
     def _in_batch(self, seen: Origin) -> Origin:
-        """Bad data as it is in the batch: what has made it may have seen one sample, or more than this batch."""
+        """Bad data as it is in the batch: what has made it may have seen one sample, or a layer a view of it."""
         blamed, event = self.handouts.blamed, seen.event
-        if blamed is None or event is None or event.region not in ("setup", "data"):
+        if blamed is None or event is None or (event.region not in ("setup", "data") and seen.role != "input"):
             return seen
         bad = [(label, t) for label, t in tensors_in(blamed.batch, "batch") if not is_finite(t)]
         found = [(label, t) for label, t in bad if label == seen.label or len(bad) == 1]
