@@ -73,6 +73,18 @@ def test_all_that_was_left_in_one_memory_is_visited() -> None:
     assert [step.op for step in verdict.path] == ["copy", "sum"]
 
 
+def test_a_norm_that_overflowed_comes_before_what_is_divided_by_it() -> None:
+    """`clip_grad_norm_` without a limit: inf / inf is 0 * inf in torch."""
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e30)
+    _, trace, tracer = trace_of(lambda: nn.utils.clip_grad_norm_(weights, INF))
+    verdict = blame(trace, bad_of(tracer, weights[0].grad))
+    assert verdict.origin is not None
+    assert verdict.origin.op == "norm"
+    assert [step.op for step in verdict.path] == ["stack", "norm", "add", "reciprocal", "mul", "clamp", "mul"]
+
+
 def test_what_came_from_outside_was_there_first() -> None:
     trace = Trace((
         event(0, "log", good(), born=1),

@@ -146,6 +146,37 @@ def test_weights_of_a_model_that_is_not_watched_are_not_data() -> None:
     assert "earlier step" not in report.cause.why
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (6, 6)])
+def test_a_bad_weight_is_shown_as_it_is_stored(shape: tuple[int, int]) -> None:
+    """A Linear reads its transposed weight."""
+    model = torch.nn.Sequential(torch.nn.Linear(*shape), torch.nn.Linear(shape[1], 1))
+    with torch.no_grad():
+        model[0].weight[5, 2] = torch.nan
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError, match="is not recorded here") as caught, NaNDetector(model, optimizer):
+        model(torch.ones(3, shape[0])).mean().backward()
+        optimizer.step()
+    origin = caught.value.report.origin
+    assert origin is not None
+    assert origin.produced is not None
+    assert (origin.produced.shape, origin.produced.first_index) == (shape[::-1], (5, 2))
+
+
+def test_bad_data_is_counted_in_the_batch_not_in_a_view_of_it() -> None:
+    """A recurrent layer reads its batch transposed."""
+    model = torch.nn.GRU(1, 3, batch_first=True)
+    optimizer, given = sgd(model), [torch.ones(4, 7, 1) for _ in range(3)]
+    given[2][1, 3] = -torch.inf
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for x in detector.batches(given):
+            optimizer.zero_grad()
+            model(x)[0].mean().backward()
+            optimizer.step()
+    cause = caught.value.report.cause
+    assert cause is not None
+    assert "(batch) contains -Inf in 1 of 28 elements (first at [1, 3, 0])" in cause.why
+
+
 def test_batches_that_a_loader_has_prepared_before_anybody_looked() -> None:
     model = seeded()
     optimizer, data = sgd(model), torch.cat([x for x, _ in batches(12)])

@@ -268,6 +268,7 @@ CASES: list[tuple[str, str, Make]] = [
         lambda t: F.cross_entropy(t(1.0, 2.0)[None], torch.tensor([0]), weight=torch.tensor([0.0, 1.0])),
     ),
     ("cov1", "single_sample_variance", lambda t: torch.cov(t(1.0, 2.0)[:, None])),
+    ("cov_hand", "zero_over_zero", lambda t: (lambda cov, norm: cov / norm)(t(0.0).sum(), t(0.0).sum())),
     ("corr", "zero_over_zero", lambda t: torch.corrcoef(torch.stack([t(1.0, 1.0), t(1.0, 2.0)]))),
     # derivatives
     ("norm_hand", "sqrt_grad_at_zero", lambda t: (t(0.0, 0.0) ** 2).sum() ** 0.5),

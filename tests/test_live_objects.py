@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from torch.nn import Linear, Module
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from firstnan.tensors.models import find_live_objects
+from firstnan.tensors.models import find_live_objects, switch_on
 
 
 class Kind:
@@ -91,3 +91,16 @@ def test_old_objects_are_visited_once_until_more_of_them_grow_old(monkeypatch: p
 
 def ids(things: Iterable[Any]) -> list[int]:
     return sorted(map(id, things))
+
+
+def test_what_a_gan_has_switched_off_is_told_from_what_is_frozen() -> None:
+    first, second, frozen = (Linear(2, 2) for _ in range(3))
+    stepped = SGD(first.parameters(), lr=0.1)
+    waiting = SGD(second.parameters(), lr=0.1)
+    partly = SGD([*Linear(2, 2).parameters(), *frozen.parameters()], lr=0.1)
+    second.requires_grad_(False)  # before the first step of its optimizer
+    frozen.requires_grad_(False)
+    assert all(any(p is q for q in second.parameters()) for p in switch_on([stepped]))
+    assert all(p.requires_grad for p in second.parameters())
+    assert not any(p.requires_grad for p in frozen.parameters())
+    del waiting, partly

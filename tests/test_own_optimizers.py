@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from firstnan import NaNDetector, NonFiniteError
 from firstnan.engine import recovery
@@ -162,3 +163,33 @@ def test_an_error_of_the_loop_is_not_covered_by_what_is_left() -> None:
         remember(detector.batches([torch.rand(4, 3), torch.zeros(4, 3)]), model, optimizer)
         raise KeyError
     assert not hasattr(caught.value, "__notes__")
+
+
+class Growing(torch.nn.Module):
+    """Its parameter is used twice, and its gradient is 0 for all but the bad sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / torch.exp(self.scale * 30 + x.abs().amax(1, keepdim=True) * 20) * torch.exp(self.scale * 30)
+
+
+def test_gradients_that_the_program_adds_up_and_clears_itself() -> None:
+    x = torch.ones(48, 3)
+    x[29] = 5.0
+    model = torch.nn.Sequential(Growing(), torch.nn.Linear(3, 2))
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model) as detector:
+        for i, (a,) in enumerate(detector.batches(DataLoader(TensorDataset(x), batch_size=4))):
+            model(a).square().mean().backward()
+            if i % 2:
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.data.sub_(0.01 * p.grad)
+                    p.grad.zero_()
+    report = caught.value.report
+    assert report.origin is not None
+    assert report.batch is not None
+    assert (report.step, report.batch.index, report.batch.bad_samples) == (3, 7, (1,))
+    assert report.origin.op == "exp"

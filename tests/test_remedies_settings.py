@@ -194,6 +194,12 @@ def test_a_rate_given_to_a_framework_is_changed_there(given: str, smaller: str, 
     assert (smaller in found[0].split("\n+")[1]) if smaller else not found
 
 
+def test_a_rate_that_something_else_has_set_since_is_changed_there(tmp_path: Path) -> None:
+    made = "average = WeightAveraging(swa_lrs=3.0, epochs=3.0)\nopt = torch.optim.SGD(p, lr=0.01)"
+    found = diverged("import torch\n" + made + LOOP, tmp_path, lr=1.5, initial_lr=3.0)
+    assert "+average = WeightAveraging(swa_lrs=0.3, epochs=3.0)" in changes(found)[0]
+
+
 def test_groups_with_a_rate_of_their_own(tmp_path: Path) -> None:
     made = 'opt = torch.optim.SGD([{"params": a}, {"params": b, "lr": 0.2}], lr=0.5)'
     found = diverged("import torch\n" + made + LOOP, tmp_path, lr=0.5)

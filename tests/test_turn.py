@@ -67,6 +67,33 @@ def test_the_body_may_use_the_name_of_values_that_nobody_reads(tmp_path: Path) -
     assert rerun(turn)["_"] == "label"
 
 
+def test_what_the_body_has_counted_before_it_failed_is_counted_once(tmp_path: Path) -> None:
+    text = """
+        def train():
+            done = tried = skipped = after = 0
+            while True:
+                try:
+                    tried += 1
+                except StopIteration:
+                    break
+                if skipped:
+                    skipped += 1
+                done += 1
+                here()
+                after += 1
+                if done == 3:
+                    break
+        train()
+        """
+    (turn,) = program(tmp_path, text)[0]["turns"][2]
+    turn.take_back_counts()
+    assert [turn.names[name] for name in ("done", "tried", "skipped", "after")] == [2, 2, 0, 2]
+    code = turn.compiled()
+    assert code is not None
+    with pytest.raises(LeftLoop):
+        turn.run(code)
+
+
 def test_all_loops_of_the_functions_that_run_innermost_first(tmp_path: Path) -> None:
     text = """
         def step(x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from math import isinf
 
 from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Site, Trace
 from firstnan.records.operator_families import (
@@ -69,9 +70,24 @@ class _Walk:
             if index in self.consumer:
                 continue
             self.consumer[index] = consumer
-            for o in self.trace.events[index].inputs:
+            event = self.trace.events[index]
+            for o in event.inputs:
                 if o.guilty:
                     stack += [(p, index) for p in (o.producer, *o.also) if p is not None]
+                elif (event.born or event.nan_from_inf) and (quotient := self._quotient(o)) is not None:
+                    self.consumer.setdefault(quotient.index, index)
+                    read = quotient.inputs[-1].producer
+                    stack += [(read, quotient.index)] if read is not None else []
+
+    def _quotient(self, operand: Operand) -> OpEvent | None:
+        """What divided by an infinity, if a number is 0 for that reason: a norm that overflowed, then `inf / norm`."""
+        stat = operand.stat
+        if operand.producer is None or stat is None or stat.numel != 1 or stat.zeros != 1:
+            return None
+        made = self.trace.events[operand.producer]
+        below = made.inputs[-1].stat if made.op in ("reciprocal", "div") and made.inputs else None
+        infinite = below is not None and (below.inf or (below.min is not None and isinf(below.min)))
+        return made if infinite else None
 
     def chain(self, index: int) -> list[OpEvent]:
         """From the origin to what was noticed."""

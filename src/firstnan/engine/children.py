@@ -39,7 +39,7 @@ from firstnan.observe.forked import NotContinued, is_received
 from firstnan.observe.observer import Decision
 from firstnan.records import Batch, NaNEvent, Noticed, Report
 from firstnan.tensors.finite import is_finite, readable, stat, tensors_in
-from firstnan.tensors.models import drop_gradients, leaves_below, switch_on
+from firstnan.tensors.models import drop_gradients, leaves_below, switch_on, zero_gradients
 from firstnan.tensors.state import restart_scalers
 
 if TYPE_CHECKING:
@@ -519,6 +519,7 @@ class TurnReplay:
         session.handouts.restore_turn(self._rehearsals, random=self._random)
         if not self._start:
             self._turn.restore_given(session.handouts.latest)
+            self._turn.take_back_counts()
         session.replay_begins()
         session.forget_backwards()
         if session.gate.scales:
@@ -528,6 +529,7 @@ class TurnReplay:
         self._off += switch_on(optimizers)
         for parameter in self._off:
             parameter.requires_grad_(True)
+        zero_gradients(session.gate.leaves)
         for optimizer in optimizers:
             drop_gradients(optimizer)
         if self.with_state:

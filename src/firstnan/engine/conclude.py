@@ -111,7 +111,7 @@ class Evidence:
         seen, steps = verdict.origin, trace
         verdict, trace = self._look_into_dataset(verdict, trace)
         verdict = self._look_at_threads(self._look_at_lines(verdict), tracer)
-        origin = self._at_the_loop(verdict.origin)
+        origin = self._as_stored(self._at_the_loop(verdict.origin))
         notes = [*self._skips()]
         if tracer.trouble:
             notes.append(f"not every operator could be recorded ({tracer.trouble})")
@@ -153,9 +153,9 @@ class Evidence:
         return replace(seen, label=made.label) if whole and not seen.label else seen
 
     def _in_batch(self, seen: Origin) -> Origin:
-        """Bad data as it is in the batch: what has made it may have seen one sample, or more than this batch."""
+        """Bad data as it is in the batch: what has made it may have seen one sample, or a layer a view of it."""
         blamed, event = self.handouts.blamed, seen.event
-        if blamed is None or event is None or event.region not in ("setup", "data"):
+        if blamed is None or event is None or (event.region not in ("setup", "data") and seen.role != "input"):
             return seen
         bad = [(label, t) for label, t in tensors_in(blamed.batch, "batch") if not is_finite(t)]
         found = [(label, t) for label, t in bad if label == seen.label or len(bad) == 1]
@@ -210,6 +210,18 @@ class Evidence:
         if origin.event.region in ("setup", "data"):
             return origin
         return replace(origin, site=resolve(self.entry), module="", module_type="")
+
+    def _as_stored(self, origin: Origin | None) -> Origin | None:
+        """A bad weight in its own shape: a layer may read a view, such as the transposed weight of a Linear."""
+        read = origin.produced if origin is not None and came_from_outside(origin) else None
+        if origin is None or read is None or origin.role not in ("parameter", "buffer"):
+            return origin
+        kept = self.models.parameters if origin.role == "parameter" else self.models.buffers
+        found = [t for t, name in kept.values() if name == origin.label]
+        own = replace(stat(origin.label, found[0]), histogram=read.histogram) if len(found) == 1 else read
+        if (own.shape, own.first_index) == (read.shape, read.first_index) or (own.nan, own.inf) != (read.nan, read.inf):
+            return origin  # it was read as it is, or in part, or has changed since
+        return replace(origin, inputs=(own,), produced=own)
 
     def _look_into_dataset(self, verdict: Verdict, trace: Trace) -> tuple[Verdict, Trace]:
         """For bad data from a Dataset: the line in the Dataset that creates it, if it is created again."""

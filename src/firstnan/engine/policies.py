@@ -204,7 +204,12 @@ class Raise(Policy):
     undoes = True
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
-        session.stop()
+        origin = report.origin
+        if origin is None or origin.phase != "parameter" or not came_from_outside(origin):
+            session.stop()
+        program = "-m pytest" if report.environment.get("runner") == "pytest" else "script.py"
+        name = origin.label or "it"
+        session.stop(f"what wrote {name} is not recorded here; firstnan run {program} looks for the line")
 
 
 class RaiseInSteps(Raise):

@@ -1284,7 +1284,9 @@ class Session(Observer):
 
     def _without_wrong_batch(self, report: Report) -> Report:
         """The report of a bad gradient that several batches have added to: if nothing tells which, none is named."""
-        parts = self.handouts.parts(self.backwards) if self.handouts.part is None else []
+        # Where the program updates by hand, gradients are checked after each batch.
+        known = self.handouts.part is not None or self.gate.is_by_hand
+        parts = self.handouts.parts(self.backwards) if not known else []
         gradient = report.noticed is not None and report.noticed.what == "gradient" and report.step == self._tripped_in
         if len(parts) < 2 or not gradient or report.batch is None or report.batch.confirmed:
             return report

@@ -38,7 +38,7 @@ from firstnan.observe.sites import real_path
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
 from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described
-from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of, switch_on
+from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of, switch_on, zero_gradients
 from firstnan.tensors.state import restart_scalers
 
 if TYPE_CHECKING:
@@ -231,8 +231,11 @@ class _Work:
         session.handouts.hand_out_again()
         session.handouts.restore_turn(0, random=not self.start)
         self.turn.restore_given(session.handouts.latest)
+        if not self.start:
+            self.turn.take_back_counts()
         session.gate.reads.forget()
         session.gate.look_at_everything()
+        zero_gradients(session.gate.leaves)
         for optimizer in list(session.gate.steps.done):
             drop_gradients(optimizer)
         if self.restored is not None:

@@ -184,6 +184,14 @@ class Turn:
         """Gives the loop's own variables what the turn began with, where its body has assigned something else since."""
         self.names.update(self._given_at_first(handout))
 
+    def take_back_counts(self) -> None:
+        """Lowers what the body has counted (`i += 1`) before its failing statement: it counts that again."""
+        for node in _done_before(self.loop.body, self.at) if not self.is_function else ():
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and _is_one_more(node):
+                value = self.names.get(node.target.id)
+                if type(value) is int:
+                    self.names[node.target.id] = value - 1
+
     def batch_given(self, handout: Any) -> list[torch.Tensor]:
         """The tensors in the variables that the body starts with, as they were then."""
         first = self._given_at_first(handout)
@@ -545,6 +553,19 @@ def _cuts(body: list[ast.stmt], line: int) -> list[list[ast.stmt]]:
                 found += [[_with_body(statement, rest), *body[i + 1 :]] for rest in _cuts(inner, line)[1:]]
             break
     return found
+
+
+def _done_before(body: list[ast.stmt], line: int) -> Iterator[ast.stmt]:
+    """The statements of a body that were certainly run before its statement on this line."""
+    for statement in body:
+        if statement.lineno > line:
+            return
+        leaves = (ast.Continue, ast.Break, ast.Return, ast.Raise)
+        tried = isinstance(statement, ast.Try) and all(isinstance(h.body[-1], leaves) for h in statement.handlers)
+        if tried or isinstance(statement, ast.With | ast.AsyncWith):
+            yield from _done_before(statement.body, line)  # type: ignore[attr-defined]
+        if (statement.end_lineno or statement.lineno) < line:
+            yield statement
 
 
 def _after(body: list[ast.stmt], line: int) -> list[ast.stmt]:

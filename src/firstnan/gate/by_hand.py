@@ -66,11 +66,8 @@ class HandWritten:
 
     def is_accumulating(self) -> bool:
         """Whether the next backward adds to gradients that were not cleared."""
-        leaves = [leaf for leaf in self.leaves if leaf.grad is not None]
-        if not leaves:
-            return False
-        smallest = min((leaf.grad for leaf in leaves if leaf.grad is not None), key=Tensor.numel)
-        return bool(smallest.any())
+        gradients = sorted((leaf.grad for leaf in self.leaves if leaf.grad is not None), key=Tensor.numel)
+        return any(bool(gradient.any()) for gradient in gradients[:2])  # that of a single number may be 0
 
     # Whether the program updates its weights itself although there are optimizers.
 

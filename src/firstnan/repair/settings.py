@@ -546,6 +546,10 @@ def _slower(setup: OptimizerSetup, factor: float) -> tuple[list[Edit], float | N
     rate = setup.setting(*RATES, position=1)
     if rate is not None and rate.node in call.args and not setup.is_constructor:  # `net.fit(x, y)`
         rate = rate if expected is not None and find_literal(context.files, rate, expected) else None
+    if rate is not None and expected is not None and find_literal(context.files, rate, expected) is None:
+        elsewhere = _written_rate(setup, factor, expected)  # something else has set the rate since
+        if elsewhere[0]:
+            return elsewhere
     groups = _groups(source, call)
     edits = [scale_number(context.files, g, factor)[0] for g in groups]
     if rate is not None and not _is_shared(setup, rate):
@@ -576,8 +580,9 @@ def _written_rate(setup: OptimizerSetup, factor: float, expected: float | None) 
 
 
 def _is_rate_name(name: str | None) -> bool:
-    """Also of an option that is passed on: `optimizer__lr`."""
-    return name is not None and name.rpartition("__")[2] in RATES
+    """Also of an option that is passed on, and of one rate of several: `optimizer__lr`, `swa_lrs`."""
+    one = (name or "").removesuffix("s")
+    return one in RATES or one.endswith(("_lr", "_learning_rate", *(f"__{rate}" for rate in RATES)))
 
 
 def rate_of(call: ast.Call) -> ast.expr | None:

@@ -228,14 +228,24 @@ def largest_gradient(optimizer: Any) -> tuple[Tensor, float]:
 def switch_on(optimizers: Iterable[Any]) -> list[Tensor]:
     """Lets backward reach parameters that were switched off since the step began; returns them.
 
-    What has a gradient could be trained before: GANs switch one half off to train the other.
+    What has a gradient could be trained before: GANs switch one half off to train the other. Before its first step an
+    optimizer may have none, but it can train nothing if all of its parameters are off.
     """
-    found = [
-        p for o in optimizers for p in parameters_of(o) if p.grad is not None and p.is_leaf and not p.requires_grad
-    ]
+    stepped = list(optimizers)
+    off = [p for o in stepped for p in parameters_of(o) if p.grad is not None and not p.requires_grad]
+    for other in find_live_objects(Optimizer):
+        own = parameters_of(other) if not any(other is o for o in stepped) else []
+        off += own if not any(p.requires_grad for p in own) else []
+    found = [p for p in off if p.is_leaf]
     for parameter in found:
         parameter.requires_grad_(True)
     return found
+
+
+def zero_gradients(leaves: Iterable[Tensor]) -> None:
+    """For updates by hand: the next backward adds to nothing, and code that zeroes a gradient still finds one."""
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf.grad) if leaf.grad is not None else None
 
 
 def drop_gradients(optimizer: Any) -> None:

@@ -445,7 +445,9 @@ def nonfinite(stat: TensorStat | None) -> str:
     """`NaN in 1 and Inf in 2 of 64 elements (first at [6, 3])`."""
     if stat is None or not stat.bad:
         return "non-finite values"
-    kinds = " and ".join(f"{kind} in {n}" for kind, n in (("NaN", stat.nan), ("Inf", stat.inf)) if n)
+    kinds = " and ".join(
+        f"{kind} in {n}" for kind, n in (("NaN", stat.nan), ("Inf", stat.posinf), ("-Inf", stat.neginf)) if n
+    )
     where = f" (first at {list(stat.first_index)})" if stat.first_index else ""
     return f"{kinds} of {counted(stat.numel)}{where}"
 

@@ -715,10 +715,16 @@ def single_sample_variance(failure: Failure) -> Explanation | None:
     return Explanation(why, 0.97 if count is not None else 0.7, failure.input_lines())
 
 
+COVARIANCE = re.compile(r"\b(cov|corrcoef)\(")
+
+
 @rule("single_sample_variance", title="Covariance of a single observation")
 def single_sample_covariance(failure: Failure) -> Explanation | None:
     # torch.cov ends in div(product, count - correction) with an integer tensor that is 0 for one observation.
-    if failure.op != "div" or not failure.nan or "cov" not in failure.code or not failure.zero_at("other"):
+    divisor = failure.stat("other")
+    if failure.op != "div" or not failure.nan or divisor is None or divisor.numel != 1 or not failure.zero_at("other"):
+        return None
+    if not COVARIANCE.search(failure.code):
         return None
     why = (
         f"`{failure.code}` computes an unbiased covariance of one observation. It divides by the count minus 1, which "
