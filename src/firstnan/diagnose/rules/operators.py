@@ -437,7 +437,7 @@ def log_of_zero(failure: Failure) -> Explanation | None:
     reason = why_zero(failure.trace, failure.event, name) if edge == 0 else ""
     why = (
         f"`{failure.code}` {_logarithm(failure, edge)} exactly {number(edge)} in {counted(count or failure.inf)}, "
-        f"which gives -inf.{reason} The infinity then spreads to the loss and the gradients."
+        f"which gives -inf.{reason} The infinity spreads from there."
     )
     return Explanation(why, 0.95 if touched else 0.7, failure.input_lines(name))
 

@@ -400,7 +400,7 @@ def _own_factor(failure: Failure) -> tuple[str, float] | None:
 def nan_lr(failure: Failure) -> Explanation | None:
     given = dict(failure.event.scalars) if failure.event else {}
     names = (*RATE_NAMES, "other") if failure.op == "mul" else RATE_NAMES
-    used = [(n, v) for n in names for v in _numbers(given.get(n))] + [("lr", v) for v in _numbers(failure.lr())]
+    used = [*(("lr", v) for v in _numbers(failure.lr())), *((n, v) for n in names for v in _numbers(given.get(n)))]
     bad = next(((n, v) for n, v in used if not math.isfinite(v)), None)
     if bad is None or (bad[0] != "lr" and (writes_nan(failure) or _own_factor(failure))):
         return None

@@ -190,6 +190,7 @@ WHOEVER = (
 )
 WITHOUT = "the step is finite without it, and fails with it whichever half of the others is replaced"
 WITHOUT_THESE = "the step is finite without these samples; which of them are responsible is unknown"
+AMONG_MANY = "the step is finite with a large part of the batch replaced; which samples are responsible is unknown"
 ONLY_WITH_OTHERS = "the step is finite without these samples, but they fail only together with others of the batch"
 NOT_ALONE = "no single sample is responsible: no part of the batch fails alone"
 REPLACEMENTS = "no single sample is responsible: it depends on what the samples of this batch are replaced with"
@@ -382,7 +383,8 @@ def _by_others(ask: _Counted, candidates: frozenset[int]) -> Generator[Replaced,
     # Both samples that were tried alone may be bad.
     if (yield from ask.finite(ask.everyone, others[0])) and (yield from ask.fails_alone(candidates, others[0])):
         return (yield from _each(ask, candidates, others[0]))
-    return SearchResult(whole if len(whole) <= len(ask.everyone) // 4 else None, note=WITHOUT_THESE)
+    few = len(whole) <= len(ask.everyone) // 4
+    return SearchResult(whole if few else None, note=WITHOUT_THESE if few else AMONG_MANY)
 
 
 def _others(ask: _Counted, candidates: frozenset[int], part: frozenset[int]) -> list[int]:
