@@ -285,8 +285,11 @@ def _gain(stat: TensorStat) -> float:
 def _moved(failure: Failure) -> float:
     """How far the updates so far can have moved a weight: plain ones by the gradient, adaptive ones by about 1.
 
-    RMSprop begins with an average of 0: its first updates are up to 1 / sqrt(1 - alpha) times larger.
+    RMSprop begins with an average of 0: its first updates are up to 1 / sqrt(1 - alpha) times larger. LBFGS moves the
+    weights several times in each step, as far as its own factors say.
     """
+    if failure.diverging.optimizer in OWN_FACTORS:
+        return math.inf
     lr = failure.lr() or 0.0
     before = [s for s in failure.diverging.steps if s is not failure.history.steps[-1] or s.step < failure.origin.step]
     known = [(lr if s.lr is None else s.lr, s.grad_norm) for s in before]
