@@ -407,6 +407,12 @@ def test_a_started_program_does_not_see_what_was_created_since(place: Path) -> N
     assert sorted(os.listdir(place)) == ["data", "runs", "shared"]
 
 
+def test_nothing_is_hidden_where_the_files_are_the_users_own(place: Path) -> None:
+    (place / "new.txt").touch()
+    isolation._hide_new({str(place): place.stat().st_dev}, 0.0, ())
+    assert (place / "new.txt").exists()
+
+
 def test_a_started_program_reads_the_same_file_as_standard_input(place: Path) -> None:
     (place / "rows.txt").write_text("taken before; first; second")
     code = "import os, sys; os.write(int(sys.argv[1]), sys.stdin.buffer.read())"

@@ -170,17 +170,19 @@ _HIDING = 5.0
 """Seconds for looking through folders."""
 
 
-def _hide_new(folders: Sequence[str], since: float, shared: Sequence[str]) -> None:
+def _hide_new(devices: dict[str, int], since: float, shared: Sequence[str]) -> None:
     """Removes from this process's view what was created in these folders `since` a time; not in `shared` ones.
 
-    Where the file system does not tell when a file was created, it stays.
+    `devices`: the folders, each with its device outside: where that is still the same, nothing is removed, since
+    the files would be the user's own. Where the file system does not tell when a file was created, it stays.
     """
-    until, waiting = time.monotonic() + _HIDING, list(folders)
+    own = {os.stat(folder).st_dev for folder in devices} - set(devices.values())
+    until, waiting = time.monotonic() + _HIDING, list(devices)
     kept = {os.path.realpath(one) for one in shared}
     seen = set(kept)
     while waiting and time.monotonic() < until:
         folder = os.path.realpath(waiting.pop())
-        if folder in seen:
+        if folder in seen or not os.path.isdir(folder) or os.stat(folder).st_dev not in own:
             continue
         seen.add(folder)
         with contextlib.suppress(OSError):
@@ -666,10 +668,11 @@ class Started:
         if folder is not None:
             os.chdir(folder)
         if isolated:
+            folders, since = without_new or ((), 0.0)
+            devices = {one: os.stat(one).st_dev for one in folders if os.path.isdir(one)}
             _enter_view(shared)
             _move_on(writing)
-            if without_new is not None:
-                _hide_new(*without_new, shared)
+            _hide_new(devices, since, shared)
         for number in _MUTED:
             os.dup2(given if number == 0 else null, number)
         os.set_inheritable(keep, True)
