@@ -107,9 +107,10 @@ FAULTS = """
 TENSOR_PARALLEL = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from firstnan.engine import ranks
-    ranks._PATIENCE = 2.0
     fault, guilty = sys.argv[1], int(sys.argv[2])
+    if fault == "gradient":  # the other rank does not come
+        from firstnan.engine import ranks
+        ranks._PATIENCE = 2.0
 
     class Net(nn.Module):
         def __init__(self):
