@@ -338,7 +338,8 @@ class Handouts:
 
     def recognise(self, iterator: Any, batch: Any) -> None:
         """Looks for the batch that this iterator is about to hand out among those that were fetched for it."""
-        found = _used_of([one for _, one, _ in self.unclaimed], [batch])
+        fetched = [one for _, one, _ in self.unclaimed]
+        found = 0 if fetched[0] is batch else _used_of(fetched, [batch])  # mostly nothing is done to it
         if found is None or any(fetches is not self.unclaimed[0][0] for fetches, _, _ in self.unclaimed):
             self.unclaimed.clear()  # another batch, or one that is made of several
             return

@@ -40,8 +40,8 @@ _MOST_DEFERRED = 3
 # Every tensor is read in this many steps at the start and after a failure, then in every eighth step.
 _FULL_STEPS = 16
 _EVERY = 8
-# Of the steps that are read in full, every second one, and the first, measure how large the outputs are.
-_MEASURED_EVERY = 16
+# Of the steps that are read in full, every fourth one, and the first, measure how large the outputs are.
+_MEASURED_EVERY = 32
 # Zeros and subnormal numbers, which take several passes over a tensor, are counted even more rarely.
 _COUNTED_EVERY = 256
 
@@ -55,7 +55,7 @@ class LayerWatch:
     """Watches the layers of `roots` (name prefix -> model) and reports every non-finite tensor to `sink`.
 
     `trackable` replaces the choice of layers, `skip` excludes types, names or globs, and `statistics` also reports the
-    magnitude of every output and of its gradient; `measures` that of the outputs, in every 16th step. With
+    magnitude of every output and of its gradient; `measures` that of the outputs, in every 32nd step. With
     `defer_reads` most steps only take notes until the loss is known: then call `read_notes` if it is bad, `drop_notes`
     if it is good. The first steps, counted from `steps`, and every eighth step are read in full.
     """
