@@ -79,8 +79,9 @@ def test_a_tensor_is_freed_when_the_program_frees_it() -> None:
         freed.append(storages[0]() is None)
         del z
         freed.append(storages[1]() is None)
-        torch.ones(1)
-        assert len(traced.memory.writer) <= 3, "x, its gradient and the last one"
+        for _ in range(2000):
+            torch.ones(1)
+        assert len(traced.memory.writer) < 300, "the latest ones, which are forgotten together"
     assert freed == [False, True, True], "autograd keeps the result of exp until backward is done"
 
 

@@ -667,7 +667,8 @@ class Session(Observer):
 
     def _judges_backward(self) -> bool:
         """Whether the gradients are read after each backward call: if several accumulate, this tells which was bad."""
-        return self.microscope.running or isinstance(self._replay, PartsReplay)
+        has_parts = self.microscope.running and self.handouts.replays
+        return has_parts or isinstance(self._replay, PartsReplay)
 
     def bad_gradients(self) -> list[Tensor]:
         parameters = [p for optimizer in list(self.gate.steps.done) for p in parameters_of(optimizer)]

@@ -60,6 +60,10 @@ def covers(a: Region | None, b: Region | None) -> bool:
     return max(a.end, b.end) <= _MAX_EXACT and bool(torch.isin(b.indices(), a.indices()).all())
 
 
+_MOST_FREED = 256
+"""So many storages are forgotten together."""
+
+
 class _StorageRef(weakref.ref[UntypedStorage]):
     """A weak reference to a storage, which torch represents by one Python object as long as it exists.
 
@@ -89,7 +93,7 @@ class Memory:
         self._storages: dict[int, _StorageRef] = {}
         """By address."""
         self._freed: deque[_StorageRef] = deque()
-        """Storages freed since the last call, by any thread; their addresses may be in use again."""
+        """Storages freed by any thread and not forgotten yet; their addresses may be in use again."""
         self._next_key = 0
 
     def key(self, t: Tensor) -> int | None:
@@ -105,11 +109,11 @@ class Memory:
             storage = t.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return None
-        if self._freed:
+        if len(self._freed) >= _MOST_FREED:
             self._forget_freed()
         address: int = storage._cdata
         known = self._storages.get(address)
-        if known is None:
+        if known is None or known() is None:
             known = self._storages[address] = _StorageRef(storage, self._freed.append)
             known.address, known.key = address, self._next_key
             self._next_key += 1
