@@ -253,6 +253,8 @@ def binding(context: FailureContext, source: SourceFile, node: ast.expr, operand
     reads = [r for r in _reads(source, node) if statement.lineno < source.statement(r).lineno <= (ends or 1 << 30)]
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not _read_twice(source, reads):
         return None
+    if any(source.is_written_by_call(n) for n in _named(source, node)):  # it is another value at the operation
+        return None
     if source.parent(statement) not in source.parents(node):  # another branch may assign it too
         return None
     if statement.targets[0] is last:

@@ -123,6 +123,8 @@ class LogDomain:
         if function is not None and name in parameter_names(function):
             return []
         uses = [n for n in self._nodes if isinstance(n, ast.Name) and n.id == name]
+        if any(self._source.is_written_by_call(use) for use in uses):
+            return []
         found = [self._assigned(use) for use in uses if not isinstance(use.ctx, ast.Load)]
         values = [value for value in found if value is not None]
         return values if len(values) == len(found) else []

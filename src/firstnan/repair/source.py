@@ -75,6 +75,10 @@ _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 """The fields that hold statements, in the order of `ast`."""
 
 
+_WRITING = ("all_reduce", "broadcast", "reduce", "recv", "scatter")
+"""Functions of torch.distributed that write their result into the tensor that they are given."""
+
+
 class SourceFile:
     """One file; offsets count characters of `text`, whose lines all end with a newline character."""
 
@@ -235,6 +239,15 @@ class SourceFile:
         """How often the name is read in the scope of the node."""
         around = self.within(node) if self.function(node) is not None else self.nodes
         return sum(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in around)
+
+    def is_written_by_call(self, use: ast.Name) -> bool:
+        """Whether a call that is there for its effect writes into the value: `dist.all_reduce(n)`, `n.clamp_(1)`."""
+        parent = self.parent(use)
+        call = self.parent(parent) if isinstance(parent, ast.Attribute) else parent
+        if not isinstance(call, ast.Call) or not isinstance(self.parent(call), ast.Expr):
+            return False
+        name = ast.unparse(call.func).rpartition(".")[2]
+        return name.endswith("_") or (name in _WRITING and use in call.args)
 
     def indent(self, node: ast.AST) -> str:
         """The indentation of the node's statement."""
