@@ -519,6 +519,17 @@ def test_numbers_from_outside_were_not_produced_by_what_reads_them() -> None:
     assert at_expression(origin) == "the numbers that from_numpy reads contain NaN"
 
 
+def test_a_hook_that_gets_the_gradients_is_named() -> None:
+    hook = Site("/venv/torch/distributed/default_hooks.py", 71, function="_compress_hook")
+    event = OpEvent(3, "to", "aten._to_copy.default", "backward", 5, node="torch::autograd::AccumulateGrad")
+    origin = Origin("backward", "to", "aten._to_copy.default", event=dataclasses.replace(event, library_site=hook))
+    assert (origin.library_site, origin.gradient_hook) == (hook, "_compress_hook")
+    assert at_expression(origin) == "to, in the hook _compress_hook, produced a non-finite value"
+    other = dataclasses.replace(event, library_site=hook, node="MulBackward0")
+    derivative = dataclasses.replace(origin, event=other)
+    assert (derivative.library_site, derivative.gradient_hook) == (None, "")
+
+
 def test_a_numbered_layer_is_quoted() -> None:
     origin = Origin("forward", "log", "", site=Site("a.py", 1), module="0", module_type="QConv")
     assert headline(Report("nonfinite", step=1, origin=origin)).endswith(' in "0" (QConv)')

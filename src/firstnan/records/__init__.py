@@ -187,6 +187,8 @@ class Trace:
         return out
 
 
+_LAST_NODE = "torch::autograd::AccumulateGrad"
+"""Writes a gradient, and calls the hooks that get it."""
 _WRAPPERS = ("torch/_compile.py", "torch/_tensor.py", "torch/_ops.py", "torch/utils/_contextlib.py")
 """Library files that only wrap what the user called."""
 
@@ -379,11 +381,18 @@ class Origin:
         return next((o for o in forward.outputs if o.bad), None)
 
     @property
+    def gradient_hook(self) -> str:
+        """The function of a library, such as a communication hook, that was given the finished gradients; or empty."""
+        last = self.phase == "backward" and self.event is not None and self.event.node == _LAST_NODE
+        return self.library_site.function if last and self.library_site is not None else ""
+
+    @property
     def library_site(self) -> Site | None:
         """The library code that the user's line called; for a derivative, that of the forward line."""
         event = self.event
         if self.phase == "backward" and not self.edits_gradient and not (event and event.in_python_backward):
-            event = self.forward_event  # below a backward operator there is only the autograd engine
+            # Below a backward operator there is only the autograd engine, but below the last of all a hook may run.
+            event = self.forward_event or (event if event and event.node == _LAST_NODE else None)
         if event is not None and self.read_at is not None and self.read_at == event.site:
             return None  # the event has only read it
         site = event.library_site if event else None

@@ -102,6 +102,8 @@ def at_expression(origin: Origin) -> str:
             return f"this produced {what}, in a custom backward"
         case "backward" if origin.edits_gradient:
             return f"{origin.op or 'this'} produced {what}, after backward and before the update"
+        case "backward" if origin.gradient_hook:
+            return f"{origin.op or 'this'}, in the hook {origin.gradient_hook}, produced {what}"
         case "backward" if (made := origin.came_back) is not None:
             return f"{origin.op or 'this'} produced {kind(made)}, of which backward made {what} ({node})"
         case "backward":
