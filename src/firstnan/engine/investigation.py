@@ -526,8 +526,8 @@ class Investigation:
         if self.ranks.are_many and not self._is_first_of_ranks(report, by_all=by_all):
             self.ranks.termination.obey(goes_on=session.is_detected)
             return
-        at_step = StepTrials(session, session.failure) if session.failure is not None else None
-        spread = at_step is None and are_gathered(list(session.gate.steps.done))
+        spread = are_gathered(list(session.gate.steps.done))
+        at_step = StepTrials(session, session.failure) if session.failure is not None and not spread else None
         self._try_remedies(self.report if self.ranks.are_many else report, at_step, _SPREAD if spread else "")
         saved = self.options.json or self.options.output
         if self.ranks.are_many:  # the launcher may end this process as soon as another one ends
@@ -610,7 +610,8 @@ class Investigation:
         if not count:
             return
         why, from_start = reason_not_to_try(report, options), why_not or reason_not_to_start(options, self.seconds)
-        if why or (from_start and at_step is None and self._first_batch is None):
+        here = at_step is not None and at_step.is_possible()
+        if why or (from_start and not here and self._first_batch is None):
             self.report = report.with_(remedies=tuple(replace(r, note=why or from_start) for r in report.remedies))
             return
         self._save(report)

@@ -75,7 +75,7 @@ class StepTrials:
             self._turn = self._failing_turn()
             if self._turn is not None:
                 self._healthy = self._ask(_Compared(self.session, *self._turn, None, self._outer())) or self._healthy
-        if self._turn is None or _is_amid_update(self.session.gate.in_step):
+        if self._turn is None or not self.is_possible():
             return None
         change = _Change.of(contents, remedy, *self._turn)
         if change is None:
@@ -105,6 +105,10 @@ class StepTrials:
             losses=tuple((step, loss) for loss in after[:1]),
             latest=tuple((step + 1 + i, loss) for i, loss in enumerate(after[1:])),
         )
+
+    def is_possible(self) -> bool:
+        """Whether the failing step can begin again: not if its update has changed weights."""
+        return not _is_amid_update(self.session.gate.in_step)
 
     def _outer(self) -> Sequence[Turn]:
         """The loops around the turn's."""
