@@ -136,6 +136,7 @@ class EndProgram(Policy):
             if self.interrupted:
                 raise KeyboardInterrupt
             self._explained(report, session)
+            session.let_go(in_other_thread=False)  # the update is made as well: nobody is told of one that is missing
             return
         self.explain(session, report)
         if not self._always and session.leave_to_detector():
