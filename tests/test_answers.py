@@ -19,7 +19,7 @@ from zygote import Result, Zygote
 pytest_plugins = ["zygote"]
 
 BEGIN = """
-    import math, sys
+    import math, sys, time
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -135,6 +135,17 @@ LOOPS = {
     "loader": """
         for (part,) in DataLoader(TensorDataset(data), 8):
             update(loss_of(part))
+    """,
+    "state in variables that are only assigned": """
+        def train():
+            hidden, left = torch.zeros(8, 4), torch.full((8, 4), 3.0)
+            for i in range(60):
+                time.sleep(0.01)  # in much shorter steps nothing is kept
+                hidden = torch.tanh(torch.rand(8, 4) + 0.5 * hidden + model.weight)
+                left, loss = left - 0.125, loss_of(left)
+                update(loss + 0 * hidden.sum())
+                hidden = hidden.detach()
+        train()
     """,
     "last batch": """
         for (part,) in DataLoader(TensorDataset(data[:206]), 8):

@@ -256,7 +256,7 @@ def _ways(session: Session, failure: StepFailure) -> Iterator[Way]:
 def begun_in_step(session: Session, failure: StepFailure) -> Turn | None:
     """The outermost loop whose turn began in the failing step, if that step has changed objects of the program."""
     state = session.handouts.state
-    if not failure.turns or session.handouts.latest is not None or not state.has_changed():
+    if session.handouts.latest is not None or not any(state.has_changed(t.code, t.names) for t in failure.turns):
         return None
     begun = [turn for turn in failure.turns if turn.has_begun_since(state.variables(turn.code))]
     return begun[-1] if begun else None

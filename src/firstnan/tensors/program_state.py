@@ -1,15 +1,19 @@
 """What steps change in the program's objects and variables: kept at the end of each step, to begin the next one again.
 
 An environment that an agent acts in is such an object: a step that begins with a rollout cannot be repeated without it.
-Nothing is kept where no object changes, or where keeping would take a noticeable part of a step.
+So is a tensor that one turn of a loop leaves in a variable for the next. Nothing is kept where there is neither, or
+where keeping would take a noticeable part of a step.
 """
 
 from __future__ import annotations
 
+import dis
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -46,6 +50,8 @@ class ProgramState:
         self._frames: dict[int, CodeType] = {}
         self._names: dict[CodeType, list[str]] = {}
         """Variables that can be kept, of the functions that went on from one look to the next."""
+        self._carried: dict[CodeType, frozenset[str]] = {}
+        """Those of them that hold tensors or arrays which one turn of a loop leaves for the next."""
         self._kept: list[tuple[Any, Any]] = []
         self._variables: dict[CodeType, dict[str, Any]] = {}
         self._looked: tuple[float, int] = 0.0, 0
@@ -72,10 +78,16 @@ class ProgramState:
         self._changing, self._digests = {n: found[n] for n in changed}, digests
         running = {id(one): one.f_code for one in frames}
         going_on = [one for one in frames if self._frames.get(id(one)) is one.f_code]
-        self._names = {one.f_code: [n for n, v in _variables(one) if _is_small(v)] for one in going_on}
+        self._names, self._carried = {}, {}
+        for one in going_on:
+            code, carried = one.f_code, _carried(one.f_code, one.f_lasti)
+            small = {n: v for n, v in _variables(one) if _is_small(_without_graph(v) if n in carried else v)}
+            self._names[code] = list(small)
+            self._carried[code] = frozenset(n for n in carried if isinstance(small.get(n), (Tensor, *_arrays())))
         self._frames, self._took = running, time.perf_counter() - began
         self._looked = time.perf_counter(), steps
-        self.keeps = bool(changed) and min(self._seconds(frame) for _ in range(3)) < _SHARE * per_step
+        changes = bool(changed) or any(self._carried.values())
+        self.keeps = changes and min(self._seconds(frame) for _ in range(3)) < _SHARE * per_step
         if not self.keeps:
             self._kept, self._variables = [], {}
 
@@ -101,11 +113,16 @@ class ProgramState:
             names = self._names.get(frame.f_code)
             if names:
                 values = frame.f_locals if frame.f_locals is frame.f_globals else local_variables(frame)
-                self._variables[frame.f_code] = {n: values[n] for n in names if n in values and _may_stay(values[n])}
+                kept = {n: values[n] for n in names if n in values}
+                kept.update({n: _without_graph(kept[n]) for n in self._carried[frame.f_code] if n in kept})
+                self._variables[frame.f_code] = {n: v for n, v in kept.items() if _may_stay(v)}
             frame = frame.f_back
 
-    def has_changed(self) -> bool:
-        """Whether the current step has changed any of the objects."""
+    def has_changed(self, code: CodeType, names: dict[str, Any]) -> bool:
+        """Whether the current step has changed any of the objects, or what a function carries in these variables."""
+        before = self.variables(code)
+        if any(names.get(n) is not before[n] for n in self._carried.get(code, ()) if n in before):
+            return True
         return any(not _same(before, _copied(one)) for one, before in self._kept)
 
     def variables(self, code: CodeType) -> dict[str, Any]:
@@ -130,6 +147,30 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in local_variables(frame).items() if not name.startswith("__"))
 
 
+_ACCESS = re.compile(r"(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)")
+
+
+@lru_cache(maxsize=256)
+def _carried(code: CodeType, at: int) -> frozenset[str]:
+    """The variables that the loops around this instruction read before they assign them: left by the turn before."""
+    steps = list(dis.get_instructions(code))
+    ends = [(i.argval, i.offset) for i in steps if "JUMP_BACKWARD" in i.opname and i.argval <= at <= i.offset]
+    found: set[str] = set()
+    for first, last in ends:
+        seen: dict[str, list[str]] = {}
+        for one in steps:
+            kinds = _ACCESS.findall(one.opname) if first <= one.offset <= last else ()
+            for kind, name in zip(kinds, one.argval if len(kinds) > 1 else [one.argval], strict=False):
+                seen.setdefault(name, []).append(kind)
+        found.update(name for name, kinds in seen.items() if kinds[0] == "LOAD" and "STORE" in kinds)
+    return frozenset(found)
+
+
+def _without_graph(value: Any) -> Any:
+    """The value; a result of the step without the graph of autograd, which is not to be kept alive."""
+    return value.detach() if type(value) is Tensor and value.grad_fn is not None else value
+
+
 def _objects(frames: Iterable[FrameType]) -> Iterator[Any]:
     """What can change in the variables of these functions and the objects that they hold, nearest first."""
     arrays, generators = _arrays()[:1], generator_kinds()
@@ -142,6 +183,8 @@ def _objects(frames: Iterable[FrameType]) -> Iterator[Any]:
     seen, budget = {id(names) for names in modules}, _MOST_VALUES
     while waiting and budget:
         value, depth = waiting.popleft()
+        if isinstance(value, FunctionType) and value.__dict__:
+            value = value.__dict__  # what the program keeps at a function, such as a counter
         if isinstance(value, _SKIPPED) or id(value) in seen:
             continue
         seen.add(id(value))
