@@ -450,6 +450,18 @@ def test_what_a_program_lacks_without_its_new_files_is_given_to_it(monkeypatch: 
     assert hidden == [True, False, False]
 
 
+def test_what_a_child_waits_for_a_processor_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = [100.0], [7.0]
+    monkeypatch.setattr(isolation.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(isolation, "_kept_waiting", lambda process: waited[0])
+    left = isolation.TimeLeft(1, 20.0)
+    over = []
+    for passed, kept in ((19.0, 0.0), (21.0, 0.0), (60.0, 45.0), (60.0, 39.0), (81.0, 80.0)):
+        now[0], waited[0] = 100.0 + passed, 7.0 + kept
+        over.append(left.is_over())
+    assert over == [False, True, False, True, True]  # at last, whoever is to blame
+
+
 def test_a_program_that_cannot_be_started_says_why(place: Path) -> None:
     with open("answer", "w+b") as answer, pytest.raises(IsolationError, match="No such file"):
         Started([str(place / "missing")], {}, str(place), keep=answer.fileno())
