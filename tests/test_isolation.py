@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from firstnan.engine import isolation
+from firstnan.engine import isolation, second_run
 from firstnan.engine.isolation import Channel, IsolationError, Started
 from firstnan.engine.second_run import Start
 from firstnan.observe import manifest
@@ -439,7 +439,7 @@ def test_what_a_program_lacks_without_its_new_files_is_given_to_it(monkeypatch: 
     """It may have downloaded its data, which it cannot do again."""
     start, hidden = Start(), list[bool]()
 
-    def run_once(program: Any, order: Any, seconds: float, isolated: bool) -> tuple[Any, bool]:
+    def run_once(program: Any, order: Any, seconds: float, isolated: bool, *started: Any) -> tuple[Any, bool]:
         hidden.append(start._hides_new)
         return {"passed": 0, "error": "URLError"} if start._hides_new else {"passed": 9}, True
 
@@ -448,6 +448,19 @@ def test_what_a_program_lacks_without_its_new_files_is_given_to_it(monkeypatch: 
         data, _ = start.try_out(Program("train.py", ()), {}, step=3, reach=Reach(9), seconds=1.0)
         assert data == {"passed": 9}
     assert hidden == [True, False, False]
+
+
+def test_a_program_is_said_to_run_only_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **settings: Any) -> None:
+        raise IsolationError("FIRSTNAN_ISOLATION=filter")
+
+    monkeypatch.setattr(second_run, "Started", refused)
+    said: list[str] = []
+    with pytest.raises(IsolationError):
+        Start().run_again(
+            Program("train.py", ()), step=3, what="step", seconds=1.0, started=lambda: said.append("runs again")
+        )
+    assert not said
 
 
 def test_what_a_child_waits_for_a_processor_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,10 @@ _SAME_LOSS = 1e-3
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
 _ELSEWHERE = "but the program started {}, which was not watched; FIRSTNAN=1 python instead of firstnan run watches both"
 _UNFINISHED = "the second run did not finish"
+_BATCH_FIRST = (
+    "starting the program again with the failing batch first, to see where the bad value was created (its output is "
+    "hidden; Ctrl-C skips this)"
+)
 _IN_WORKER = "it happened in a process that the program had started; that process was not ended"
 _NOT_HERE = "it happened in another process of the program"
 _OWN_STATE = (
@@ -372,13 +376,13 @@ class Investigation:
         if told and self.seconds > trials.PATIENCE:
             return
         # An infinity that a program returns is usually intended, so nothing is printed until that is known.
+        announced = not output or (watch.values.bad_output is not None and watch.values.bad_output.name)
+        why = "where the bad value was created" if told else "its operators"
+        where = "" if output or first.step is None else f" in step {first.step}"
+        text = f"running the program again to see {why}{where} (its output is hidden; Ctrl-C skips this)"
         try:
             with own_handlers_interrupt():
-                if not output or (watch.values.bad_output is not None and watch.values.bad_output.name):
-                    why = "where the bad value was created" if told else "its operators"
-                    step = "" if output or first.step is None else f" in step {first.step}"
-                    say(f"running the program again to see {why}{step} (its output is hidden; Ctrl-C skips this)")
-                run = self._second_run(None if output else first.step)
+                run = self._second_run(None if output else first.step, text if announced else "")
         except KeyboardInterrupt:
             run = None
         except IsolationError as error:
@@ -420,10 +424,6 @@ class Investigation:
         given = list(batch.indices), batch.length
         try:
             with own_handlers_interrupt():
-                say(
-                    "starting the program again with the failing batch first, to see where the bad value was created "
-                    "(its output is hidden; Ctrl-C skips this)"
-                )
                 second = self.start.run_again(
                     self.options.program,
                     step=0,
@@ -431,6 +431,7 @@ class Investigation:
                     seconds=trials.Limits.after(min(self.seconds, trials.PATIENCE)).one,
                     first_batch=given,
                     isolated=self.options.isolation,
+                    started=lambda: say(_BATCH_FIRST),
                 ).report
         except KeyboardInterrupt:
             return self._not_repeated(first, None)
@@ -471,9 +472,9 @@ class Investigation:
         cause = first.cause or transient("The program was run again from its start, and was finite")
         return replace(first, notes=(*first.notes, _FINITE), reproduced="transient", cause=cause)
 
-    def _second_run(self, step: int | None) -> SecondRun:
-        """The second run; a third if the failure turns out to begin in an earlier step."""
-        run = self._once_more(step, "output" if step is None else "step", self._still_wanted())
+    def _second_run(self, step: int | None, text: str) -> SecondRun:
+        """The second run, announced by `text`; a third if the failure turns out to begin in an earlier step."""
+        run = self._once_more(step, "output" if step is None else "step", self._still_wanted(), text)
         report = run.report
         if report is None or report.step is None or step is None or report.step >= step - 1:
             return run
@@ -482,7 +483,7 @@ class Investigation:
         third = self._once_more(report.step, "step", None if report.capsule else self._still_wanted())
         return third if third.report is not None else run
 
-    def _once_more(self, step: int | None, what: str, capsule: tuple[str, int] | None) -> SecondRun:
+    def _once_more(self, step: int | None, what: str, capsule: tuple[str, int] | None, text: str = "") -> SecondRun:
         return self.start.run_again(
             self.options.program,
             step=step,
@@ -491,6 +492,7 @@ class Investigation:
             updates=self._updates_before(step),
             capsule=capsule,
             isolated=self.options.isolation,
+            started=lambda: say(text) if text else None,
         )
 
     def _updates_before(self, step: int | None) -> int | None:

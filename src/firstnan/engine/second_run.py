@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,14 @@ class Start:
         capsule: tuple[str, int] | None = None,
         first_batch: tuple[list[int], int] | None = None,
         isolated: bool = True,
+        started: Callable[[], None] = lambda: None,
     ) -> SecondRun:
-        """Runs the program again up to its failure; its output is discarded. `isolated`: it changes nothing."""
+        """Runs the program again up to its failure; its output is discarded. `isolated`: it changes nothing.
+
+        `started` is called once it runs, and not where the system does not allow it.
+        """
         order = replace(self._order(step, what), capsule=capsule, updates=updates, first_batch=first_batch)
-        return SecondRun.of(*self._run(program, order, seconds, isolated))
+        return SecondRun.of(*self._run(program, order, seconds, isolated, started))
 
     def try_out(
         self,
@@ -190,15 +195,29 @@ class Start:
         words = [word.rpartition("=")[2] for word in program.args]
         return [word for word in words if os.path.isabs(word) and os.path.isdir(word)]
 
-    def _run(self, program: Program, order: Instructions, seconds: float, isolated: bool) -> tuple[Any, bool]:
+    def _run(
+        self,
+        program: Program,
+        order: Instructions,
+        seconds: float,
+        isolated: bool,
+        started: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, bool]:
         """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
-        answer, in_time = self._run_once(program, order, seconds, isolated)
+        answer, in_time = self._run_once(program, order, seconds, isolated, started)
         if isolated and in_time and self._hides_new and _has_not_begun(answer):
             self._hides_new = False  # perhaps it lacks what it has downloaded
             return self._run_once(program, order, seconds, isolated)
         return answer, in_time
 
-    def _run_once(self, program: Program, order: Instructions, seconds: float, isolated: bool) -> tuple[Any, bool]:
+    def _run_once(
+        self,
+        program: Program,
+        order: Instructions,
+        seconds: float,
+        isolated: bool,
+        started: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, bool]:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         source = str(Path(__file__).resolve().parents[2])
         words = [self.executable, *flags, "-c", _BEGIN, source, "run", *(["-m"] if program.module else [])]
@@ -222,6 +241,7 @@ class Start:
                 without_new=(folders, self._began) if self._hides_new else None,
             )
             try:
+                started()
                 in_time = child.wait(seconds)
             finally:
                 child.end()
