@@ -56,6 +56,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "class_weights": {"bad_samples": None, "note": ""},
     "constant_module_level": {},
     "numpy_in_step": {},
+    "replay_buffer": {"size": 6},
     "windows_of_a_stream": {},
     "emptied_list": {"bad_samples": [1], "confirmed": True},
     "adjacency": {"bad_samples": [59], "unit": "node"},

@@ -32,9 +32,10 @@ from firstnan.observe.runner import (
 )
 from firstnan.observe.sites import Ownership
 from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped, wait_for_standstill
-from firstnan.records import Batch, NaNEvent, Report
+from firstnan.records import Batch, NaNEvent, Origin, Report
 from firstnan.records.files import write_whole
 from firstnan.records.forecast_words import sentence
+from firstnan.records.words import came_with_numbers
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import Reach, TrialOutcome, ended_by, last_bad_step
 from firstnan.report import Progress, github_annotation, print_text, write
@@ -304,6 +305,7 @@ class Investigation:
                 may_replay=self.options.replay == "auto",
                 wanted=self._wanted(),
                 again=order is not None,
+                lines=order.lines if order else None,
                 first_batch=order.first_batch if order else None,
                 replicas=self._compared_replicas(),
                 tell=self._foreseen if order is None else lambda event: None,
@@ -476,6 +478,12 @@ class Investigation:
         """The second run, announced by `text`; a third if the failure turns out to begin in an earlier step."""
         run = self._once_more(step, "output" if step is None else "step", self._still_wanted(), text)
         report = run.report
+        if report is not None and report.origin is not None and report.origin.phase == "input" and run.bad_since:
+            third = self._once_more(step, "step", None, lines=run.bad_since)
+            if third.report is None or not _is_created(third.report.origin):
+                return run
+            batch = report.batch if third.report.step == report.step else third.report.batch
+            return replace(third, report=replace(third.report, batch=batch, capsule=report.capsule))
         if report is None or report.step is None or step is None or report.step >= step - 1:
             return run
         if report.origin is None or report.origin.site is not None:
@@ -483,13 +491,21 @@ class Investigation:
         third = self._once_more(report.step, "step", None if report.capsule else self._still_wanted())
         return third if third.report is not None else run
 
-    def _once_more(self, step: int | None, what: str, capsule: tuple[str, int] | None, text: str = "") -> SecondRun:
+    def _once_more(
+        self,
+        step: int | None,
+        what: str,
+        capsule: tuple[str, int] | None,
+        text: str = "",
+        lines: tuple[int, int] | None = None,
+    ) -> SecondRun:
         return self.start.run_again(
             self.options.program,
             step=step,
             what=what,
             seconds=trials.Limits.after(self.seconds).one,
-            updates=self._updates_before(step),
+            updates=self._updates_before(step) if lines is None else max(lines[0], 1),
+            lines=lines,
             capsule=capsule,
             isolated=self.options.isolation,
             started=lambda: say(text) if text else None,
@@ -664,8 +680,11 @@ class Investigation:
     def _answer_order(self, report: Report) -> None:
         """Sends what this second run has seen so far."""
         assert self.order is not None
-        passed = self.watch.session.gate.steps.current if self.watch is not None else 0
-        self.order.answer({"report": report.to_dict(), "fate": asdict(replace(self._fate, passed=passed))})
+        watch = self.watch
+        passed = watch.session.gate.steps.current if watch is not None else 0
+        since = watch.bad_since.found if watch is not None and watch.bad_since is not None else None
+        fate = asdict(replace(self._fate, passed=passed))
+        self.order.answer({"report": report.to_dict(), "fate": fate, "bad_since": since})
 
     def _save(self, report: Report) -> None:
         """Writes the report to disk as soon as something is found."""
@@ -791,6 +810,15 @@ def _batch_of(first: Report, second: Report) -> Batch | None:
     if second.batch is None or first.batch is None or second.batch.unit != "sample":
         return second.batch or first.batch
     return replace(second.batch, unit=first.batch.unit)
+
+
+def _is_created(origin: Origin | None) -> bool:
+    """Whether this says what created the value, and not only where the step reads it."""
+    from firstnan.engine.conclude import came_from_outside
+
+    if origin is None or origin.site is None:
+        return False
+    return origin.read_at is not None or not (came_from_outside(origin) or came_with_numbers(origin))
 
 
 def _other_failure(first: Report, second: Report) -> str:

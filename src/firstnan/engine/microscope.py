@@ -152,8 +152,8 @@ class Microscope:
         )  # fmt: skip
 
     def watch_lines(self, seconds: float = _MOST_SECONDS) -> None:
-        """Watches the lines of the program too, until its first step."""
-        self.lines = LineWatch(self.ownership, seconds, self.unseen)
+        """Watches the lines of the program too, until its next backward call."""
+        self.lines = self.lines or LineWatch(self.ownership, seconds, self.unseen)
         self.lines.begin()
 
     def watch_threads(self) -> None:
@@ -185,6 +185,8 @@ class LiveTrace:
     def __init__(self, microscope: Microscope, *, from_update: int | None = None, block: bool = False) -> None:
         self._microscope, self._from_update, self._block = microscope, from_update, block
         self.on = False
+        self.lines_in = range(0)
+        """After how many updates the lines of the program are watched too, up to the next backward call."""
 
     @property
     def tracer(self) -> Tracer | None:
@@ -257,6 +259,8 @@ class LiveTrace:
         tracer.at(step=steps.current)
         if self._block:
             return
+        if steps.updates in self.lines_in:
+            self._microscope.watch_lines()
         if self._from_update is None or steps.updates >= self._from_update:
             tracer.start()
             tracer.follow()

@@ -19,6 +19,7 @@ from firstnan.gate.gate import Trip
 from firstnan.observe.ending import stop_begins
 from firstnan.observe.observer import Decision
 from firstnan.records import Report
+from firstnan.records.words import came_with_numbers
 from firstnan.report import nonfinite_error
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ class EndProgram(Policy):
         session.report = report
         origin = report.origin
         outside = origin is not None and (came_from_outside(origin) or infinite_number(origin) is not None)
+        if origin is not None and came_with_numbers(origin) and session.handouts.state.bad():
+            outside = True  # an object of the program has held it, perhaps since an earlier step
         # One of several ranks cannot be run again alone.
         self.unresolved = (
             world().size == 1

@@ -42,6 +42,7 @@ from firstnan.repair.verdict import Reach, TrialOutcome
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import is_finite, stat, tensors_in
 from firstnan.tensors.models import TrainingObjects
+from firstnan.tensors.program_state import BadSince
 
 if TYPE_CHECKING:
     from firstnan.engine.replicas import Replicas
@@ -76,6 +77,7 @@ class ProgramWatch(Generic[P]):
         on_step: Callable[[Session], None] | None = None,
     ) -> None:
         self.policy, handouts = policy, Handouts()
+        self.bad_since: BadSince | None = None
         self.capsules: CapsuleWriter | None = None
         if wanted is not None:
             self.capsules = CapsuleWriter(wanted, gate, handouts, lambda: _training_objects(gate))
@@ -125,6 +127,7 @@ def watch(
     may_replay: bool,
     wanted: Wanted | None,
     again: bool = False,
+    lines: tuple[int, int] | None = None,
     first_batch: tuple[Sequence[int], int] | None = None,
     replicas: Replicas | None = None,
     tell: Callable[[NaNEvent], None] = lambda event: None,
@@ -134,9 +137,18 @@ def watch(
 ) -> ProgramWatch[EndProgram]:
     """Watches for a failure; `tracing` records every operator from the first line on, or from a step on.
 
-    `again`: this is a second run; `first_batch` is given to the program first, and one step of it is enough. `tell`
+    `again`: this is a second run, in which the lines of the program are watched until its first step, or between these
+    two updates; `first_batch` is given to the program first, and one step of it is enough. `tell`
     gets forecasts as events, `on_step` is called after each step. `held` and `released`: see EndProgram.
     """
+    since = BadSince()
+
+    def look(session: Session) -> None:
+        with session.microscope.unseen():
+            since.look(session.handouts.state, session.gate.steps.updates)
+
+    if again:
+        on_step = look if first_batch is None else _end_after_first_step
     found = ProgramWatch(
         EndProgram(save, explained, always=again, held=held, released=released),
         ownership,
@@ -149,13 +161,17 @@ def watch(
         tell=tell,
         samples=StepSamples(ownership) if not (tracing or again) else None,
         first_batch=_first_batch(first_batch),
-        on_step=on_step if first_batch is None else _end_after_first_step,
+        on_step=on_step,
     )
+    found.bad_since = since
     found.session.begin()
     if tracing:
         found.session.live.begin()
     if again:  # the first run could not tell where the value comes from
-        found.session.microscope.watch_lines()
+        if lines is None:
+            found.session.microscope.watch_lines()
+        else:
+            found.session.live.lines_in = range(*lines)
         found.session.microscope.watch_threads()
         when_imported("datasets", _prepare_again)
     return found

@@ -49,6 +49,8 @@ class Instructions:
     """The samples that the program's loader fetches first, and the size of its dataset."""
     updates: int | None = None
     """After how many updates, of all optimizers, operators are recorded."""
+    lines: tuple[int, int] | None = None
+    """Between which two updates the lines of the program are watched; until its first step if that is not known."""
     made: tuple[str, int, int] | None = None
     """File, line and column where the optimizer whose steps are counted is created."""
     capsule: tuple[str, int] | None = None
@@ -82,11 +84,14 @@ class SecondRun:
     fate: TrialOutcome = field(default_factory=TrialOutcome)
     """How far it came, and how it ended."""
     in_time: bool = True
+    bad_since: tuple[int, int] | None = None
+    """Between which two updates an object of the program came to hold something non-finite."""
 
     @staticmethod
     def of(data: Any, in_time: bool) -> SecondRun:
         try:
-            return SecondRun(Report.from_dict(data["report"]), TrialOutcome.of(data["fate"]), in_time)
+            report, fate = Report.from_dict(data["report"]), TrialOutcome.of(data["fate"])
+            return SecondRun(report, fate, in_time, tuple(data["bad_since"]) if data["bad_since"] else None)
         except (TypeError, KeyError, ReportError):
             return SecondRun(in_time=in_time)
 
@@ -155,6 +160,7 @@ class Start:
         what: str,
         seconds: float,
         updates: int | None = None,
+        lines: tuple[int, int] | None = None,
         capsule: tuple[str, int] | None = None,
         first_batch: tuple[list[int], int] | None = None,
         isolated: bool = True,
@@ -164,7 +170,8 @@ class Start:
 
         `started` is called once it runs, and not where the system does not allow it.
         """
-        order = replace(self._order(step, what), capsule=capsule, updates=updates, first_batch=first_batch)
+        order = self._order(step, what)
+        order = replace(order, capsule=capsule, updates=updates, lines=lines, first_batch=first_batch)
         return SecondRun.of(*self._run(program, order, seconds, isolated, started))
 
     def try_out(

@@ -8,18 +8,21 @@ where keeping would take a noticeable part of a step.
 from __future__ import annotations
 
 import dis
+import math
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from firstnan.tensors.finite import is_finite
 from firstnan.tensors.state import bytes_of, generator_kinds, local_variables, set_state_of, state_of
 
 _MOST_VALUES = 5000
@@ -32,6 +35,8 @@ _FIRST = 16
 """Steps in which objects are looked for whatever it takes."""
 _OURS = 4
 """References to an object that nobody else holds: the table, its copy, the variable, the argument of `getrefcount`."""
+_LOOKING = 0.2
+"""The part of a second run's time that the search for non-finite objects may take."""
 _DEEPEST = 10
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _NUMBERS = frozenset(_PLAIN)
@@ -125,6 +130,14 @@ class ProgramState:
             return True
         return any(not _same(before, _copied(one)) for one, before in self._kept)
 
+    def bad(self) -> set[int]:
+        """The numbers of the objects that steps change and that hold something non-finite: a replay buffer may."""
+        with torch._C.DisableTorchFunction():
+            return {number for number, one in self._changing.items() if _holds_bad(one)}
+
+    def finite(self, bad: set[int]) -> set[int]:
+        return self._changing.keys() - bad
+
     def variables(self, code: CodeType) -> dict[str, Any]:
         """The variables of a function at the end of the last step, as far as they were kept."""
         return self._variables.get(code, {})
@@ -133,6 +146,26 @@ class ProgramState:
         """Gives the objects what they held at the end of the last step."""
         for one, before in self._kept:
             _restore(one, before)
+
+
+class BadSince:
+    """Between which two updates an object that steps change came to hold something non-finite."""
+
+    def __init__(self) -> None:
+        self.found: tuple[int, int] | None = None
+        self._finite: set[int] = set()
+        self._last, self._began, self._took = 0, time.perf_counter(), 0.0
+
+    def look(self, state: ProgramState, updates: int) -> None:
+        """A step has ended, after so many updates."""
+        began = time.perf_counter()
+        if self.found is not None or self._took > _LOOKING * (began - self._began):
+            return
+        bad = state.bad()
+        if bad & self._finite:
+            self.found = self._last, updates
+        self._finite, self._last = state.finite(bad), updates
+        self._took += time.perf_counter() - began
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -208,6 +241,20 @@ def _objects(frames: Iterable[FrameType]) -> Iterator[Any]:
             yield members
             if depth < _DEEPEST:
                 waiting.extend((item, depth + 1) for name, item in members.items() if name not in _OF_TORCH)
+
+
+def _holds_bad(value: Any, depth: int = 3) -> bool:
+    """Whether this, or what it holds, is non-finite; of a long list only its last items are read."""
+    if isinstance(value, Tensor):
+        return not is_finite(value)
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, _arrays()):
+        return value.dtype.kind == "f" and not bool(sys.modules["numpy"].isfinite(value).all())
+    if not depth or not isinstance(value, dict | list | tuple | deque):
+        return False
+    items = value.values() if isinstance(value, dict) else reversed(value)
+    return any(_holds_bad(item, depth - 1) for item in islice(items, _MOST_ITEMS))
 
 
 def _is_small_tensor(value: Tensor) -> bool:
