@@ -138,13 +138,13 @@ LOOPS = {
     """,
     "state in variables that are only assigned": """
         def train():
-            hidden, left = torch.zeros(8, 4), torch.full((8, 4), 3.0)
+            state = torch.zeros(8, 4), torch.full((8, 4), 3.0)
             for i in range(60):
                 time.sleep(0.01)  # in much shorter steps nothing is kept
-                hidden = torch.tanh(torch.rand(8, 4) + 0.5 * hidden + model.weight)
-                left, loss = left - 0.125, loss_of(left)
+                hidden = torch.tanh(torch.rand(8, 4) + 0.5 * state[0] + model.weight)
+                state, loss = (hidden, state[1] - 0.125), loss_of(state[1])
                 update(loss + 0 * hidden.sum())
-                hidden = hidden.detach()
+                state = tuple(part.detach() for part in state)
         train()
     """,
     "last batch": """

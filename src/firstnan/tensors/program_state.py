@@ -88,7 +88,7 @@ class ProgramState:
             code, carried = one.f_code, _carried(one.f_code, one.f_lasti)
             small = {n: v for n, v in _variables(one) if _is_small(_without_graph(v) if n in carried else v)}
             self._names[code] = list(small)
-            self._carried[code] = frozenset(n for n in carried if isinstance(small.get(n), (Tensor, *_arrays())))
+            self._carried[code] = frozenset(n for n in carried if _holds_data(small.get(n)))
         self._frames, self._took = running, time.perf_counter() - began
         self._looked = time.perf_counter(), steps
         changes = bool(changed) or any(self._carried.values())
@@ -199,8 +199,14 @@ def _carried(code: CodeType, at: int) -> frozenset[str]:
     return frozenset(found)
 
 
+def _holds_data(value: Any) -> bool:
+    return any(map(_holds_data, value)) if type(value) is tuple else isinstance(value, (Tensor, *_arrays()))
+
+
 def _without_graph(value: Any) -> Any:
     """The value; a result of the step without the graph of autograd, which is not to be kept alive."""
+    if type(value) is tuple:
+        return tuple(map(_without_graph, value))
     return value.detach() if type(value) is Tensor and value.grad_fn is not None else value
 
 
@@ -369,6 +375,8 @@ def _is_small(value: Any) -> bool:
         return True
     if isinstance(value, Tensor):
         return _is_small_tensor(value)
+    if type(value) is tuple:
+        return len(value) <= _MOST_ITEMS and all(map(_is_small, value))
     if isinstance(value, list | tuple):
         return len(value) <= _MOST_ITEMS and all(isinstance(item, _PLAIN) for item in value)
     return isinstance(value, _arrays()) and value.size <= _MOST_ELEMENTS
