@@ -466,7 +466,8 @@ def test_a_program_is_said_to_run_only_where_it_can(monkeypatch: pytest.MonkeyPa
 def test_what_a_child_waits_for_a_processor_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waited = [100.0], [7.0]
     monkeypatch.setattr(isolation.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(isolation, "_kept_waiting", lambda process: waited[0])
+    monkeypatch.setattr(isolation, "kept_waiting", lambda process: waited[0])
+    monkeypatch.setattr(isolation, "_with_children", lambda process: [process])
     left = isolation.TimeLeft(1, 20.0)
     over = []
     for passed, kept in ((19.0, 0.0), (21.0, 0.0), (60.0, 45.0), (60.0, 39.0), (81.0, 80.0)):

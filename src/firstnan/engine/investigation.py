@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from firstnan.capsule import Wanted
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
-from firstnan.engine.isolation import IsolationError, is_of_isolation
+from firstnan.engine.isolation import IsolationError, is_of_isolation, kept_waiting
 from firstnan.engine.ranks import HeldRank, Ranks
 from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
@@ -319,6 +319,11 @@ class Investigation:
         """Whether fixes may be tried."""
         return self.options.verify != 0 and (self.options.verify is not None or self.options.replay == "auto")
 
+    @property
+    def _own_seconds(self) -> float:
+        """The running time of the program, without what it has waited for a processor."""
+        return max(self.seconds - kept_waiting(os.getpid()), 0.0)
+
     def _compared_replicas(self) -> Replicas | None:
         if not self.options.check_replicas or self.order is not None:
             return None
@@ -430,7 +435,7 @@ class Investigation:
                     self.options.program,
                     step=0,
                     what="step",
-                    seconds=trials.Limits.after(min(self.seconds, trials.PATIENCE)).one,
+                    seconds=trials.Limits.after(min(self._own_seconds, trials.PATIENCE)).one,
                     first_batch=given,
                     isolated=self.options.isolation,
                     started=lambda: say(_BATCH_FIRST),
@@ -503,7 +508,7 @@ class Investigation:
             self.options.program,
             step=step,
             what=what,
-            seconds=trials.Limits.after(self.seconds).one,
+            seconds=trials.Limits.after(self._own_seconds).one,
             updates=self._updates_before(step) if lines is None else max(lines[0], 1),
             lines=lines,
             capsule=capsule,
@@ -643,7 +648,7 @@ class Investigation:
                 return
         progress = Progress(count)
         steps = trials.STEPS if options.verify is None else options.verify
-        limits = trials.Limits.after(self.seconds, options.verify)
+        limits = trials.Limits.after(self._own_seconds, options.verify)
         attempts = trials.Trials(
             self.start,
             options.program,

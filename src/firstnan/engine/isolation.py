@@ -495,28 +495,30 @@ def _processor_time(process: int) -> float:
     return total
 
 
-def _kept_waiting(process: int) -> float:
-    """For how many seconds a process and its child could have run, while other processes had all processors."""
-    total = 0.0
-    with contextlib.suppress(OSError, ValueError):
-        for one in _with_children(process):
-            with open(f"/proc/{one}/schedstat") as file:
-                total += int(file.read().split()[1]) / 1e9
-    return total
+def kept_waiting(process: int) -> float:
+    """For how many seconds a process could have run, while others had all processors."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+    return 0.0
 
 
 class TimeLeft:
-    """A time limit for a process; what it waits for a processor does not count, up to three times the limit."""
+    """A time limit for a process and its child; what they wait for a processor does not count, up to three times it."""
 
     def __init__(self, process: int, seconds: float) -> None:
         self._process, self._seconds = process, seconds
-        self._began, self._waited = time.monotonic(), _kept_waiting(process)
+        self._began, self._waited = time.monotonic(), self._kept_waiting()
+
+    def _kept_waiting(self) -> float:
+        with contextlib.suppress(OSError, ValueError):
+            return sum(map(kept_waiting, _with_children(self._process)))
+        return 0.0
 
     def is_over(self) -> bool:
         passed = time.monotonic() - self._began
         if passed <= self._seconds:
             return False
-        waited = min(_kept_waiting(self._process) - self._waited, 3 * self._seconds)
+        waited = min(self._kept_waiting() - self._waited, 3 * self._seconds)
         return passed - waited > self._seconds
 
 
