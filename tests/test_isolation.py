@@ -476,6 +476,20 @@ def test_what_a_child_waits_for_a_processor_is_not_its_time(monkeypatch: pytest.
     assert over == [False, True, False, True, True]  # at last, whoever is to blame
 
 
+def test_what_was_read_of_a_pipe_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, (reading, writing) = os.dup(0), os.pipe()
+    try:
+        os.write(writing, b"lr=0.1\n")
+        os.dup2(reading, 0)
+        start = Start()
+        lost = [start.has_lost_input(), os.read(0, 99) and start.has_lost_input()]
+    finally:
+        os.dup2(kept, 0)
+        for number in (kept, reading, writing):
+            os.close(number)
+    assert lost == [False, True]
+
+
 def test_a_program_that_cannot_be_started_says_why(place: Path) -> None:
     with open("answer", "w+b") as answer, pytest.raises(IsolationError, match="No such file"):
         Started([str(place / "missing")], {}, str(place), keep=answer.fileno())

@@ -692,7 +692,9 @@ def test_ctrl_c_while_the_report_is_printed_skips_the_fixes() -> None:
 
     report = failing(3).with_(remedies=(Remedy("", "x"),))
     options = SimpleNamespace(verify=None, replay="auto", isolation=True)
-    one: Any = SimpleNamespace(options=options, seconds=1.0, _save=lambda _: None, _print_first_part=interrupted)
+    start = SimpleNamespace(has_lost_input=lambda: False)
+    given = {"options": options, "start": start, "seconds": 1.0}
+    one: Any = SimpleNamespace(**given, _save=lambda _: None, _print_first_part=interrupted)
     Investigation._try_remedies(one, report)
     assert [remedy.note for remedy in one.report.remedies] == ["skipped by Ctrl-C"]
     assert one._first_part_printed is False

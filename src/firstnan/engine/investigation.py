@@ -60,6 +60,7 @@ _FINITE = "the second run did not fail in the same way"
 _SAME_LOSS = 1e-3
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
 _ELSEWHERE = "but the program started {}, which was not watched; FIRSTNAN=1 python instead of firstnan run watches both"
+_INPUT_IS_READ = "the program has read its standard input, which cannot be read again"
 _UNFINISHED = "the second run did not finish"
 _BATCH_FIRST = (
     "starting the program again with the failing batch first, to see where the bad value was created (its output is "
@@ -633,6 +634,8 @@ class Investigation:
         if not count:
             return
         why, from_start = reason_not_to_try(report, options), why_not or reason_not_to_start(options, self.seconds)
+        if self.start.has_lost_input():
+            from_start = from_start or _INPUT_IS_READ
         here = at_step is not None and at_step.is_possible()
         if why or (from_start and not here and self._first_batch is None):
             self.report = report.with_(remedies=tuple(replace(r, note=why or from_start) for r in report.remedies))

@@ -106,6 +106,20 @@ def _start_of_input() -> int | None:
     return None
 
 
+def _waiting_input() -> int:
+    """How many bytes wait in standard input, if it is a pipe or a connection: what is read of it is gone."""
+    import fcntl
+    import termios
+
+    try:
+        mode = os.fstat(0).st_mode
+        if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+            return 0
+        return int.from_bytes(fcntl.ioctl(0, termios.FIONREAD, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
+
+
 def _has_not_begun(answer: Any) -> bool:
     """Whether a child has ended with an error before its first step."""
     fate = answer.get("fate", answer) if isinstance(answer, dict) else {"error": "no answer"}
@@ -122,6 +136,7 @@ class Start:
         self.numpy: list[Any] | None = None
         self.torch_seed: int | None = None
         self.reads_from = _start_of_input()
+        self._waiting = _waiting_input()
         # By the clock of file systems, which may be some milliseconds behind the usual one.
         self._began = time.clock_gettime(_COARSE_CLOCK) if sys.platform.startswith("linux") else time.time()
         self._hides_new = True
@@ -129,6 +144,10 @@ class Start:
             self.directory: str | None = os.getcwd()
         except OSError:
             self.directory = None
+
+    def has_lost_input(self) -> bool:
+        """Whether the program has read something of its standard input that cannot be read again."""
+        return _waiting_input() < self._waiting
 
     def torch_imported(self) -> None:
         numpy = sys.modules.get("numpy")
