@@ -679,3 +679,15 @@ def test_a_second_run_has_the_same_interpreter_paths_and_folder(tmp_path: Path) 
     assert done.returncode == 3, done.stderr
     first, second = (tmp_path / "seen").read_text().splitlines()
     assert first == second
+
+
+def test_where_a_step_cannot_be_repeated_the_variable_with_the_bad_value_is_named(
+    firstnan: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second run is allowed here, and the environment has gone on."""
+    monkeypatch.setitem(firstnan.environment, "FIRSTNAN_ISOLATION", "filter")
+    result = firstnan(["run", "--isolation", "auto", PROGRAMS / "replay_buffer.py"], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["label"]) == ("input", "rewards"), result.stderr
+    assert result.origin["line"] == marked("replay_buffer", "ENTERS")
+    assert "running the program again" not in result.stderr
+    assert "the program was not run again" in result.stderr

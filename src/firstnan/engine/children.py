@@ -154,6 +154,7 @@ def ask(session: Session, failure: StepFailure) -> Answer | None:
         if heard_of is not None and (best is None or heard_of.worth > best.worth):
             best, replay = heard_of, getattr(way, "__self__", None)
             session.handouts.state.was_needed = isinstance(replay, TurnReplay) and replay.with_state
+            session.maker_is_left_out = isinstance(replay, TurnReplay) and replay.made
         if best is not None and best.worth == 3:
             break
     outside = best is not None and best.report.origin is not None and came_from_outside(best.report.origin)
@@ -164,7 +165,7 @@ def ask(session: Session, failure: StepFailure) -> Answer | None:
             return None
         origin = heard_of.report.origin if heard_of is not None and heard_of.worth == 3 else None
         if heard_of is not None and origin is not None and not came_from_outside(origin):
-            session.handouts.state.was_needed, best = True, heard_of
+            session.handouts.state.was_needed, session.maker_is_left_out, best = True, False, heard_of
     return best or Answer(failure.report, failure.trip.before_update)
 
 
@@ -249,8 +250,18 @@ def _ways(session: Session, failure: StepFailure) -> Iterator[Way]:
         # What a call has fetched from an object that counts is still in its variables.
         later = ((call, start) for call in failure.calls for start in call.starts[1:])
         yield from (TurnReplay(session, failure, c, start=s).run for c, s in islice(later, _MOST_LATER))
+        # What has made the value cannot be repeated, but the variable that holds it is known.
+        for turn in failure.turns[:1]:
+            after = (start for start in turn.starts[1:] if _holds_bad(turn, start))
+            yield from (TurnReplay(session, failure, turn, start=s, made=True).run for s in islice(after, 1))
     if session.has_source(trip):
         yield lambda: session.settle(session.replayed_at_once(failure.report, trip), trip.before_update)
+
+
+def _holds_bad(turn: Turn, start: int) -> bool:
+    """Whether the statements that are left out by `start` have assigned something non-finite."""
+    left_out = [turn.names.get(name) for name in turn.assigned_before(start)]
+    return any(not is_finite(t) for value in left_out for _, t in tensors_in(value, depth=2))
 
 
 def begun_in_step(session: Session, failure: StepFailure) -> Turn | None:
@@ -290,7 +301,8 @@ class TurnReplay:
     `start`: how many statements of the body to leave out at its beginning. `rehearsals`: how many turns to run before
     it, from the random state of as many steps earlier, for a loop that draws a batch in the turn before its use.
     `random`: from the random state of the step's beginning although statements are left out. `state`: the objects of
-    the program, too, are as they were at the end of the step before.
+    the program, too, are as they were at the end of the step before. `made`: the statements that are left out may have
+    made the value.
     """
 
     search = None
@@ -305,6 +317,7 @@ class TurnReplay:
         rehearsals: int = 0,
         random: bool = False,
         state: bool = False,
+        made: bool = False,
         traced: bool = True,
         batch: Any = None,
         explained: Answer | None = None,
@@ -327,7 +340,7 @@ class TurnReplay:
         self.whole = not start and not turn.is_function
         self._is_step = bool(turn.of_step) or session.backwards_since_update <= 1
         """Whether the step has no backward call in turns before this one."""
-        self._random, self.with_state = random or not start, state
+        self._random, self.with_state, self.made = random or not start, state, made
         self._bad: list[tuple[tuple[int, ...], int]] = []
         self._settling = False
         self._read: dict[str, Tensor] = {}
@@ -366,8 +379,7 @@ class TurnReplay:
             return
         self._bad = _bad_elements(self.failure.trip)
         self._code = turn.compiled(start=self._start)
-        left_out = [turn.names.get(name) for name in turn.assigned_before(self._start)]
-        if self._code is None or any(not is_finite(t) for value in left_out for _, t in tensors_in(value, depth=2)):
+        if self._code is None or (not self.made and _holds_bad(turn, self._start)):
             return  # what made the value is left out
         session.turn_replayed_by(self)
         for phase in (WATCHING, TRIPPED, REPLAYING):

@@ -377,7 +377,7 @@ class Investigation:
             if output:
                 self.report = Report("clean")
             return
-        told = first.origin is not None
+        told = first.origin is not None and not watch.session.maker_is_left_out
         if told and (found := self._with_failing_batch_first(first, watch)) is not None:
             self.report = found
             return

@@ -203,6 +203,8 @@ class Session(Observer):
         self.failure: StepFailure | None = None
         """The failure under investigation, where that happens in children."""
         self.began = time.monotonic()
+        self.maker_is_left_out = False
+        """Whether the failing step could be replayed only after the statement that may have made the value."""
         self._compiled: list[Any] = []
         """Optimizers whose updates are part of compiled code, where none of our hooks runs."""
         self.on_stop: Callable[[], None] = lambda: None
