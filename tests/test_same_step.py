@@ -208,6 +208,25 @@ def test_a_program_with_its_own_detector_goes_on_as_that_decides(firstnan: Zygot
     assert result.found["remedies"][0]["steps_finite_after"] >= 5
 
 
+RAISED_AFTER_UPDATE = """
+    from firstnan import NaNDetector
+
+    with NaNDetector(net, optimizer):
+        for step in range(6):
+            optimizer.param_groups[0]["lr"] = float("nan") if step == 4 else 0.1
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+"""
+
+
+def test_an_update_that_its_own_detector_raises_for_is_reported_once(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, RAISED_AFTER_UPDATE, "--verify", "0")
+    assert (result.code, result.found["step"], result.cause) == (3, 4, "nan_lr")
+    assert result.stderr.count("[nan_lr]") == 1
+    assert "NonFiniteError: firstnan: NaN created in the optimizer's update" in result.stderr
+
+
 THREAD = """
     import threading
 

@@ -33,8 +33,10 @@ from firstnan.observe.runner import (
 from firstnan.observe.sites import Ownership
 from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped, wait_for_standstill
 from firstnan.records import Batch, NaNEvent, Report
+from firstnan.records.errors import NonFiniteError
 from firstnan.records.files import write_whole
 from firstnan.records.forecast_words import sentence
+from firstnan.records.words import headline
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import Reach, TrialOutcome, ended_by, last_bad_step
 from firstnan.report import Progress, github_annotation, print_text, write
@@ -161,6 +163,8 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
+        if isinstance(error, NonFiniteError) and self.watch is not None and self.watch.session.is_detected:
+            error.text = f"firstnan: {headline(error.report)} (the report of firstnan run has more)"
         if type(error).__name__ == "Stop":  # of `policies`, which would import torch
             retrieve_from_tasks(error)
         self._interrupted = isinstance(error, KeyboardInterrupt)
