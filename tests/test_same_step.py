@@ -227,6 +227,46 @@ def test_an_update_that_its_own_detector_raises_for_is_reported_once(firstnan: Z
     assert "NonFiniteError: firstnan: NaN created in the optimizer's update" in result.stderr
 
 
+RAISES = """
+    def one_ahead(batches):
+        now = next(batches)
+        for following in batches:
+            yield now
+            now = following
+        yield now
+
+    torch.autograd.set_detect_anomaly({anomaly})
+    data = torch.rand(64, 4) + 1.5
+    data[29] = {bad}
+    dataset = TensorDataset(data)
+    for x, in one_ahead(iter(DataLoader(dataset, batch_size=6))):
+        {loss}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "loss", "cause"),
+    [
+        (-2.0, "loss = -torch.distributions.Normal(net(x), x[:, :1].log()).log_prob(x).mean()", "log_of_negative"),
+        (0.0, "n = (x - 0 * net(x)).norm(dim=1); loss = torch.where(n > 0, n / (n + n.detach()), n).mean()", ""),
+    ],
+)
+def test_a_step_that_ends_in_an_exception_while_the_next_batch_is_there(
+    firstnan: Zygote, tmp_path: Path, bad: float, loss: str, cause: str
+) -> None:
+    """torch itself raises: for an argument that it checks, and for a derivative in anomaly mode."""
+    result = run(firstnan, tmp_path, RAISES.format(bad=bad, loss=loss, anomaly=not cause), "--verify", "0")
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert result.code == 3
+    assert "loss =" in lines[result.found["origin"]["line"] - 1]
+    assert result.cause == (cause or "where_grad_trap")
+    batch = result.found["batch"]
+    assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
+
+
 THREAD = """
     import threading
 

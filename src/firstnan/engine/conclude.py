@@ -525,9 +525,14 @@ def bad_values(error: BaseException) -> list[Tensor]:
     return found
 
 
+def is_of_anomaly_mode(error: BaseException | None) -> bool:
+    """Whether torch's own anomaly mode has raised this, for a derivative that is NaN."""
+    return isinstance(error, RuntimeError) and "returned nan values in its" in str(error)
+
+
 def is_numeric(error: Exception, known: Sequence[Tensor] = ()) -> bool:
     """Whether a step that raised this failed because of its numbers; not those that were `known` before."""
-    numbers = isinstance(error, ArithmeticError) or "LinAlgError" in type(error).__name__
+    numbers = isinstance(error, ArithmeticError) or "LinAlgError" in type(error).__name__ or is_of_anomaly_mode(error)
     return numbers or any(all(t is not one for one in known) for t in bad_values(error))
 
 
