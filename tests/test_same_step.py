@@ -239,11 +239,14 @@ RAISES = """
     data = torch.rand(64, 4) + 1.5
     data[29] = {bad}
     dataset = TensorDataset(data)
-    for x, in one_ahead(iter(DataLoader(dataset, batch_size=6))):
-        {loss}
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    try:
+        for x, in one_ahead(iter(DataLoader(dataset, batch_size=6))):
+            {loss}
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    except Exception as error:
+        {then}
 """
 
 
@@ -257,8 +260,10 @@ RAISES = """
 def test_a_step_that_ends_in_an_exception_while_the_next_batch_is_there(
     firstnan: Zygote, tmp_path: Path, bad: float, loss: str, cause: str
 ) -> None:
-    """torch itself raises: for an argument that it checks, and for a derivative in anomaly mode."""
-    result = run(firstnan, tmp_path, RAISES.format(bad=bad, loss=loss, anomaly=not cause), "--verify", "0")
+    """torch itself raises: for an argument that it checks, and in anomaly mode, here under a library like hydra."""
+    then = "raise" if cause else "raise SystemExit(1)"
+    text = RAISES.format(bad=bad, loss=loss, anomaly=not cause, then=then)
+    result = run(firstnan, tmp_path, text, "--verify", "0")
     lines = (tmp_path / "train.py").read_text().splitlines()
     assert result.code == 3
     assert "loss =" in lines[result.found["origin"]["line"] - 1]

@@ -377,8 +377,10 @@ class ProgramValues:
             return
         if session.left_by(error):  # An error in a replay is not reported: the output stays hidden to the end.
             return
-        if isinstance(error, SystemExit) and error.code in (0, None):
-            return
+        if isinstance(error, SystemExit):
+            if error.code in (0, None):
+                return
+            error = error.__context__ or error  # what a library like hydra prints before it ends the program
         bad = bad_values(error)
         if bad or "LinAlgError" in type(error).__name__ or is_of_anomaly_mode(error):
             turns = turns_in_traceback(error, self._ownership.owns)
