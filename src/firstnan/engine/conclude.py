@@ -121,6 +121,8 @@ class Evidence:
             # That is the batch of the step that noticed it; a scaler's first skipped step is not the one at hand.
             if step != self.step and self.handouts.latest is not None and self.gate.skipping_since is None:
                 batch = self.handouts.batch_after(step) if self.gate.optimizers == 1 else None
+            elif origin is not None and origin.event is not None and trace.is_read_between_steps(origin.event):
+                batch = None  # as that of a validation
         except Exception as error:  # a problem with the batch must not cost more than the information about its samples
             notes.append(f"the samples of the batch could not be examined ({type(error).__name__}: {error})")
         report = replace(

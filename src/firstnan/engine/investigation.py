@@ -789,6 +789,8 @@ def _batch_of(first: Report, second: Report) -> Batch | None:
     """What both runs know of the batch: only the first has seen the names of its data, if it had no loader."""
     if first.batch is not None and (first.batch.confirmed or (first.batch.replays and first.batch.bad_samples)):
         return first.batch
+    if second.step != first.step:
+        return second.batch
     if second.batch is None or first.batch is None or second.batch.unit != "sample":
         return second.batch or first.batch
     return replace(second.batch, unit=first.batch.unit)

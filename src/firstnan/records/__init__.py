@@ -186,6 +186,16 @@ class Trace:
             out += wave
         return out
 
+    def is_read_between_steps(self, event: OpEvent) -> bool:
+        """Whether bad values of this event, or what was prepared with them, are first read after one step's update."""
+        carriers, events = {event.index}, self.events[event.index + 1 :]
+        for other in events if event.region in ("setup", "data") else ():
+            if any(i.guilty and i.producer in carriers for i in other.inputs):
+                if other.region not in ("setup", "data"):
+                    return other.region == "between"
+                carriers.add(other.index)
+        return False
+
 
 _WRAPPERS = ("torch/_compile.py", "torch/_tensor.py", "torch/_ops.py", "torch/utils/_contextlib.py")
 """Library files that only wrap what the user called."""
