@@ -233,8 +233,12 @@ def _describe(trace: Trace, candidate: OriginCandidate, chain: list[OpEvent], lo
 
 def _kept_as(chain: list[OpEvent]) -> tuple[Role | None, str]:
     """The role and the name of the weight or buffer that a value was written into after it was computed."""
-    held = ((one.role, one.label) for e in chain for one in (*(i for i in e.inputs if i.guilty), e))
-    return next(((role, label) for role, label in held if role in ("parameter", "buffer")), (None, ""))
+    for event in chain:
+        held = [(i.role, i.label) for i in event.inputs if i.guilty] + [(event.role, event.label)]
+        for role, label in held:
+            if role in ("parameter", "buffer"):
+                return role, label
+    return None, ""
 
 
 def _read_at(event: OpEvent, chain: list[OpEvent]) -> Site | None:
