@@ -216,6 +216,17 @@ NEAR_MISSES = {
         """,
         "clamp_min(1)",
     ),
+    "a division in place is not one that returns": (
+        """
+        w = torch.tensor([1.0, 2.0], requires_grad=True)
+        # step
+        v = torch.zeros(3)
+        v.div_(v.norm())
+        loss = (w.sum() * v).sum()
+        loss.backward()
+        """,
+        "normalize",
+    ),
     "a ratio of counts is no count": (
         """
         w = torch.tensor([1.0, 2.0], requires_grad=True)
