@@ -731,6 +731,8 @@ class Investigation:
     def _deliver(self) -> None:
         if self._not_watched and self.report.verdict == "clean" and not self._has_trained:
             self.report = self.report.with_(notes=(*self.report.notes, _ELSEWHERE.format(self._not_watched)))
+        if self.logs is not None and self.report.verdict == "nonfinite":
+            self.logs.failed(self.report)
         notes = self.report.notes
         if self._replicas is not None and (found := self._replicas.told()):
             self.report = self.report.with_(notes=(*notes, found))
