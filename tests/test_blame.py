@@ -271,12 +271,12 @@ def test_a_value_that_is_written_into_a_buffer_after_it_was_computed() -> None:
     assert (origin.op, origin.phase, origin.role, origin.label) == ("mean", "parameter", "buffer", "temperature")
 
 
-def test_data_that_a_validation_reads_between_two_steps() -> None:
+def test_data_that_a_validation_reads() -> None:
     made = event(0, "copy", good(), born=1, region="setup")
-    for region in ("between", "step"):
-        read = event(2, "addmm", bad(1), region=region, module_type="Linear")
+    for region, grad in (("between", True), ("step", False), ("step", True)):
+        read = event(2, "addmm", bad(1), region=region, module_type="Linear", grad=grad)
         trace = Trace((made, event(1, "stack", bad(0), region="data"), read))
-        assert trace.is_read_between_steps(made) == (region == "between")
+        assert trace.is_read_outside_training(made) == (region == "between" or not grad)
 
 
 def test_an_operator_that_raised() -> None:

@@ -186,13 +186,14 @@ class Trace:
             out += wave
         return out
 
-    def is_read_between_steps(self, event: OpEvent) -> bool:
-        """Whether bad values of this event, or what was prepared with them, are first read after one step's update."""
+    def is_read_outside_training(self, event: OpEvent) -> bool:
+        """Whether bad data of this event, or what was made of it, is first read between two steps, or by a layer that
+        computes without gradients: probably by a validation."""
         carriers, events = {event.index}, self.events[event.index + 1 :]
         for other in events if event.region in ("setup", "data") else ():
             if any(i.guilty and i.producer in carriers for i in other.inputs):
                 if other.region not in ("setup", "data"):
-                    return other.region == "between"
+                    return other.region == "between" or (bool(other.module_type) and not other.grad)
                 carriers.add(other.index)
         return False
 
