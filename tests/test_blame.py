@@ -263,6 +263,22 @@ def test_phases(more: dict[str, Any], phase: str) -> None:
     assert blame(trace, [1]).origin.phase == phase  # type: ignore[union-attr]
 
 
+def test_a_value_that_is_written_into_a_buffer_after_it_was_computed() -> None:
+    mean = event(0, "mean", good(), born=1, region="between")
+    copy = event(1, "copy", bad(0), region="between", role="buffer", label="temperature")
+    origin = blame(Trace((mean, copy, event(2, "div", bad(1)))), [2]).origin
+    assert origin is not None
+    assert (origin.op, origin.phase, origin.role, origin.label) == ("mean", "parameter", "buffer", "temperature")
+
+
+def test_data_that_a_validation_reads() -> None:
+    made = event(0, "copy", good(), born=1, region="setup")
+    for region, grad in (("between", True), ("step", False), ("step", True)):
+        read = event(2, "addmm", bad(1), region=region, module_type="Linear", grad=grad)
+        trace = Trace((made, event(1, "stack", bad(0), region="data"), read))
+        assert trace.is_read_outside_training(made) == (region == "between" or not grad)
+
+
 def test_an_operator_that_raised() -> None:
     def step() -> None:
         with pytest.raises(torch.linalg.LinAlgError):

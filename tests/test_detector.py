@@ -162,6 +162,14 @@ def test_a_bad_weight_is_shown_as_it_is_stored(shape: tuple[int, int]) -> None:
     assert (origin.produced.shape, origin.produced.first_index) == (shape[::-1], (5, 2))
 
 
+def test_who_wrote_a_bad_buffer_is_said_to_be_unknown() -> None:
+    model = torch.nn.BatchNorm1d(2)
+    model.running_var.fill_(torch.nan)  # type: ignore[union-attr]
+    model.eval()
+    with pytest.raises(NonFiniteError, match="what wrote running_var is not recorded here"), NaNDetector(model):
+        model(torch.ones(3, 2)).mean().backward()
+
+
 def test_bad_data_is_counted_in_the_batch_not_in_a_view_of_it() -> None:
     """A recurrent layer reads its batch transposed."""
     model = torch.nn.GRU(1, 3, batch_first=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import sys
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch import nn
 
 from firstnan import NaNDetector
+from firstnan.engine.step_log import StepLog
+from firstnan.integrations.csv_file import CsvFile
+from firstnan.records import History, Report, StepRecord
 
 
 def train(steps: int, models: dict[str, nn.Module], **options: Any) -> NaNDetector:
@@ -45,8 +49,19 @@ def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
     train(3, {"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}, log_to=tmp_path / "steps.csv")
     found = rows(tmp_path / "steps.csv")
     names = {r["optimizer"] for r in found}
-    assert len(names) == 2
+    assert names == {"optimizer", "optimizer 2"}
     assert [int(r["step"]) for r in found if r["optimizer"] == min(names)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("latest", "numbers"), [(3, ["nan", ""]), (4, [""])])
+def test_the_step_that_ends_a_program_has_a_row(tmp_path: Path, latest: int, numbers: list[str]) -> None:
+    """Of its own numbers, unless they were written after the update, and of what has happened."""
+    log = StepLog(CsvFile(tmp_path / "steps.csv"))
+    log._latest = latest
+    log.failed(Report("nonfinite", 4, history=History((StepRecord(3, 1.0), StepRecord(4, nan)))))
+    found = rows(tmp_path / "steps.csv")
+    assert [(r["step"], r["loss"]) for r in found] == [("4", number) for number in numbers]
+    assert found[-1]["event"] == "a non-finite value, step 4; its origin is unknown"
 
 
 def test_what_cannot_be_logged_to_is_an_error_at_once() -> None:

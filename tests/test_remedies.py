@@ -216,6 +216,17 @@ NEAR_MISSES = {
         """,
         "clamp_min(1)",
     ),
+    "a division in place is not one that returns": (
+        """
+        w = torch.tensor([1.0, 2.0], requires_grad=True)
+        # step
+        v = torch.zeros(3)
+        v.div_(v.norm())
+        loss = (w.sum() * v).sum()
+        loss.backward()
+        """,
+        "normalize",
+    ),
     "a ratio of counts is no count": (
         """
         w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -280,7 +291,7 @@ def test_what_only_looks_alike_is_left_alone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("operation", "proposes"), [("rate.view(2).log()", True), ("(rate - 0.2).log()", False),
-    ("(1 - rate).log()", False), ("(rate * 3).exp()", True)])  # fmt: skip
+    ("(1 - rate).log()", False), ("(rate * 3).exp()", True), ("(rate / 0.1).exp()", False)])  # fmt: skip
 def test_a_guard_where_a_value_is_made_is_one_for_the_same_numbers(
     operation: str, proposes: bool, tmp_path: Path
 ) -> None:

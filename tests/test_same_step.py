@@ -208,6 +208,70 @@ def test_a_program_with_its_own_detector_goes_on_as_that_decides(firstnan: Zygot
     assert result.found["remedies"][0]["steps_finite_after"] >= 5
 
 
+RAISED_AFTER_UPDATE = """
+    from firstnan import NaNDetector
+
+    with NaNDetector(net, optimizer):
+        for step in range(6):
+            optimizer.param_groups[0]["lr"] = float("nan") if step == 4 else 0.1
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+"""
+
+
+def test_an_update_that_its_own_detector_raises_for_is_reported_once(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, RAISED_AFTER_UPDATE, "--verify", "0")
+    assert (result.code, result.found["step"], result.cause) == (3, 4, "nan_lr")
+    assert result.stderr.count("[nan_lr]") == 1
+    assert "NonFiniteError: firstnan: NaN created in the optimizer's update" in result.stderr
+
+
+RAISES = """
+    def one_ahead(batches):
+        now = next(batches)
+        for following in batches:
+            yield now
+            now = following
+        yield now
+
+    torch.autograd.set_detect_anomaly({anomaly})
+    data = torch.rand(64, 4) + 1.5
+    data[29] = {bad}
+    dataset = TensorDataset(data)
+    try:
+        for x, in one_ahead(iter(DataLoader(dataset, batch_size=6))):
+            {loss}
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    except Exception as error:
+        {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("bad", "loss", "cause"),
+    [
+        (-2.0, "loss = -torch.distributions.Normal(net(x), x[:, :1].log()).log_prob(x).mean()", "log_of_negative"),
+        (0.0, "n = (x - 0 * net(x)).norm(dim=1); loss = torch.where(n > 0, n / (n + n.detach()), n).mean()", ""),
+    ],
+)
+def test_a_step_that_ends_in_an_exception_while_the_next_batch_is_there(
+    firstnan: Zygote, tmp_path: Path, bad: float, loss: str, cause: str
+) -> None:
+    """torch itself raises: for an argument that it checks, and in anomaly mode, here under a library like hydra."""
+    then = "raise" if cause else "raise SystemExit(1)"
+    text = RAISES.format(bad=bad, loss=loss, anomaly=not cause, then=then)
+    result = run(firstnan, tmp_path, text, "--verify", "0")
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert result.code == 3
+    assert "loss =" in lines[result.found["origin"]["line"] - 1]
+    assert result.cause == (cause or "where_grad_trap")
+    batch = result.found["batch"]
+    assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
+
+
 THREAD = """
     import threading
 

@@ -373,6 +373,21 @@ def test_samples_in_lists_are_found_in_the_data_set() -> None:
     assert Maker(dataset, in_lists).in_dataset([0, 4], cut(batch, chosen), chosen) == (1, 7)
 
 
+def test_the_index_of_an_element_that_becomes_two_rows() -> None:
+    """Preference pairs: all chosen texts come first, then all rejected ones, padded to the longest."""
+    pairs = [{"chosen": [5, i, 7, 7], "rejected": [5, i, 8, 8][: 2 + i % 2]} for i in range(9)]
+
+    def both(elements: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        texts = [e["chosen"] for e in elements] + [e["rejected"] for e in elements]
+        rows = [torch.tensor(text) for text in texts]
+        return {"ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
+
+    chosen = [4, 1, 7]
+    pieces = cut(both([pairs[i] for i in chosen]), chosen)
+    assert pieces.size == 6
+    assert Maker(pairs, both).in_dataset([1, 5], pieces, chosen) == (1, 7)
+
+
 def by_chance(items: list[dict[str, Any]]) -> Tensor:
     """Sorted by numbers that are random."""
     return torch.stack([item["x"].sum() for item in sorted(items, key=lambda item: float(item["x"].sum()))])

@@ -25,6 +25,7 @@ import torch
 from firstnan.engine import trials as trial
 from firstnan.engine.investigation import Investigation, Options, reason_not_to_start, reason_not_to_try
 from firstnan.engine.second_run import Start
+from firstnan.engine.step_trial import HealthyTurns
 from firstnan.engine.trials import Limits, Trials
 from firstnan.observe.runner import Program
 from firstnan.records import Edit, History, Noticed, Origin, Remedy, Report, Site, StepRecord, TensorStat
@@ -587,6 +588,13 @@ def test_the_loss_change_is_the_largest_relative_one() -> None:
     assert loss_change(TrialOutcome(losses=((0, 1.0), (0, 2.0))), report) is None, (
         "which of them is the same as before?"
     )
+
+
+def test_a_change_of_the_gradients_alone_does_not_leave_healthy_losses_unchanged() -> None:
+    healthy = HealthyTurns([1.0, 2.0], [1.0, 1.0])
+    assert healthy.change_in(HealthyTurns([1.0, 2.0], [1.0, 1.0])) == 0
+    assert healthy.change_in(HealthyTurns([1.0, 2.0], [0.2, 0.3])) is None
+    assert healthy.change_in(HealthyTurns([1.0, 1.0], [0.2, 0.3])) == 0.5
 
 
 def test_losses_are_compared_with_those_of_the_same_optimizer(place: Path) -> None:

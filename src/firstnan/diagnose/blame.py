@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import isinf
 
-from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Site, Trace
+from firstnan.records import Operand, OpEvent, Origin, PathStep, Phase, Role, Site, Trace
 from firstnan.records.operator_families import (
     CONSTRUCTORS,
     FULL,
@@ -226,7 +226,19 @@ def _describe(trace: Trace, candidate: OriginCandidate, chain: list[OpEvent], lo
         return _from_backward(event, _forward_of(trace, event))
     if _edits_gradient(trace, event, chain):
         return replace(_origin("backward", event, event), role="gradient", label=event.label)
-    return replace(_origin(_phase(trace, event, chain), event, event), role=event.role, label=event.label)
+    phase = _phase(trace, event, chain)
+    role, label = _kept_as(chain) if phase == "parameter" and not event.label else (event.role, event.label)
+    return replace(_origin(phase, event, event), role=role, label=label)
+
+
+def _kept_as(chain: list[OpEvent]) -> tuple[Role | None, str]:
+    """The role and the name of the weight or buffer that a value was written into after it was computed."""
+    for event in chain:
+        held = [(i.role, i.label) for i in event.inputs if i.guilty] + [(event.role, event.label)]
+        for role, label in held:
+            if role in ("parameter", "buffer"):
+                return role, label
+    return None, ""
 
 
 def _read_at(event: OpEvent, chain: list[OpEvent]) -> Site | None:

@@ -552,7 +552,7 @@ class TurnReplay:
     def _raised(self, error: BaseException) -> None:
         trip = self.failure.trip
         if trip.noticed.what == "exception" and type(error).__name__ == trip.noticed.name:
-            events = self._session.microscope.raised()
+            events = self._session.microscope.raised(error)
             self._settle(Trip(trip.noticed, bad_values(error), before_update=True), events)
 
     # Called while the turn runs, as a LoopReplay's are.
@@ -606,6 +606,8 @@ class TurnReplay:
             self._settle(trip, [])
 
     def value_read(self, tensor: Tensor) -> None:
+        if (self._batch is not None or self._searching) and is_finite(tensor):
+            return  # with other samples, a check of the program's own has passed
         if self.failure.trip.noticed.what == "value" and not self._settling:
             self.tripped(Trip(Noticed("value"), [tensor], before_update=True), self.failure.place)
 

@@ -121,6 +121,8 @@ class Evidence:
             # That is the batch of the step that noticed it; a scaler's first skipped step is not the one at hand.
             if step != self.step and self.handouts.latest is not None and self.gate.skipping_since is None:
                 batch = self.handouts.batch_after(step) if self.gate.optimizers == 1 else None
+            elif self._is_of_validation(origin, trace):
+                batch = None
         except Exception as error:  # a problem with the batch must not cost more than the information about its samples
             notes.append(f"the samples of the batch could not be examined ({type(error).__name__}: {error})")
         report = replace(
@@ -202,6 +204,13 @@ class Evidence:
         if origin.step == under_way and not (afterwards or by_hand) and self.gate.optimizers > 1:
             return self.step
         return max(origin.step - (afterwards or by_hand), 0)
+
+    def _is_of_validation(self, origin: Origin | None, trace: Trace) -> bool:
+        """Whether bad data was not read by the training step: its batch is finite."""
+        if origin is None or origin.event is None or not trace.is_read_outside_training(origin.event):
+            return False
+        blamed = self.handouts.blamed
+        return blamed is not None and all(is_finite(t) for _, t in tensors_in(blamed.batch))
 
     def _at_the_loop(self, origin: Origin | None) -> Origin | None:
         """Bad data enters where the program gets its batch, not where the first operator reads it."""
@@ -525,9 +534,14 @@ def bad_values(error: BaseException) -> list[Tensor]:
     return found
 
 
+def is_of_anomaly_mode(error: BaseException | None) -> bool:
+    """Whether torch's own anomaly mode has raised this, for a derivative that is NaN."""
+    return isinstance(error, RuntimeError) and "returned nan values in its" in str(error)
+
+
 def is_numeric(error: Exception, known: Sequence[Tensor] = ()) -> bool:
     """Whether a step that raised this failed because of its numbers; not those that were `known` before."""
-    numbers = isinstance(error, ArithmeticError) or "LinAlgError" in type(error).__name__
+    numbers = isinstance(error, ArithmeticError) or "LinAlgError" in type(error).__name__ or is_of_anomaly_mode(error)
     return numbers or any(all(t is not one for one in known) for t in bad_values(error))
 
 

@@ -33,9 +33,10 @@ from firstnan.observe.runner import (
 from firstnan.observe.sites import Ownership
 from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped, wait_for_standstill
 from firstnan.records import Batch, NaNEvent, Origin, Report
+from firstnan.records.errors import NonFiniteError
 from firstnan.records.files import write_whole
 from firstnan.records.forecast_words import sentence
-from firstnan.records.words import came_with_numbers
+from firstnan.records.words import came_with_numbers, headline
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import Reach, TrialOutcome, ended_by, last_bad_step
 from firstnan.report import Progress, github_annotation, print_text, write
@@ -167,6 +168,8 @@ class Investigation:
 
     def failed(self, error: BaseException) -> None:
         strip_our_frames(error)
+        if isinstance(error, NonFiniteError) and self.watch is not None and self.watch.session.is_detected:
+            error.text = f"firstnan: {headline(error.report)} (the report of firstnan run has more)"
         if type(error).__name__ == "Stop":  # of `policies`, which would import torch
             retrieve_from_tasks(error)
         self._interrupted = isinstance(error, KeyboardInterrupt)
@@ -757,6 +760,8 @@ class Investigation:
     def _deliver(self) -> None:
         if self._not_watched and self.report.verdict == "clean" and not self._has_trained:
             self.report = self.report.with_(notes=(*self.report.notes, _ELSEWHERE.format(self._not_watched)))
+        if self.logs is not None and self.report.verdict == "nonfinite":
+            self.logs.failed(self.report)
         notes = self.report.notes
         if self._replicas is not None and (found := self._replicas.told()):
             self.report = self.report.with_(notes=(*notes, found))
@@ -815,6 +820,8 @@ def _batch_of(first: Report, second: Report) -> Batch | None:
     """What both runs know of the batch: only the first has seen the names of its data, if it had no loader."""
     if first.batch is not None and (first.batch.confirmed or (first.batch.replays and first.batch.bad_samples)):
         return first.batch
+    if second.step != first.step:
+        return second.batch
     if second.batch is None or first.batch is None or second.batch.unit != "sample":
         return second.batch or first.batch
     return replace(second.batch, unit=first.batch.unit)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from firstnan.engine.conclude import Evidence
+from firstnan.engine.conclude import Evidence, is_of_anomaly_mode
 from firstnan.engine.handouts import Handouts
 from firstnan.gate.gate import Gate
 from firstnan.gate.step_counter import StepCounter
@@ -133,9 +133,12 @@ class Microscope:
         for p, _ in self.models.parameters.values() if self.models else ():
             p.grad = None
 
-    def raised(self) -> list[int]:
-        """The last operator that raised an exception, if any."""
-        return [i for i, r in enumerate(self.tracer.raws) if r.raised][-1:] if self.tracer is not None else []
+    def raised(self, error: BaseException | None = None) -> list[int]:
+        """The last operator that raised an exception, if any; in anomaly mode, the derivative that it complains of."""
+        raws = self.tracer.raws if self.tracer is not None else []
+        if is_of_anomaly_mode(error):
+            return [i for i, r in enumerate(raws) if r.phase == "backward" and r.finding is not None][-1:]
+        return [i for i, r in enumerate(raws) if r.raised][-1:]
 
     def has_received(self) -> bool:
         """Whether values of other ranks have come into the forward pass."""

@@ -209,7 +209,8 @@ class Raise(Policy):
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         origin = report.origin
-        if origin is None or origin.phase != "parameter" or not came_from_outside(origin):
+        kept = origin is not None and (origin.phase == "parameter" or origin.role == "buffer")
+        if origin is None or not kept or not came_from_outside(origin):
             session.stop()
         program = "-m pytest" if report.environment.get("runner") == "pytest" else "script.py"
         name = origin.label or "it"

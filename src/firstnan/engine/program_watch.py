@@ -20,7 +20,7 @@ from firstnan.engine.bad_losses import MOST_BAD, leaves_out_update
 from firstnan.engine.block_trials import try_fixes_in_worker
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
-from firstnan.engine.conclude import AS_IT_RAN, bad_values, event_of
+from firstnan.engine.conclude import AS_IT_RAN, bad_values, event_of, is_of_anomaly_mode
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.journal import event_of_forecast
 from firstnan.engine.loop_replay import StepFailure
@@ -386,16 +386,23 @@ class ProgramValues:
     def program_failed(self, error: BaseException) -> None:
         """The program ends with an exception."""
         session = self._session
-        if isinstance(error, Stop | KeyboardInterrupt) or session.phase is SETTLED or self._suspect is not None:
+        if isinstance(error, Stop | KeyboardInterrupt) or session.phase is SETTLED:
+            return
+        if self._suspect is not None:
+            session.settle_on_batch_of(error)
             return
         if session.left_by(error):  # An error in a replay is not reported: the output stays hidden to the end.
             return
-        if isinstance(error, SystemExit) and error.code in (0, None):
-            return
+        if isinstance(error, SystemExit):
+            if error.code in (0, None):
+                return
+            error = error.__context__ or error  # what a library like hydra prints before it ends the program
         bad = bad_values(error)
-        if bad or "LinAlgError" in type(error).__name__:
+        if bad or "LinAlgError" in type(error).__name__ or is_of_anomaly_mode(error):
             turns = turns_in_traceback(error, self._ownership.owns)
-            self._stopped_by(Noticed("exception", type(error).__name__), bad, [], turns)
+            session.settle_on_batch_of(error)
+            events = session.microscope.raised(error)
+            self._stopped_by(Noticed("exception", type(error).__name__), bad, events, turns)
 
     def program_ended(self) -> Report:
         """Checks once more what training left behind; returns the report."""
@@ -476,8 +483,7 @@ class ProgramValues:
         known = session.known(trip)
         session.keep_state(known, trip)
         if session.live.on:
-            raised = session.microscope.raised() if noticed.what == "exception" else []
-            self._concluded(noticed, tensors, events + raised)
+            self._concluded(noticed, tensors, events)
         else:
             answer = session.asked(StepFailure(trip, (noticed.what, 0), known, turns)) if turns else None
             self._policy.known(session, answer.report if answer is not None else known)

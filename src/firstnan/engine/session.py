@@ -24,7 +24,7 @@ from firstnan.engine import children, isolation, parts_replay, turn_search
 from firstnan.engine.bad_losses import UnusedLosses, hidden_by
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
-from firstnan.engine.conclude import AS_IT_RAN, bad_values, diverged
+from firstnan.engine.conclude import AS_IT_RAN, bad_values, diverged, is_of_anomaly_mode
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.kept_turns import KeptTurns
 from firstnan.engine.loop_replay import LoopReplay, RepeatedStep, StepFailure, can_replay, harm_of_replay
@@ -47,7 +47,15 @@ from firstnan.engine.ranks import keep_store, world
 from firstnan.engine.rates import with_rate_sites
 from firstnan.engine.recovery import StepSettings
 from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
-from firstnan.engine.turn import Turn, calls_around, loops_of, turns_around, turns_in_traceback, values_around
+from firstnan.engine.turn import (
+    Turn,
+    calls_around,
+    loops_of,
+    turns_around,
+    turns_in_traceback,
+    values_around,
+    values_in_traceback,
+)
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.gradient_checks import LATE
 from firstnan.observe.compiler import compiles
@@ -1355,6 +1363,13 @@ class Session(Observer):
     def is_searching(self) -> bool:
         return self.phase is SEARCHING
 
+    def settle_on_batch_of(self, error: BaseException) -> None:
+        """The step that raised this has used the batch that its variables hold; a later one may be fetched already."""
+        try:
+            self.handouts.settle_on_used(values_in_traceback(error))
+        except Exception as trouble:  # a variable of the program that does not like to be looked at
+            self.internal_error(trouble)
+
     def left_by(self, error: BaseException) -> bool:
         """Whether an error that left the loop was raised by a replay with replaced samples."""
         if self.in_child and self._replay is None:
@@ -1439,7 +1454,7 @@ class Session(Observer):
             return self._left_in_replay(replay, error)
         if isinstance(error, Exception) and not isinstance(error, NonFiniteError):
             trip = Trip(Noticed("exception", type(error).__name__), bad_values(error), before_update=True)
-            return self._known_at_end(trip, error) if trip.tensors else None
+            return self._known_at_end(trip, error) if trip.tensors or is_of_anomaly_mode(error) else None
         if error is not None or self.phase is not WATCHING or self.streak:
             return None
         last = self.gate.remaining_nonfinite()
@@ -1483,6 +1498,8 @@ class Session(Observer):
 
     def _known_at_end(self, trip: Trip, error: Exception | None) -> Report:
         """The report of an exception with a bad value, or of what the last update left behind."""
+        if error is not None:
+            self.settle_on_batch_of(error)
         report = self.known(trip)
         if error is None:
             self.journal.tripped(trip.noticed, trip.tensors, report.step, None)

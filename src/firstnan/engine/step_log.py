@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from firstnan.records import NaNEvent, StepRecord
+from firstnan.records import NaNEvent, Report, StepRecord
+from firstnan.records.words import headline
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
@@ -35,6 +36,8 @@ class StepLog:
         self._written = time.monotonic()
         self._process = os.getpid()
         self._failed = False
+        self._latest = -1
+        """The last step that was added."""
 
     def add(self, session: Session) -> None:
         """A step is over."""
@@ -44,8 +47,15 @@ class StepLog:
         if known is None:
             return
         self._rows.append(known)
+        self._latest = known[1].step
         if len(self._rows) >= _MOST_WAITING or time.monotonic() > self._written + _LONGEST_WAIT:
             self.flush()
+
+    def failed(self, report: Report) -> None:
+        """The failing step of a program that is ended by it: what is known of it, and what has happened."""
+        known = [record for record in report.history.steps[-1:] if self._latest < record.step == report.step]
+        self._rows += [("", record) for record in known]
+        self.event(NaNEvent("nonfinite", headline(report), report.step, time=time.time()))
 
     def event(self, event: NaNEvent) -> None:
         if os.getpid() == self._process:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _COMPARED = 3
 """How many healthy turns are run with and without the change, to compare their losses."""
+_SAME = 1e-3
 _KEPT = 1000
 """How many losses of a trial are kept."""
 _NEWS = 1.0
@@ -99,7 +100,7 @@ class StepTrials:
             ended=seen.ended,
             exploded=seen.exploded,
             frozen=seen.frozen(),
-            change=change_of(self._healthy.losses, compared.losses) if compared is not None and not noticed else None,
+            change=self._healthy.change_in(compared) if compared is not None and not noticed else None,
             at_step=True,
             same_before=bool(self._healthy.losses) and compared == self._healthy and not _changes_updates(remedy),
             losses=tuple((step, loss) for loss in after[:1]),
@@ -179,6 +180,12 @@ class HealthyTurns:
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     """Of the gradients that each update would have used."""
+
+    def change_in(self, other: HealthyTurns) -> float | None:
+        """The largest relative change of a loss; None if only the gradients change, so that later losses would."""
+        losses = change_of(self.losses, other.losses)
+        norms = change_of([n or 0.0 for n in self.norms], [n or 0.0 for n in other.norms])
+        return None if losses is not None and norms is not None and losses < _SAME < norms else losses
 
 
 class _Work:

@@ -730,11 +730,25 @@ def turns_in_traceback(error: BaseException, owns: Callable[[CodeType], bool]) -
 def values_around(frame: FrameType | None) -> Iterator[Any]:
     """The variables that may hold a batch: tensors, and containers of them, of the functions that are running."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OURS):
-            for value in list(frame.f_locals.values()):
-                if isinstance(value, torch.Tensor | list | tuple | dict | UserDict):
-                    yield value
+        yield from _values_of(frame)
         frame = frame.f_back
+
+
+def values_in_traceback(error: BaseException) -> Iterator[Any]:
+    """The same of the functions that an exception has left, innermost first."""
+    frames, at = list[FrameType](), error.__traceback__
+    while at is not None:
+        frames.append(at.tb_frame)
+        at = at.tb_next
+    for frame in reversed(frames):
+        yield from _values_of(frame)
+
+
+def _values_of(frame: FrameType) -> Iterator[Any]:
+    if not frame.f_code.co_filename.startswith(_OURS):
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, torch.Tensor | list | tuple | dict | UserDict):
+                yield value
 
 
 def _turns_in(frames: list[tuple[FrameType, int]], owns: Callable[[CodeType], bool]) -> list[Turn]:

@@ -666,12 +666,12 @@ class Gate:
         return name, StepRecord(*recent[-1])
 
     def _name_of(self, optimizer: Any) -> str:
-        """What the program calls this optimizer; its number if that is not known."""
+        """What the program calls this optimizer, or its class; from the second of a name on with a number."""
         known = self._names.get(id(optimizer))
         if known is None:
-            name = optimizer_name(self.call_sites.of(optimizer, Ownership())[1])
-            taken = name in self._names.values()
-            known = self._names[id(optimizer)] = f"optimizer_{len(self._names)}" if taken or not name else name
+            name = optimizer_name(self.call_sites.of(optimizer, Ownership())[1]) or type(optimizer).__name__
+            same = sum(one.partition(" ")[0] == name for one in self._names.values())
+            known = self._names[id(optimizer)] = f"{name} {same + 1}" if same else name
         return known
 
     def _history(self, optimizer: Any, ownership: Ownership | None) -> OptimizerHistory:

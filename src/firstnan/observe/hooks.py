@@ -18,7 +18,11 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from firstnan.observe import manifest
 from firstnan.observe.collectives import NAMES, collectives
@@ -462,6 +466,7 @@ class _AfterUpdate:
 
     def __init__(self, optimizer: Any, act: Callable[[Any], None]) -> None:
         self.optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+        self._is_named = optimizer is not None
         self.compiled = False
         self._act = act
 
@@ -469,8 +474,12 @@ class _AfterUpdate:
         __tracebackhide__ = True
         if torch.compiler.is_compiling():
             self.compiled = True
-        else:
-            self._act(optimizer)
+            return
+        for hook in list(_global_optimizer_post_hooks.values()) if self._is_named else ():
+            # torch would call it later, but who watches a whole program is told first: this one may raise.
+            if isinstance(hook, _AfterUpdate):
+                hook(optimizer, args, kwargs)
+        self._act(optimizer)
 
 
 class CallHooks:

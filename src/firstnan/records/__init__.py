@@ -186,6 +186,17 @@ class Trace:
             out += wave
         return out
 
+    def is_read_outside_training(self, event: OpEvent) -> bool:
+        """Whether bad data of this event, or what was made of it, is first read between two steps, or by a layer that
+        computes without gradients: probably by a validation."""
+        carriers, events = {event.index}, self.events[event.index + 1 :]
+        for other in events if event.region in ("setup", "data") else ():
+            if any(i.guilty and i.producer in carriers for i in other.inputs):
+                if other.region not in ("setup", "data"):
+                    return other.region == "between" or (bool(other.module_type) and not other.grad)
+                carriers.add(other.index)
+        return False
+
 
 _LAST_NODE = "torch::autograd::AccumulateGrad"
 """Writes a gradient, and calls the hooks that get it."""

@@ -139,6 +139,7 @@ CARRIERS = VIEWS | COPIES
 """Operators whose result holds the numbers they read."""
 BOUNDED = CARRIERS | words("mul add sub neg rsub div")
 """Operators whose result is not large unless their inputs are."""
+_MUCH_LARGER = 4.0
 METADATA = words("shape size dim ndim device dtype numel requires_grad is_cuda element_size type names layout grad_fn")
 """Attributes that do not depend on the numbers of a tensor."""
 TESTS = COMPARISONS | words("bool count_nonzero")
@@ -162,10 +163,23 @@ def producer_of(context: FailureContext, operand: str, carriers: frozenset[str])
         if _line(location) != here and isinstance(location.node, ast.Call | ast.BinOp):
             if _calls_both(location, event.module, context.event.module):
                 return None
+            if isinstance(location.source.parent(location.node), ast.Expr):
+                return None  # a call whose result is not used, as that which runs the training
+            if carriers is BOUNDED and not _is_nearly_as_large(event, context.event, operand):
+                return None
             return location if _used_elsewhere(location, context.location) else None
         if event.op not in carriers:
             return None
     return None
+
+
+def _is_nearly_as_large(event: OpEvent, user: OpEvent, operand: str) -> bool:
+    """Whether a bound for the results of an event bounds what was computed from them: that is not much larger."""
+    made = max((o.max for o in event.outputs if o.max is not None), default=None)
+    used = max(
+        (i.stat.max for i in user.inputs if i.name == operand and i.stat and i.stat.max is not None), default=None
+    )
+    return made is None or used is None or used <= _MUCH_LARGER * made
 
 
 def _calls_both(location: Location[ast.AST], module: str, user: str) -> bool:

@@ -197,7 +197,7 @@ def guarded(context: FailureContext, *ops: str) -> Iterator[Remedy]:
 
 def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None) -> Remedy | None:
     """The same guard where its argument is computed."""
-    context, edit = found.context, None
+    context, edit, title = found.context, None, guard.title
     if guard.operand is None:
         return None
     if bound is not None:
@@ -209,7 +209,10 @@ def _where_computed(found: FailingOperation, guard: Guard, bound: Binding | None
             return _where_unpacked(found, guard)
         edit = guard.write(GuardWriter(producer.source, found.writer.numpy), producer.node)
         line = producer.source.statement(producer.node).lineno
-    title = f"{guard.title}, where it is computed (line {line})"
+        if guard.carriers is BOUNDED:  # maybe not the same numbers
+            code, made = found.location.source.code(guard.node), producer.source.code(producer.node)
+            title = title.replace(f"`{code}`", f"`{made}`")
+    title = f"{title}, where it is computed (line {line})"
     return context.remedy(title, guard.why, edit) if edit is not None else None
 
 
@@ -705,7 +708,7 @@ def softplus_instead_of_relu(context: FailureContext) -> Iterator[Remedy]:
 @remedies_for("nan_input", "nan_label")
 def guard_numpy_code(context: FailureContext) -> Iterator[Remedy]:
     """A line of a Dataset that computes bad values with numpy, where no torch operator was recorded."""
-    if context.event is None:
+    if context.failure.origin.event is None:
         yield from guarded(context)
 
 

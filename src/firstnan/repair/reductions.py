@@ -123,7 +123,7 @@ def loss_over_no_element(context: FailureContext) -> Iterator[Remedy]:
     )
 
 
-@remedies_for("single_sample_variance", "empty_reduction")
+@remedies_for("single_sample_variance")
 def spread_of_one(context: FailureContext) -> Iterator[Remedy]:
     found = failing_operation(context, *SPREADS)
     if found is None or not isinstance(found.expr.node, ast.Call):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import CARRIERS, words
-from firstnan.repair.context import FailureContext, Location, remedies_for
+from firstnan.repair.context import FailureContext, Location, is_in_place, remedies_for
 from firstnan.repair.guards import FailingOperation, GuardWriter, alike, failing_operation, is_trained
 from firstnan.repair.log_domain import with_logarithms
 from firstnan.repair.source import Expr, SourceFile, delete_statement, literal_value, parenthesized, replace_node
@@ -275,6 +275,8 @@ def _normalised(context: FailureContext, source: SourceFile, node: ast.AST) -> N
     expr = source.expr(node)
     if expr.op != "div" or len(expr.args) < 2 or not isinstance(node, ast.expr):
         return None
+    if isinstance(node, ast.Call) and is_in_place(node.func):
+        return None  # normalize returns its result, and writes nothing
     top, norm = expr.args[0], denominator(source, expr.args[1])
     found = _two_norm(source, norm)
     if found is None:

@@ -130,9 +130,11 @@ def nan_input(failure: Failure) -> Explanation | None:
     if failure.origin.role == "buffer" or _is_number(failure):
         return None
     name = failure.origin.label or _data_use(failure).label or "input"
+    event = failure.origin.event
+    outside = event is not None and failure.trace.is_read_outside_training(event)
     why = (
-        f"The input data of this batch ({name}) contains {_content(failure)}, before the model reads it. The model "
-        "only passes it on: clean the data, or fix the code that reads it."
+        f"The input data {'' if outside else 'of this batch '}({name}) contains {_content(failure)}, before the model "
+        "reads it. The model only passes it on: clean the data, or fix the code that reads it."
     )
     return _found(failure, name, why, 0.6, 0.4)
 

@@ -655,9 +655,10 @@ def empty_reduction(failure: Failure) -> Explanation | None:
     empty = [t for t in failure.tensors if t.numel == 0 or (failure.op in SPREADS and _reduced(failure, t) == 0)]
     if failure.op not in MEANS | SPREADS or not failure.bad or not empty:
         return None
+    spread = "standard deviation" if failure.op.startswith("std") else "variance"
     why = (
         f"`{failure.code}` reduces a tensor of shape {list(empty[0].shape)}, which has no elements in this batch. The "
-        "mean of zero elements is 0/0."
+        f"{spread if failure.op in SPREADS else 'mean'} of zero elements is 0/0."
     )
     return Explanation(why, 0.97, failure.input_lines())
 

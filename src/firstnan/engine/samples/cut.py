@@ -432,15 +432,16 @@ class Maker:
         rows = {i: _rows(pieces, i) for i in bad}
         fitting: dict[int, list[int]] = {i: [] for i in bad}
         alike: dict[int, list[int]] = {i: [] for i in bad}
+        each = pieces.size // len(chosen) if pieces.size % len(chosen) == 0 else 1
         for index in chosen:
             if monotonic() > end:
                 return None
             element = self.dataset[index]
-            parts, alone = list(_telling(element)), self._alone(element)
+            parts, alone = list(_telling(element)), self._alone(element, each)
             for i in bad:
                 if parts and all(any(_begins(row, part) for row in rows[i]) for part in parts):
                     fitting[i].append(index)
-                if alone and all(any(_begins(row, part) for row in rows[i]) for part in alone):
+                if any(all(any(_begins(row, part) for row in rows[i]) for part in one) for one in alone):
                     alike[i].append(index)
         for found in (fitting, alike):
             if all(len(f) == 1 for f in found.values()):
@@ -466,12 +467,14 @@ class Maker:
         marked = all(whole[0][i] and whole[0].count(whole[0][i]) == 1 and whole[0][i] == whole[1][i] for i in bad)
         return tuple(chosen[at.index(i)] for i in bad) if marked and sorted(at) == list(order) else None
 
-    def _alone(self, element: Any) -> list[Tensor]:
-        """The rows of a batch of this element only: what the program computes for it when it puts a batch together."""
+    def _alone(self, element: Any, each: int) -> list[list[Tensor]]:
+        """What the program computes for this element when it puts a batch together, if each one becomes so many rows,
+        as the two texts of a preference pair do: those of a batch of this element only."""
         try:
-            return [member[0] for _, member in Cut(self.collate([element]), 1).members() if member.is_floating_point()]
+            members = [m for _, m in Cut(self.collate([element]), each).members() if each > 1 or m.is_floating_point()]
         except Exception:  # a collate function that needs more than one element
             return []
+        return [[member[i] for member in members] for i in range(each)] if members else []
 
 
 def _rows(pieces: Cut, sample: int) -> list[Tensor]:
