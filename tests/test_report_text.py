@@ -517,6 +517,9 @@ def test_numbers_from_outside_were_not_produced_by_what_reads_them() -> None:
     event = OpEvent(0, "from_numpy", "aten.lift_fresh.default", "forward", 0, outputs=(bad,), born=2)
     origin = Origin("input", "from_numpy", event.aten, event, site=Site("a.py", 1), produced=bad)
     assert at_expression(origin) == "the numbers that from_numpy reads contain NaN"
+    loaded = OpEvent(0, "to", "aten._to_copy.default", "forward", 0, outputs=(bad,))
+    origin = Origin("parameter", "to", loaded.aten, loaded, site=Site("a.py", 1), inputs=(bad,), produced=bad)
+    assert at_expression(origin) == "what to reads already contains NaN"
 
 
 def test_a_numbered_layer_is_quoted() -> None:

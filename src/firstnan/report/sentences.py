@@ -120,6 +120,8 @@ def at_expression(origin: Origin) -> str:
             return f"{origin.op or 'an operator'}, called inside, produced {what}"
         case _ if came_with_numbers(origin):
             return f"the numbers that {origin.op or 'this'} reads contain {what}"
+        case "parameter" | "input" if origin.op and origin.produced and origin.inputs == (origin.produced,):
+            return f"what {origin.op} reads already contains {what}"
         case _:
             return f"{origin.op or 'this'} produced {what}"
 
