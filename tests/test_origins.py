@@ -59,6 +59,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "windows_of_a_stream": {},
     "emptied_list": {"bad_samples": [1], "confirmed": True},
     "adjacency": {"bad_samples": [59], "unit": "node"},
+    "augmented_in_loop": {"bad_samples": [5], "dataset_indices": [21], "confirmed": True},
     "transform_split": {"elements": [{"dataset": "Tiles", "index": 77, "part": ""}], "confirmed": True},
     "iterable_workers": {"elements": [{"dataset": "Windows", "index": 20, "part": "worker 1"}], "bad_samples": [4]},
     "collate_length": {"dataset_indices": [101], "confirmed": True},
