@@ -176,6 +176,9 @@ class SampleSearch:
         return self._found_in.maker.in_dataset(bad, pieces, self._found_in.handout.indices)
 
 
+PROBES = 4
+"""After two bad samples, as many of the others are tried alone."""
+
 MOST = 64
 """The most replays, however many bad samples there are."""
 
@@ -193,6 +196,7 @@ WITHOUT_THESE = "the step is finite without these samples; which of them are res
 AMONG_MANY = "the step is finite with a large part of the batch replaced; which samples are responsible is unknown"
 ONLY_WITH_OTHERS = "the step is finite without these samples, but they fail only together with others of the batch"
 NOT_ALONE = "no single sample is responsible: no part of the batch fails alone"
+ALL_TRIED = "no single sample is responsible: all {} samples that were tried alone fail"
 REPLACEMENTS = "no single sample is responsible: it depends on what the samples of this batch are replaced with"
 ENDED = "the search for bad samples ended early: "
 
@@ -340,12 +344,24 @@ def _halves(ask: _Counted, stand_in: int) -> Search:
         ask.known = tuple(found)
         if (yield from ask.finite(found, stand_in)):
             break
+        if len(found) == 2 and (yield from _all_fail(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)):
+            return SearchResult(None, note=ALL_TRIED.format(len(found) + PROBES))
     # If most of them are bad, what they have in common is to blame.
     if len(found) > max(1, len(ask.everyone) // 2):
         return SearchResult(
             None, note=f"no single sample is responsible: {len(found)} of {len(ask.everyone)} samples fail alone"
         )
     return SearchResult(tuple(found), confirmed=True)
+
+
+def _all_fail(ask: _Counted, rest: list[int], stand_in: int) -> Generator[Replaced, bool, bool]:
+    """Whether each of a few samples fails alone: to find all, where most are bad, would take too many replays."""
+    if len(rest) <= PROBES:
+        return False
+    for i in range(PROBES):
+        if not (yield from ask.fails_alone([rest[len(rest) * i // PROBES]], stand_in)):
+            return False
+    return True
 
 
 def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Replaced, bool, int | None]:
