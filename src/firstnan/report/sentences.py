@@ -13,6 +13,9 @@ from firstnan.repair.verdict import BEYOND, last_bad_step
 def batch_line(report: Report) -> str:
     """The batch, its bad samples, and the rank, as far as they are known."""
     parts = [_batch(report.batch)] if report.batch else []
+    first = report.history.first_step
+    if report.step is not None and 0 < first <= report.step:
+        parts.append(f"step {report.step - first} of this optimizer")
     if loops := loop_words(report):
         parts.append(loops)
     if report.world_size > 1:
