@@ -679,3 +679,40 @@ def test_a_second_run_has_the_same_interpreter_paths_and_folder(tmp_path: Path) 
     assert done.returncode == 3, done.stderr
     first, second = (tmp_path / "seen").read_text().splitlines()
     assert first == second
+
+
+class Chains(Dataset[Any]):
+    """Graphs of 2 to 4 nodes, joined in a batch as libraries for graphs do; one has a node of infinite size."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        nodes = torch.full((2 + i % 3, 2), math.inf if i == 11 else float(i)) + self.noise * torch.rand(())
+        return {"nodes": nodes, "graph": torch.zeros(len(nodes), dtype=torch.int64)}
+
+    @staticmethod
+    def joined(graphs: list[Any]) -> Any:
+        for number, graph in enumerate(graphs):
+            graph["graph"] += number  # writes into the element, as functions of programs do
+        return torch.cat([g["nodes"] for g in graphs]), torch.cat([g["graph"] for g in graphs])
+
+
+@pytest.mark.parametrize(("noise", "found"), [(0.0, True), (1.0, False)])
+def test_a_batch_of_joined_samples_is_put_together_again(noise: float, found: bool) -> None:
+    data, chosen = Chains(noise), [3, 11, 7, 0, 6]
+    batch = Chains.joined([data[i] for i in chosen])
+    handout = Handout(batch, 0, 0, RandomState.now(), [], [], chosen)
+    looking = SampleSearch([handout], [Maker(data, Chains.joined)], ())
+    while looking.goes_on():
+        nodes, graph = looking.batch(handout)
+        assert sorted(set(graph.tolist())) == [0, 1, 2, 3, 4]
+        looking.finite = bool(torch.isfinite(nodes).all())
+    report = looking.told_in(Report("nonfinite", step=0, batch=Batch(0, 5), origin=Origin("forward", "", "")))
+    assert report.batch is not None
+    assert report.batch.confirmed == found
+    assert report.batch.dataset_indices == ((11,) if found else None)
+    assert report.batch.note.startswith("" if found else "the batch cannot be split into samples")

@@ -130,6 +130,33 @@ class Cut:
         return tuple(_shown(sample, name, rows) for sample in bad[:_MOST_SHOWN] for name, rows in members)
 
 
+class Collated(Cut):
+    """A batch in which samples are joined, as graphs are: the loader's function puts it together again from others.
+
+    A sample is known by its place among those that the sampler chose."""
+
+    def __init__(self, elements: list[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.elements, self.collate = elements, collate
+        self.size = len(elements)
+
+    def replaced(self, by: dict[int, int]) -> Any:
+        return self.collate([copy_batch(self.elements[by.get(i, i)]) for i in range(self.size)])
+
+    def join(self, batch: Any) -> int:
+        return 0
+
+    def members(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def makes(self, batch: Any) -> bool:
+        """Whether it is this batch, to the bit."""
+        both = zip(tensors_in(batch), tensors_in(self.replaced({})), strict=True)
+        return all(
+            a.shape == b.shape and a.dtype is b.dtype and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
+            for (_, a), (_, b) in both
+        )
+
+
 _RED = (220, 38, 38)
 
 
@@ -378,6 +405,8 @@ class Maker:
         chosen = _numbered(chosen)
         if not bad or chosen is None:
             return None
+        if isinstance(pieces, Collated):
+            return tuple(chosen[i] for i in bad)
         if self._keeps_order(pieces.size, chosen):
             return tuple(chosen[i] for i in bad)
         if len(chosen) > _MOST_SAMPLES or not hasattr(self.dataset, "__getitem__"):
@@ -388,6 +417,29 @@ class Maker:
             if found is not None or monotonic() - began > _SECONDS / 2:
                 return found
             return self._put_together_again(bad, pieces, list(chosen))
+        except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
+            return None
+        finally:
+            state.restore()
+
+    def collated(self, batch: Any, chosen: Any) -> Collated | None:
+        """The samples of a batch that cannot be cut, if the same ones come when they are fetched again."""
+        numbers = _numbered(chosen)
+        if (
+            not numbers
+            or len(numbers) > _MOST_SAMPLES
+            or self.collate is None
+            or isinstance(self.dataset, IterableDataset)
+        ):
+            return None
+        state, end, elements = RandomState.now(), monotonic() + _SECONDS, list[Any]()
+        try:
+            for i in numbers:
+                elements.append(self.dataset[i])
+                if monotonic() > end:
+                    return None
+            made = Collated(elements, self.collate)
+            return made if made.makes(batch) else None
         except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
             return None
         finally:

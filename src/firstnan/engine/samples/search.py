@@ -66,10 +66,13 @@ class SampleSearch:
     def _begun(self, handout: Handout, maker: Maker) -> _Subject:
         if handout.pristine is None:
             handout.pristine = copy_batch(handout.batch)
+        pieces: Cut | None
         try:
             pieces = cut(handout.pristine, handout.indices)
         except Exception as error:  # CutError, or whatever a container says that is made of other parts
-            return _Subject(handout, maker, None, f"the batch cannot be split into samples: {error}", search(1))
+            pieces = maker.collated(handout.pristine, handout.indices)
+            if pieces is None:
+                return _Subject(handout, maker, None, f"the batch cannot be split into samples: {error}", search(1))
         suspects = [i for i in self._suspects if i < pieces.size]
         others = pieces.join(self._previous) if self._previous is not None else 0
         return _Subject(handout, maker, pieces, "", search(pieces.size, suspects, others))
