@@ -29,7 +29,7 @@ from firstnan.diagnose.rules.data import wrapped_integers
 from firstnan.engine import data_origin, isolation
 from firstnan.engine.conclude import unit_of
 from firstnan.engine.handouts import FirstBatch, Handouts, ReplayError
-from firstnan.engine.samples.cut import Cut, Maker
+from firstnan.engine.samples.cut import Cut, Maker, cut_by_numbers
 from firstnan.engine.samples.search import SampleSearch, search
 from firstnan.engine.samples.underlying import underlying
 from firstnan.observe.line_watch import RETURNED, LineWatch
@@ -709,10 +709,21 @@ def test_a_batch_of_joined_samples_is_put_together_again(noise: float, found: bo
     looking = SampleSearch([handout], [Maker(data, Chains.joined)], ())
     while looking.goes_on():
         nodes, graph = looking.batch(handout)
-        assert sorted(set(graph.tolist())) == [0, 1, 2, 3, 4]
+        assert graph.unique().tolist() == [0, 1, 2, 3, 4]
         looking.finite = bool(torch.isfinite(nodes).all())
     report = looking.told_in(Report("nonfinite", step=0, batch=Batch(0, 5), origin=Origin("forward", "", "")))
     assert report.batch is not None
-    assert report.batch.confirmed == found
+    assert (report.batch.confirmed, report.batch.bad_samples) == (True, (1,))
     assert report.batch.dataset_indices == ((11,) if found else None)
-    assert report.batch.note.startswith("" if found else "the batch cannot be split into samples")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_that_have_the_number_of_their_sample(apart: bool) -> None:
+    images, owner = torch.arange(4.0)[:, None], torch.tensor([0, 0, 2, 3, 3, 3, 3])
+    boxes = torch.arange(14.0).view(7, 2)
+    targets = {"of": owner, "boxes": boxes} if apart else torch.cat([owner[:, None].float(), boxes], 1)
+    made, told = cut_by_numbers((images, targets), [0, 1, 2, 3]).replaced({0: 2, 3: 0})
+    whose, rows = (told["of"], told["boxes"]) if apart else (told[:, 0], told[:, 1:])
+    assert made.flatten().tolist() == [2, 1, 2, 0]
+    assert whose.tolist() == [0, 2, 3, 3]
+    assert rows.tolist() == [[4, 5], [4, 5], [0, 1], [2, 3]]

@@ -13,7 +13,7 @@ from typing import Any
 from firstnan.engine.conclude import is_numeric, not_repeated, without_guesses
 from firstnan.engine.handouts import Handouts, ReplayError
 from firstnan.engine.ranks import world
-from firstnan.engine.samples.cut import Cut, Maker, cut
+from firstnan.engine.samples.cut import Cut, Maker, cut, cut_by_numbers
 from firstnan.records import Batch, Report
 from firstnan.tensors.state import Handout, copy_batch
 
@@ -71,7 +71,9 @@ class SampleSearch:
             pieces = cut(handout.pristine, handout.indices)
         except Exception as error:  # CutError, or whatever a container says that is made of other parts
             pieces = maker.collated(handout.pristine, handout.indices)
-            if pieces is None:
+            try:
+                pieces = pieces or cut_by_numbers(handout.pristine, handout.indices)
+            except Exception:
                 return _Subject(handout, maker, None, f"the batch cannot be split into samples: {error}", search(1))
         suspects = [i for i in self._suspects if i < pieces.size]
         others = pieces.join(self._previous) if self._previous is not None else 0
