@@ -29,7 +29,7 @@ from firstnan.diagnose.rules.data import wrapped_integers
 from firstnan.engine import data_origin, isolation
 from firstnan.engine.conclude import unit_of
 from firstnan.engine.handouts import FirstBatch, Handouts, ReplayError
-from firstnan.engine.samples.cut import Cut, Maker
+from firstnan.engine.samples.cut import Cut, Maker, cut_by_numbers
 from firstnan.engine.samples.search import SampleSearch, search
 from firstnan.engine.samples.underlying import underlying
 from firstnan.observe.line_watch import RETURNED, LineWatch
@@ -60,6 +60,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "windows_of_a_stream": {},
     "emptied_list": {"bad_samples": [1], "confirmed": True},
     "adjacency": {"bad_samples": [59], "unit": "node"},
+    "augmented_in_loop": {"bad_samples": [5], "dataset_indices": [21], "confirmed": True},
     "transform_split": {"elements": [{"dataset": "Tiles", "index": 77, "part": ""}], "confirmed": True},
     "iterable_workers": {"elements": [{"dataset": "Windows", "index": 20, "part": "worker 1"}], "bad_samples": [4]},
     "collate_length": {"dataset_indices": [101], "confirmed": True},
@@ -691,3 +692,51 @@ def test_where_a_step_cannot_be_repeated_the_variable_with_the_bad_value_is_name
     assert result.origin["line"] == marked("replay_buffer", "ENTERS")
     assert "running the program again" not in result.stderr
     assert "the program was not run again" in result.stderr
+
+
+class Chains(Dataset[Any]):
+    """Graphs of 2 to 4 nodes, joined in a batch as libraries for graphs do; one has a node of infinite size."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        nodes = torch.full((2 + i % 3, 2), math.inf if i == 11 else float(i)) + self.noise * torch.rand(())
+        return {"nodes": nodes, "graph": torch.zeros(len(nodes), dtype=torch.int64)}
+
+    @staticmethod
+    def joined(graphs: list[Any]) -> Any:
+        for number, graph in enumerate(graphs):
+            graph["graph"] += number  # writes into the element, as functions of programs do
+        return torch.cat([g["nodes"] for g in graphs]), torch.cat([g["graph"] for g in graphs])
+
+
+@pytest.mark.parametrize(("noise", "found"), [(0.0, True), (1.0, False)])
+def test_a_batch_of_joined_samples_is_put_together_again(noise: float, found: bool) -> None:
+    data, chosen = Chains(noise), [3, 11, 7, 0, 6]
+    batch = Chains.joined([data[i] for i in chosen])
+    handout = Handout(batch, 0, 0, RandomState.now(), [], [], chosen)
+    looking = SampleSearch([handout], [Maker(data, Chains.joined)], ())
+    while looking.goes_on():
+        nodes, graph = looking.batch(handout)
+        assert graph.unique().tolist() == [0, 1, 2, 3, 4]
+        looking.finite = bool(torch.isfinite(nodes).all())
+    report = looking.told_in(Report("nonfinite", step=0, batch=Batch(0, 5), origin=Origin("forward", "", "")))
+    assert report.batch is not None
+    assert (report.batch.confirmed, report.batch.bad_samples) == (True, (1,))
+    assert report.batch.dataset_indices == ((11,) if found else None)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_that_have_the_number_of_their_sample(apart: bool) -> None:
+    images, owner = torch.arange(4.0)[:, None], torch.tensor([0, 0, 2, 3, 3, 3, 3])
+    boxes = torch.arange(14.0).view(7, 2)
+    targets = {"of": owner, "boxes": boxes} if apart else torch.cat([owner[:, None].float(), boxes], 1)
+    made, told = cut_by_numbers((images, targets), [0, 1, 2, 3]).replaced({0: 2, 3: 0})
+    whose, rows = (told["of"], told["boxes"]) if apart else (told[:, 0], told[:, 1:])
+    assert made.flatten().tolist() == [2, 1, 2, 0]
+    assert whose.tolist() == [0, 2, 3, 3]
+    assert rows.tolist() == [[4, 5], [4, 5], [0, 1], [2, 3]]

@@ -34,6 +34,10 @@ SENTENCES: list[tuple[str, Make]] = [
     ),
     ("The 0 is 1 - p, where p is a sigmoid that reached exactly 1", lambda t: (1 - t(200.0).sigmoid()).log()),
     (
+        "The 0 is 1 minus a number that was rounded to 1, computed from a sigmoid",
+        lambda t: (1 - (1 - t(-20.0).sigmoid())).log(),
+    ),
+    (
         "The 0 is a product that underflowed or has a factor of 0 (its factors are all 1e-30).",
         lambda t: t(1e-30, 1e-30).prod().log(),
     ),

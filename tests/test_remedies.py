@@ -281,6 +281,27 @@ loss.backward()
     assert not [r.title for r in remedies if "1e-12" in r.title or "1e-6" in r.title]
 
 
+def test_an_eps_of_another_object_is_not_the_one_that_is_added(tmp_path: Path) -> None:
+    source = f"""
+import torch
+class Norm:
+    def __init__(self, eps=1e-4):
+        self.eps = eps
+class Loss:
+    def __init__(self, eps):
+        self.eps = eps
+    def __call__(self, x):
+        return torch.log(x + self.eps).sum()
+norm, loss_of = Norm(), Loss(float("0"))
+w = torch.tensor([0.0, 1.0], requires_grad=True)
+{STEP}
+loss = loss_of(w * 1.0)
+loss.backward()
+"""
+    _, _, remedies = proposed(source, tmp_path)
+    assert remedies[0].title == "Keep `x + self.eps` at 1e-12 or above"
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_what_only_looks_alike_is_left_alone(name: str, tmp_path: Path) -> None:

@@ -321,16 +321,15 @@ for step in range(9):
     )
 
 
-@pytest.mark.parametrize(("below", "guarded"), [("TOTAL", "max(TOTAL, 1)"), ("r.max()", "max(r.max(), 1e-8)")])
+@pytest.mark.parametrize(("below", "guarded"), [("/ TOTAL", "/ max(TOTAL, 1)"), ("/ r.max()", "/ max(r.max(), 1e-8)"),
+    ("* WARMUP ** -1.5", "* max(WARMUP, 1) ** -1.5")])  # fmt: skip
 def test_only_a_number_of_steps_is_kept_at_1(tmp_path: Path, below: str, guarded: str) -> None:
     file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
-    file.write_text(
-        f"import torch\nopt = {call}\nfor group in opt.param_groups:\n    group['lr'] = 0.1 * r / {below}\n"
-    )
+    file.write_text(f"import torch\nopt = {call}\nfor group in opt.param_groups:\n    group['lr'] = 0.1 * r {below}\n")
     made = Site(str(file), 2, 6, 2, 6 + len(call), code=call)
     origin = Origin("optimizer", "add", "aten.add", site=made, step=8)
     remedies = propose(origin, Trace(), History((), "SGD", made_at=made), [Cause("nan_lr", "", "")])
-    assert changed_lines(remedies[0].diff).endswith(f"+    group['lr'] = 0.1 * r / {guarded}\n")
+    assert changed_lines(remedies[0].diff).endswith(f"+    group['lr'] = 0.1 * r {guarded}\n")
 
 
 def test_a_schedule_that_the_step_does_not_pass_through(tmp_path: Path) -> None:

@@ -501,6 +501,8 @@ def test_a_diff_line_is_never_wrapped_and_its_file_is_quoted() -> None:
 def test_the_size_of_a_batch_does_not_read_as_its_bad_samples() -> None:
     assert batch_line(dataclasses.replace(forward(), batch=Batch(size=16))) == "batch of 16 samples"
     assert batch_line(dataclasses.replace(forward(), batch=Batch(26, 8))) == "batch 26 with 8 samples"
+    later = dataclasses.replace(forward(), step=69, batch=Batch(9, 8), history=History(first_step=40))
+    assert batch_line(later) == "batch 9 with 8 samples, step 29 of this optimizer"
 
 
 def test_an_operator_that_raised_produced_nothing() -> None:
@@ -517,6 +519,9 @@ def test_numbers_from_outside_were_not_produced_by_what_reads_them() -> None:
     event = OpEvent(0, "from_numpy", "aten.lift_fresh.default", "forward", 0, outputs=(bad,), born=2)
     origin = Origin("input", "from_numpy", event.aten, event, site=Site("a.py", 1), produced=bad)
     assert at_expression(origin) == "the numbers that from_numpy reads contain NaN"
+    loaded = OpEvent(0, "to", "aten._to_copy.default", "forward", 0, outputs=(bad,))
+    origin = Origin("parameter", "to", loaded.aten, loaded, site=Site("a.py", 1), inputs=(bad,), produced=bad)
+    assert at_expression(origin) == "what to reads already contains NaN"
 
 
 def test_a_hook_that_gets_the_gradients_is_named() -> None:

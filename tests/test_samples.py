@@ -154,6 +154,14 @@ def test_most_of_the_batch_is_no_sample() -> None:
     assert not answer.confirmed
 
 
+@pytest.mark.parametrize("size", [16, 32, 500])
+def test_a_batch_that_is_bad_as_a_whole_is_soon_known(size: int) -> None:
+    answer = found(size, lambda batch: min(batch) < size, others=size)
+    assert (answer.bad, answer.confirmed) == (None, False)
+    assert answer.note == "no single sample is responsible: all 6 samples that were tried alone fail"
+    assert answer.replays < 48
+
+
 def test_the_search_is_bounded() -> None:
     answer = found(1000, holding(*range(0, 1000, 10)), range(0, 1000, 100))
     assert answer.replays == MOST

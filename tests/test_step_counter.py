@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from firstnan.gate.gate import Gate
 from firstnan.gate.step_counter import CHUNK, ROTATION, SMALL_MODEL, ParameterRotation, StepCounter
 
 
@@ -110,3 +111,16 @@ def test_every_element_of_a_large_model_is_checked_in_rotation() -> None:
 def test_a_thorough_check_covers_everything() -> None:
     parameters = [torch.zeros(SMALL_MODEL + 1)]
     assert ParameterRotation(thorough=True).due(parameters)[1]
+
+
+def test_an_optimizer_of_a_second_phase_tells_its_first_step() -> None:
+    gate, weight = Gate(), torch.ones(2, requires_grad=True)
+    first, second = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
+    gate.optimizer_made(first)
+    for _ in range(5):
+        gate.steps.add(first)
+    assert gate.past().first_step == 0
+    gate.optimizer_made(second)
+    for _ in range(3):
+        gate.steps.add(second)
+    assert (gate.steps.of(second), gate.past().first_step) == (8, 5)

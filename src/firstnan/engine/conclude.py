@@ -32,6 +32,7 @@ from firstnan.observe.line_watch import LineWatch
 from firstnan.observe.sites import Ownership, Spot, names_read_on, resolve
 from firstnan.records import Batch, History, NaNEvent, Noticed, OpEvent, Origin, Report, Role, Site, StepRecord, Trace
 from firstnan.records.operator_families import LINEAR, LOSSES
+from firstnan.records.words import came_with_numbers
 from firstnan.repair import propose
 from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.models import Models
@@ -235,7 +236,9 @@ class Evidence:
     def _look_into_dataset(self, verdict: Verdict, trace: Trace) -> tuple[Verdict, Trace]:
         """For bad data from a Dataset: the line in the Dataset that creates it, if it is created again."""
         origin, handout = verdict.origin, self.handouts.blamed
-        if origin is None or origin.phase != "input" or handout is None or not came_from_outside(origin):
+        if origin is None or origin.phase != "input" or handout is None:
+            return verdict, trace
+        if not came_from_outside(origin) and not _passes_on(origin, handout.batch):
             return verdict, trace
         found = find_maker(self.handouts.fetched_by(handout), handout, self.ownership)
         if found is None:
@@ -503,6 +506,14 @@ def came_from_outside(origin: Origin) -> bool:
     if event is None:
         return origin.site is None
     return not (event.born or event.on_purpose or event.uninitialized)
+
+
+def _passes_on(origin: Origin, batch: Any) -> bool:
+    """Whether numbers that came back into torch are bad in the rows in which the batch was: numpy passed them on."""
+    made, event = origin.produced, origin.event
+    if made is None or event is None or not made.shape or not came_with_numbers(origin):
+        return False
+    return bool(event.bad_rows) and event.bad_rows == bad_rows(batch, made.shape[0])
 
 
 def infinite_number(origin: Origin) -> float | None:

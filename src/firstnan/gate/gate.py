@@ -111,6 +111,8 @@ class Gate:
         """Whether a gradient scaler is used, which handles infinite gradients itself."""
         self._scaled: tuple[weakref.ref[Tensor], Any] | None = None
         self._sinking = SinkingScale()
+        self._first_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """The numbers of the first steps of optimizers that were created after others had made steps."""
         self._names: dict[int, str] = {}
         self._limits: dict[int, tuple[str, float, float]] = {}
         self.forecasts: list[Forecast] = []
@@ -128,7 +130,9 @@ class Gate:
         for table in (self._names, self._limits):
             table.pop(id(optimizer), None)
         # An optimizer created in the middle of training continues the count; those created before it alternate.
-        self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
+        first = self.steps.done.setdefault(optimizer, self.steps.current if self.steps.total else 0)
+        if first:
+            self._first_steps[optimizer] = first
 
     def backward_begins(self, roots: list[Tensor]) -> Trips:
         """Checks the loss: a non-finite one trips before anything is computed from it."""
@@ -680,8 +684,8 @@ class Gate:
         if optimizer is None:
             rate = next((s.lr for s in reversed(steps) if s.lr is not None), None)
             return OptimizerHistory(steps, "", (("lr", rate),) if rate is not None else (), *places, earlier=earlier)
-        name = optimizer_name(places[1])
-        return OptimizerHistory(steps, *describe(optimizer), *places, name=name, earlier=earlier)
+        name, first = optimizer_name(places[1]), self._first_steps.get(optimizer, 0)
+        return OptimizerHistory(steps, *describe(optimizer), *places, name=name, earlier=earlier, first_step=first)
 
     def past_of_explosion(self, ownership: Ownership) -> History:
         """The last steps, after those before the loss left its healthy band, however long ago that is."""

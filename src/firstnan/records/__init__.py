@@ -331,6 +331,8 @@ class OptimizerHistory:
     """What the program calls the optimizer: `opt_d`; empty if that is not known."""
     earlier: tuple[StepSpan, ...] = ()
     """The steps before these, oldest first; the older, the more of them in one entry."""
+    first_step: int = 0
+    """The number of its first step: not 0 if others made steps before it was created, such as in an earlier phase."""
 
 
 @dataclass(frozen=True, slots=True)

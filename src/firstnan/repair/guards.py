@@ -365,7 +365,8 @@ def _own_epsilon(at: FailingOperation, node: ast.expr) -> tuple[ast.expr, float]
         found = find_literal(at.context.files, Location(source, other))
         number = literal_value(found.node) if found is not None else None
         if number is not None and SMALLEST.get(at.context.dtype, 0.0) < number <= LARGEST_EPSILON:
-            return (one, number) if _may_be_negative(at, total) else None
+            written = found is not None and found.node is other
+            return (one, number) if _may_be_negative(at, total) and (written or _is_negative(at)) else None
     return None
 
 
@@ -383,6 +384,15 @@ def _may_be_negative(at: FailingOperation, total: ast.expr) -> bool:
                 seen = [i.stat.min for i in event.inputs if i.stat is not None and i.stat.min is not None]
                 return not seen or min(seen) < 0
     return True
+
+
+def _is_negative(at: FailingOperation) -> bool:
+    """Whether the operator has read numbers below 0, or that is unknown.
+
+    A sum that is 0 and never below holds no eps: the one that was found by its name belongs to another object."""
+    read = [i.stat.min for i in (at.context.event.inputs if at.context.event else ()) if i.stat is not None]
+    known = [low for low in read if low is not None]
+    return not known or min(known) < 0
 
 
 # --- one function per kind of operator ---------------------------------------------------------------------------

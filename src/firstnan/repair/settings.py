@@ -358,6 +358,9 @@ def _guard(source: SourceFile, node: ast.AST) -> tuple[ast.expr, str, str] | Non
     first = expr.arg(0, "x")
     if first is None or (isinstance(node, ast.Call) and expr.library not in ("numpy", "math", "torch", "")):
         return None
+    power = literal_value(given) if expr.op == "pow" and (given := expr.arg(1, "exponent")) is not None else None
+    if power is not None and power < 0 and literal_value(first) is None and isinstance(node, ast.BinOp):
+        return first, f"max({source.code(first)}, 1)", _NO_STEPS
     if expr.op in ("pow", "sqrt", "log", "log2", "log10") and literal_value(first) is None:
         floor = "0.0" if expr.op in ("pow", "sqrt") else "1e-8"
         why = "After the planned number of steps the argument becomes negative, and the result is not a real number."

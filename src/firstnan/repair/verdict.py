@@ -175,9 +175,15 @@ def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
     usual = [loss for loss in before if math.isfinite(loss)] + [
         abs(loss) for step, loss in outcome.latest if step > bad
     ]
-    if len(usual) < 3 or there <= OUT_OF_PROPORTION * max(usual):
+    # The guard may be in use in other steps too: most are below a gap that no training closes in one step.
+    low = [loss for loss in usual if loss * OUT_OF_PROPORTION < there]
+    high = [there, *(loss for loss in usual if loss * OUT_OF_PROPORTION >= there)]
+    if len(low) < max(3, len(usual) / 2) or min(high) <= OUT_OF_PROPORTION * max(low):
         return ""
-    return f"its loss is {there:.3g} there, while no other step has more than {max(usual):.3g}"
+    others = (
+        f"in {len(low)} of {len(usual)} other steps it is at most" if len(high) > 1 else "no other step has more than"
+    )
+    return f"its loss is {there:.3g} there, while {others} {max(low):.3g}"
 
 
 def _leap(outcome: TrialOutcome, report: Report) -> str:

@@ -13,6 +13,9 @@ from firstnan.repair.verdict import BEYOND, last_bad_step
 def batch_line(report: Report) -> str:
     """The batch, its bad samples, and the rank, as far as they are known."""
     parts = [_batch(report.batch)] if report.batch else []
+    first = report.history.first_step
+    if report.step is not None and 0 < first <= report.step:
+        parts.append(f"step {report.step - first} of this optimizer")
     if loops := loop_words(report):
         parts.append(loops)
     if report.world_size > 1:
@@ -122,6 +125,8 @@ def at_expression(origin: Origin) -> str:
             return f"{origin.op or 'an operator'}, called inside, produced {what}"
         case _ if came_with_numbers(origin):
             return f"the numbers that {origin.op or 'this'} reads contain {what}"
+        case "parameter" | "input" if origin.op and origin.produced and origin.inputs == (origin.produced,):
+            return f"what {origin.op} reads already contains {what}"
         case _:
             return f"{origin.op or 'this'} produced {what}"
 

@@ -401,11 +401,18 @@ def _zero_of(trace: Trace, event: OpEvent) -> str:
     return f"is a random number drawn by {op}" if op in RANDOM else ""
 
 
+_BELOW_ONE = {"float64": 36.0, "float32": 16.0, "float16": 7.0, "bfloat16": 5.0}
+"""A sigmoid of less is less than 1."""
+
+
 def _difference(trace: Trace, event: OpEvent) -> str:
     """1 - p where p has reached 1, a range, or a difference of equal numbers."""
     near = trace.feeding(event, 3)
     p = next((e for e in near if e.op in ("sigmoid", "softmax")), None) if event.op == "rsub" else None
     if p is not None:
+        read = next((i.stat for i in p.inputs if i.stat is not None and i.stat.max is not None), None)
+        if p.op == "sigmoid" and read is not None and (read.max or 0.0) < _BELOW_ONE.get(read.dtype, 0.0):
+            return f"is 1 minus a number that was rounded to 1, computed from a {p.op}{_given(p, 'arguments')}"
         return f"is 1 - p, where p is a {p.op} that reached exactly 1{_given(p, 'arguments')}"
     names = {e.op.removeprefix("a") for e in near}
     if {"max", "min"} <= names or "minmax" in names:

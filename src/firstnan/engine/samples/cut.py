@@ -45,13 +45,15 @@ class OnePerSample(list[Any]):
 class Cut:
     """A batch split into samples; the batch itself is never written to."""
 
-    def __init__(self, batch: Any, size: int) -> None:
-        self.batch, self.size = batch, size
+    def __init__(self, batch: Any, size: int, *, numbered: bool = False) -> None:
+        """`numbered`: rows may be those of the sample whose number a tensor of the batch gives them."""
+        self.batch, self.size, self.numbered = batch, size, numbered
         self._lengths = list(_lengths(batch, size))
         sizes = {length for _, t in tensors_in(batch) for length in t.shape}
         self._falling = next((n for n in self._lengths if _is_falling(n) and (n[0] in sizes or sum(n) in sizes)), None)
         """The lengths by which the batch is sorted, if it is padded to the longest, or the samples are joined."""
-        made = _Made(size, list(range(size)), self._lengths)
+        self._owners = list(_owners(batch, size)) if numbered else []
+        made = _Made(size, list(range(size)), self._lengths, self._owners)
         made.of(batch, "batch")  # CutError where it cannot be
         if not made.parts:
             raise CutError("nothing in it has samples")
@@ -66,7 +68,7 @@ class Cut:
         order = [i if one >= self.size else one for i, one in enumerate(order)]
         if self._falling is not None:
             order.sort(key=self._falling.__getitem__, reverse=True)  # packing padded sequences asks for it
-        made = _Made(self.size, order, self._lengths).of(self.batch, "batch")
+        made = _Made(self.size, order, self._lengths, self._owners).of(self.batch, "batch")
         if foreign and self.others is not None:
             for (_, t), (_, other) in zip(tensors_in(made), tensors_in(self.others.batch), strict=True):
                 along = _dimension(t, self.size)
@@ -130,6 +132,33 @@ class Cut:
         return tuple(_shown(sample, name, rows) for sample in bad[:_MOST_SHOWN] for name, rows in members)
 
 
+class Collated(Cut):
+    """A batch in which samples are joined, as graphs are: the loader's function puts it together again from others.
+
+    A sample is known by its place among those that the sampler chose."""
+
+    def __init__(self, elements: list[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.elements, self.collate = elements, collate
+        self.size = len(elements)
+
+    def replaced(self, by: dict[int, int]) -> Any:
+        return self.collate([copy_batch(self.elements[by.get(i, i)]) for i in range(self.size)])
+
+    def join(self, batch: Any) -> int:
+        return 0
+
+    def members(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def makes(self, batch: Any) -> bool:
+        """Whether it is this batch, to the bit."""
+        both = zip(tensors_in(batch), tensors_in(self.replaced({})), strict=True)
+        return all(
+            a.shape == b.shape and a.dtype is b.dtype and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
+            for (_, a), (_, b) in both
+        )
+
+
 _RED = (220, 38, 38)
 
 
@@ -165,6 +194,11 @@ def _preview(t: Tensor, rows: Tensor) -> Preview | None:
     return Preview(
         len(along), len(down), pixels.shape[-1], base64.b64encode(bytes(pixels.flatten().tolist())).decode("ascii")
     )
+
+
+def cut_by_numbers(batch: Any, indices: Any) -> Cut:
+    """The batch split into samples by the numbers that its rows have; CutError if there are none."""
+    return Cut(batch, len(indices) if isinstance(indices, list | tuple) else _size(batch), numbered=True)
 
 
 def cut(batch: Any, indices: Any = None) -> Cut:
@@ -224,8 +258,8 @@ def _is_falling(numbers: list[int]) -> bool:
 class _Made:
     """Builds a copy of the batch with its samples in another order; `lengths` are those of joined samples."""
 
-    def __init__(self, size: int, order: list[int], lengths: list[list[int]]) -> None:
-        self.size, self.order, self.lengths = size, order, lengths
+    def __init__(self, size: int, order: list[int], lengths: list[list[int]], owners: list[Tensor]) -> None:
+        self.size, self.order, self.lengths, self.owners = size, order, lengths, owners
         self.parts = 0
         """The number of members that have samples."""
 
@@ -284,11 +318,38 @@ class _Made:
             self.parts += 1
             parts = t.detach().split(lengths)
             return torch.cat([parts[i] for i in self.order]).requires_grad_(t.requires_grad)
+        owner = next((o for o in self.owners if len(o) == len(t)), None) if along is None else None
+        if owner is not None:
+            self.parts += 1
+            return self._rows(t.detach(), owner).requires_grad_(t.requires_grad)
         if along is None:
             raise CutError(f"{name} is {list(t.shape)}, which does not fit {self.size} samples")
         self.parts += 1
         index = torch.tensor(self.order, device=t.device)
         return t.detach().index_select(along, index).requires_grad_(t.requires_grad)
+
+    def _rows(self, t: Tensor, owner: Tensor) -> Tensor:
+        """The rows of the samples in their new order, with the numbers that say whose they are."""
+        rows = [(owner == i).nonzero().flatten() for i in self.order]
+        made = t.index_select(0, torch.cat(rows))
+        numbers = torch.cat([torch.full_like(r, i) for i, r in enumerate(rows)]).to(t.dtype)
+        if t.dim() == 1 and torch.equal(t.to(owner), owner):
+            return numbers
+        if t.dim() == 2 and torch.equal(t[:, 0].to(owner), owner):
+            made[:, 0] = numbers
+        return made
+
+
+def _owners(batch: Any, size: int) -> Iterator[Tensor]:
+    """Whose each row is, if a tensor of the batch says so: boxes have the number of their image in the first column."""
+    for _, t in tensors_in(batch):
+        if t.dim() not in (1, 2) or not t.numel() or t.is_complex() or _dimension(t, size) is not None:
+            continue
+        told = t.detach() if t.dim() == 1 else t.detach()[:, 0]
+        numbers = told.nan_to_num(-1.0).long()
+        is_rising = torch.equal(numbers.to(told), told) and bool((numbers.diff() >= 0).all())
+        if is_rising and numbers[0] >= 0 and size // 2 <= numbers[-1] < size and len(numbers.unique()) > 1:
+            yield numbers
 
 
 def _is_single(value: Any) -> bool:
@@ -378,6 +439,8 @@ class Maker:
         chosen = _numbered(chosen)
         if not bad or chosen is None:
             return None
+        if isinstance(pieces, Collated):
+            return tuple(chosen[i] for i in bad)
         if self._keeps_order(pieces.size, chosen):
             return tuple(chosen[i] for i in bad)
         if len(chosen) > _MOST_SAMPLES or not hasattr(self.dataset, "__getitem__"):
@@ -388,6 +451,29 @@ class Maker:
             if found is not None or monotonic() - began > _SECONDS / 2:
                 return found
             return self._put_together_again(bad, pieces, list(chosen))
+        except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
+            return None
+        finally:
+            state.restore()
+
+    def collated(self, batch: Any, chosen: Any) -> Collated | None:
+        """The samples of a batch that cannot be cut, if the same ones come when they are fetched again."""
+        numbers = _numbered(chosen)
+        if (
+            not numbers
+            or len(numbers) > _MOST_SAMPLES
+            or self.collate is None
+            or isinstance(self.dataset, IterableDataset)
+        ):
+            return None
+        state, end, elements = RandomState.now(), monotonic() + _SECONDS, list[Any]()
+        try:
+            for i in numbers:
+                elements.append(self.dataset[i])
+                if monotonic() > end:
+                    return None
+            made = Collated(elements, self.collate)
+            return made if made.makes(batch) else None
         except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
             return None
         finally:
@@ -455,13 +541,14 @@ class Maker:
         if self.collate is None or len(chosen) != pieces.size or len(set(chosen)) != len(chosen):
             return None
         elements = [self.dataset[i] for i in chosen]
-        again = Cut(self.collate(elements), pieces.size)
+        again = Cut(self.collate(elements), pieces.size, numbered=pieces.numbered)
         both = list(zip(tensors_in(pieces.batch), tensors_in(again.batch), strict=True))
         if not all(a.shape == b.shape and a.dtype is b.dtype for (_, a), (_, b) in both):
             return None
         order = range(pieces.size)
         at = _positions(elements, again)
-        if at == list(order) and _positions(elements[::-1], Cut(self.collate(elements[::-1]), pieces.size)) == at:
+        turned = Cut(self.collate(elements[::-1]), pieces.size, numbered=pieces.numbered)
+        if at == list(order) and _positions(elements[::-1], turned) == at:
             return tuple(chosen[i] for i in bad)
         whole = [_whole_numbers(made) for made in (pieces, again)]
         marked = all(whole[0][i] and whole[0].count(whole[0][i]) == 1 and whole[0][i] == whole[1][i] for i in bad)

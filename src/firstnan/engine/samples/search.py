@@ -13,7 +13,7 @@ from typing import Any
 from firstnan.engine.conclude import is_numeric, not_repeated, without_guesses
 from firstnan.engine.handouts import Handouts, ReplayError
 from firstnan.engine.ranks import world
-from firstnan.engine.samples.cut import Cut, Maker, cut
+from firstnan.engine.samples.cut import Cut, Maker, cut, cut_by_numbers
 from firstnan.records import Batch, Report
 from firstnan.tensors.state import Handout, copy_batch
 
@@ -66,10 +66,15 @@ class SampleSearch:
     def _begun(self, handout: Handout, maker: Maker) -> _Subject:
         if handout.pristine is None:
             handout.pristine = copy_batch(handout.batch)
+        pieces: Cut | None
         try:
             pieces = cut(handout.pristine, handout.indices)
         except Exception as error:  # CutError, or whatever a container says that is made of other parts
-            return _Subject(handout, maker, None, f"the batch cannot be split into samples: {error}", search(1))
+            pieces = maker.collated(handout.pristine, handout.indices)
+            try:
+                pieces = pieces or cut_by_numbers(handout.pristine, handout.indices)
+            except Exception:
+                return _Subject(handout, maker, None, f"the batch cannot be split into samples: {error}", search(1))
         suspects = [i for i in self._suspects if i < pieces.size]
         others = pieces.join(self._previous) if self._previous is not None else 0
         return _Subject(handout, maker, pieces, "", search(pieces.size, suspects, others))
@@ -176,6 +181,9 @@ class SampleSearch:
         return self._found_in.maker.in_dataset(bad, pieces, self._found_in.handout.indices)
 
 
+PROBES = 4
+"""After two bad samples, as many of the others are tried alone."""
+
 MOST = 64
 """The most replays, however many bad samples there are."""
 
@@ -193,6 +201,7 @@ WITHOUT_THESE = "the step is finite without these samples; which of them are res
 AMONG_MANY = "the step is finite with a large part of the batch replaced; which samples are responsible is unknown"
 ONLY_WITH_OTHERS = "the step is finite without these samples, but they fail only together with others of the batch"
 NOT_ALONE = "no single sample is responsible: no part of the batch fails alone"
+ALL_TRIED = "no single sample is responsible: all {} samples that were tried alone fail"
 REPLACEMENTS = "no single sample is responsible: it depends on what the samples of this batch are replaced with"
 ENDED = "the search for bad samples ended early: "
 
@@ -340,12 +349,24 @@ def _halves(ask: _Counted, stand_in: int) -> Search:
         ask.known = tuple(found)
         if (yield from ask.finite(found, stand_in)):
             break
+        if len(found) == 2 and (yield from _all_fail(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)):
+            return SearchResult(None, note=ALL_TRIED.format(len(found) + PROBES))
     # If most of them are bad, what they have in common is to blame.
     if len(found) > max(1, len(ask.everyone) // 2):
         return SearchResult(
             None, note=f"no single sample is responsible: {len(found)} of {len(ask.everyone)} samples fail alone"
         )
     return SearchResult(tuple(found), confirmed=True)
+
+
+def _all_fail(ask: _Counted, rest: list[int], stand_in: int) -> Generator[Replaced, bool, bool]:
+    """Whether each of a few samples fails alone: to find all, where most are bad, would take too many replays."""
+    if len(rest) <= PROBES:
+        return False
+    for i in range(PROBES):
+        if not (yield from ask.fails_alone([rest[len(rest) * i // PROBES]], stand_in)):
+            return False
+    return True
 
 
 def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Replaced, bool, int | None]:
