@@ -752,15 +752,28 @@ for nodes, owner, y in DataLoader(Data(), 12, collate_fn=joined):
 """
 
 
-@pytest.mark.parametrize(
-    ("nodes", "bad"),
-    [("nodes.log()", [5]), ("(nodes + 0 * model[0].bias[0]).sqrt()", None)],
-    ids=["forward", "backward"],
-)
-def test_the_nodes_of_graphs_are_no_samples(firstnan: Zygote, tmp_path: Path, nodes: str, bad: list[int]) -> None:
+@pytest.mark.parametrize("nodes", ["nodes.log()", "(nodes + 0 * model[0].bias[0]).sqrt()"], ids=["forward", "backward"])
+def test_graphs_in_one_batch_are_put_together_again(firstnan: Zygote, tmp_path: Path, nodes: str) -> None:
+    """The nodes of graphs are no samples; with another graph in its place the step is finite."""
     batch = firstnan(["run", program(tmp_path, GRAPHS.replace("NODES", nodes))], cwd=tmp_path).found["batch"]
-    assert (batch["size"], batch["bad_samples"], batch["confirmed"]) == (12, bad, False)
-    assert "cannot be split into samples" in batch["note"]
+    assert (batch["size"], batch["bad_samples"], batch["confirmed"]) == (12, [5], True)
+    assert batch["dataset_indices"] == [12 * batch["index"] + 5]
+
+
+def test_a_batch_is_put_together_only_from_the_same_elements() -> None:
+    def packed(items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(items)
+
+    lengths = [torch.rand(n, 3) for n in (2, 4, 1)]
+    batch = packed(lengths)
+    again = Maker(lengths, packed).collated(batch, [0, 1, 2])
+    assert again is not None
+    assert torch.equal(again.replaced({1: 2}), packed([lengths[0], lengths[2], lengths[2]]))
+    assert list(again.members()) == []  # three columns are not three samples
+    random = [(lambda n=n: torch.rand(n, 3)) for n in (2, 4, 1)]
+    assert Maker(random, lambda items: packed([item() for item in items])).collated(batch, [0, 1, 2]) is None
+    assert Maker(lengths, packed).collated(batch, [0, 1, 7]) is None
+    assert Maker(lengths, packed).collated(batch, None) is None
 
 
 BY_HAND = """

@@ -130,6 +130,38 @@ class Cut:
         return tuple(_shown(sample, name, rows) for sample in bad[:_MOST_SHOWN] for name, rows in members)
 
 
+class Collated(Cut):
+    """A batch that only its collate function can put together again, such as graphs packed into one."""
+
+    def __init__(self, batch: Any, elements: list[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.batch, self.size = batch, len(elements)
+        self._elements, self._collate = elements, collate
+        self._lengths, self._falling, self.others, self.parts = [], None, None, 1
+
+    def replaced(self, by: dict[int, int]) -> Any:
+        return self._collate([copy_batch(self._elements[by.get(i, i)]) for i in range(self.size)])
+
+    def join(self, batch: Any) -> int:
+        return 0
+
+    def members(self) -> Iterator[tuple[str, Tensor]]:
+        # Columns are not samples, even if there are as many of them.
+        rows = {name for name, t in tensors_in(self.batch, "batch") if t.shape[:1] == (self.size,)}
+        return ((name, t) for name, t in super().members() if name in rows)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the elements make the same batch again: they may be random, or used up."""
+        both = list(itertools.zip_longest(tensors_in(self.batch), tensors_in(self.replaced({}))))
+        return bool(both) and all(a and b and _are_equal(a[1], b[1]) for a, b in both)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype is not b.dtype or a.layout is not b.layout:
+        return False
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)
+
+
 _RED = (220, 38, 38)
 
 
@@ -378,7 +410,7 @@ class Maker:
         chosen = _numbered(chosen)
         if not bad or chosen is None:
             return None
-        if self._keeps_order(pieces.size, chosen):
+        if isinstance(pieces, Collated) or self._keeps_order(pieces.size, chosen):
             return tuple(chosen[i] for i in bad)
         if len(chosen) > _MOST_SAMPLES or not hasattr(self.dataset, "__getitem__"):
             return None
@@ -388,6 +420,21 @@ class Maker:
             if found is not None or monotonic() - began > _SECONDS / 2:
                 return found
             return self._put_together_again(bad, pieces, list(chosen))
+        except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
+            return None
+        finally:
+            state.restore()
+
+    def collated(self, batch: Any, chosen: Any) -> Collated | None:
+        """The batch as the elements that were chosen for it, if they are fetched again and make the same batch."""
+        numbers = _numbered(chosen) or []
+        if not 1 < len(numbers) <= _MOST_SAMPLES or self.collate is None or not hasattr(self.dataset, "__getitem__"):
+            return None
+        state, end = RandomState.now(), monotonic() + _SECONDS
+        try:
+            elements = list(itertools.takewhile(lambda _: monotonic() < end, (self.dataset[i] for i in numbers)))
+            pieces = Collated(batch, elements, self.collate)
+            return pieces if len(elements) == len(numbers) and pieces.is_same else None
         except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
             return None
         finally:

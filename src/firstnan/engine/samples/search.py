@@ -69,6 +69,9 @@ class SampleSearch:
         try:
             pieces = cut(handout.pristine, handout.indices)
         except Exception as error:  # CutError, or whatever a container says that is made of other parts
+            collated = maker.collated(handout.pristine, handout.indices)
+            if collated is not None:
+                return _Subject(handout, maker, collated, "", search(collated.size))
             return _Subject(handout, maker, None, f"the batch cannot be split into samples: {error}", search(1))
         suspects = [i for i in self._suspects if i < pieces.size]
         others = pieces.join(self._previous) if self._previous is not None else 0
