@@ -198,7 +198,9 @@ class Evidence:
             return self.step
         # What the program writes into its weights after an update still belongs to that update's step.
         afterwards = event.region == "between" and origin.phase == "parameter" and not event.uninitialized
-        by_hand = event.region == "update" and origin.phase in ("parameter", "optimizer")
+        # Weights that are lost when the gradients of a step are computed: what led to it was before that step.
+        lost = self.noticed.what == "parameter" and origin.step == under_way
+        by_hand = event.region == "update" and (origin.phase in ("parameter", "optimizer") or lost)
         if origin.step == under_way and not (afterwards or by_hand) and self.gate.optimizers > 1:
             return self.step
         return max(origin.step - (afterwards or by_hand), 0)
