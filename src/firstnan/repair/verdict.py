@@ -172,12 +172,12 @@ def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
     bad = last_bad_step(report)
     there = max((abs(loss) for step, loss in outcome.losses if step == bad), default=0.0)
     before = [abs(r.loss) for r in report.history.steps if r.loss is not None and r.step < bad]
-    usual = [loss for loss in before if math.isfinite(loss)] + [
-        abs(loss) for step, loss in outcome.latest if step > bad
-    ]
-    if len(usual) < 3 or there <= OUT_OF_PROPORTION * max(usual):
+    before = [loss for loss in before if math.isfinite(loss)]
+    # The same sample comes again in the next epoch: its loss there is no measure.
+    usual = [*before, *(abs(loss) for step, loss in outcome.latest if step > bad)]
+    if len(usual) < 3 or there <= OUT_OF_PROPORTION * max([*before, statistics.median(usual)]):
         return ""
-    return f"its loss is {there:.3g} there, while no other step has more than {max(usual):.3g}"
+    return f"its loss is {there:.3g} there, in other steps about {statistics.median(usual):.3g}"
 
 
 def _leap(outcome: TrialOutcome, report: Report) -> str:
