@@ -392,6 +392,12 @@ def _zero_of(trace: Trace, event: OpEvent) -> str:
         return f"is the {'standard deviation' if op.startswith('std') else 'variance'} of equal numbers"
     if op in COUNTED:
         return _sum(trace, event)
+    if op == "sqrt":
+        before, _ = producer_of(trace, event, "self")
+        told = _zero_of(trace, before) if before is not None else ""
+        return f"is the square root of a 0 that {told}" if told else ""
+    if op == "add" and _adds_nothing(event):
+        return "includes an added number that float16 rounds to 0"
     if op == "add" and producers & COUNTED:
         return "is a sum whose terms cancel or are all 0"
     if op == "mse_loss":
@@ -399,6 +405,13 @@ def _zero_of(trace: Trace, event: OpEvent) -> str:
     if op in EXTREMES:
         return f"is the result of {op}"
     return f"is a random number drawn by {op}" if op in RANDOM else ""
+
+
+def _adds_nothing(event: OpEvent) -> bool:
+    """Whether a number was added to what is 0 or above, and the sum in float16 is 0 all the same."""
+    read = event.inputs[0].stat if len(event.inputs) == 1 else None
+    narrow = bool(event.outputs) and event.outputs[0].dtype == "float16"
+    return narrow and read is not None and read.min is not None and read.min >= 0
 
 
 def _difference(trace: Trace, event: OpEvent) -> str:
