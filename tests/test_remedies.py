@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,35 @@ def test_a_division_by_a_number_needs_no_guard(tmp_path: Path) -> None:
     changes = [changed_lines(r.diff) for r in propose(origin, Trace(), History(), [Cause("nan_input", "", "")])]
     assert "+depth = np.sqrt(np.maximum(pixels, 1e-12)) / 1000\n" in changes[0]
     assert not any("maximum(1000" in change for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("infinite", "first"),
+    [
+        (2, "np.where(old == 0, 0.0, (new - old) / np.where(old == 0, 1.0, old))"),
+        (0, "(new - old) / np.maximum(old, 1e-8)"),
+    ],
+)
+def test_data_that_would_be_far_from_all_others(tmp_path: Path, infinite: int, first: str) -> None:
+    """A quotient with 1e-8 is finite, but a feature of a billion is no better."""
+    (tmp_path / "train.py").write_text("import numpy as np\ngrowth = (new - old) / old\n")
+    site = Site(str(tmp_path / "train.py"), 2, 0, 2, 26)
+    bad = TensorStat("growth", (9,), "float32", nan=3, posinf=infinite)
+    origin = Origin("input", "", "", site=site, produced=bad)
+    changes = [changed_lines(r.diff) for r in propose(origin, Trace(), History(), [Cause("nan_input", "", "")])]
+    assert changes[0] == f"-growth = (new - old) / old\n+growth = {first}\n"
+
+
+def test_the_logarithm_of_a_count_in_the_data(tmp_path: Path) -> None:
+    """log(1e-12) would be far from the logarithms of all other counts."""
+    text = "import torch\nw, stamps = torch.ones(1, requires_grad=True), torch.tensor([3, 5, 5])\n# step\n"
+    text += "loss = (w * torch.log((stamps[1:] - stamps[:-1]).float())).sum()\nloss.backward()\n"
+    outcome, causes, _ = proposed(text, tmp_path)
+    event = outcome.origin.event
+    assert event is not None
+    data = replace(outcome.origin, event=replace(event, region="data"))
+    (first, *_) = propose(data, outcome.trace, History(), causes)
+    assert "(stamps[1:] - stamps[:-1]).float().clamp_min(1)" in first.diff
 
 
 # --- whole programs ---------------------------------------------------------------------------------------------
