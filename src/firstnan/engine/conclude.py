@@ -117,7 +117,8 @@ class Evidence:
             notes.append(f"not every operator could be recorded ({tracer.trouble})")
         batch, step = None, self._step_of(origin, tracer.step if how == AS_IT_RAN else None)
         try:
-            batch = self.batch(origin, trace, tracer.modules.batch_size)
+            made = origin.produced if origin is not None else None
+            batch = self.batch(origin, trace, tracer.modules.size_with(made.shape[0] if made and made.shape else None))
             # That is the batch of the step that noticed it; a scaler's first skipped step is not the one at hand.
             if step != self.step and self.handouts.latest is not None and self.gate.skipping_since is None:
                 batch = self.handouts.batch_after(step) if self.gate.optimizers == 1 else None
