@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from firstnan.diagnose.rules import explain
-from firstnan.records import Cause, History, Origin, Remedy, Site, TensorStat, Trace
+from firstnan.records import Cause, History, Origin, Remedy, Site, StepRecord, TensorStat, Trace
 from firstnan.repair import propose
 from firstnan.repair.patch import edited
 from test_blame_snippets import GUILTY

@@ -485,6 +485,7 @@ def describe(stat: TensorStat, name: str = "") -> str:
 # --- growth: did the loss, the gradients or the weights grow over the steps before? ------------------------------
 
 WINDOW = 40
+FEWEST_LOSSES = 6
 FAR = 50.0
 """An update that moves weights so far makes them larger than any initialiser does."""
 RATE_ROSE = 10.0
@@ -556,6 +557,13 @@ def growth(history: OptimizerHistory, *, gradients: bool = True, failing: int | 
         if rise is not None and not (rise.last_step == failing and _flat([v for _, v in points[-WINDOW:-1]])):
             found.append(rise)
     return max(found, key=lambda g: g.factor, default=None)
+
+
+def falls_without_bound(history: OptimizerHistory) -> bool:
+    """Whether the last losses are negative and fall from step to step: the optimizer does what it is asked to do."""
+    losses = [s.loss for s in history.steps if s.loss is not None and math.isfinite(s.loss)][-WINDOW // 2 :]
+    falls = sum(b < a for a, b in itertools.pairwise(losses))
+    return len(losses) >= FEWEST_LOSSES and max(losses) < 0 and falls >= 0.8 * (len(losses) - 1)
 
 
 def is_adaptive(history: OptimizerHistory) -> bool:
