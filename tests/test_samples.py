@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import random
 from collections import namedtuple
@@ -28,6 +29,8 @@ from firstnan.engine.samples.search import (
     SearchResult,
     search,
 )
+from firstnan.engine.samples.variables import Variables
+from firstnan.engine.turn import Turn
 from firstnan.records import Batch, Report
 from firstnan.tensors.state import sample_count
 from zygote import Zygote
@@ -842,3 +845,15 @@ def test_a_program_that_sorts_its_batches(firstnan: Zygote, tmp_path: Path) -> N
     batch = firstnan(["run", program(tmp_path, SORTED)], cwd=tmp_path).found["batch"]
     assert batch["dataset_indices"] == [41]
     assert "with samples replaced, the program raised RuntimeError: the batch must be sorted" in batch["note"]
+
+
+def test_lists_of_numbers_and_texts_hold_samples_too() -> None:
+    """`len(baskets)` in the head of a loop reads no basket."""
+    loop = ast.parse("for b in range(0, len(baskets), 2):\n    step(baskets[b : b + 2], rates[b].shape)\n").body[0]
+    assert isinstance(loop, ast.For)
+    names = {"b": 2, "baskets": [[1, 2], [3], [4, 4], [5]], "rates": [0.1, 0.2], "step": print}
+    turn = Turn("train.py", loop, 2, compile("", "train.py", "exec"), names)
+    assert turn.selected().keys() == {"baskets", "rates"}
+    variables = Variables(turn, 0, None, lambda t: True)
+    assert variables.plain_lists() == {"baskets": [[4, 4], [5]]}
+    assert not variables.lists()

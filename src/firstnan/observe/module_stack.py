@@ -61,7 +61,9 @@ class ModuleStack:
                 self._training()
                 # A loss without weights is often given the positions of all samples as rows.
                 if self.batch_size is None or next(module.parameters(), None) is not None:
-                    self.batch_size = next((n for a in args if (n := _samples_in(a)) is not None), self.batch_size)
+                    self.batch_size = next(
+                        (n for a in args if (n := _samples_in(a, module)) is not None), self.batch_size
+                    )
                     self._sizes |= {self.batch_size} if self.batch_size is not None else set()
         else:
             path, outermost = self._path(stack[0][0], stack[-1][1], module), stack[0][3]
@@ -87,11 +89,14 @@ class ModuleStack:
         return min(below or paths, key=len)
 
 
-def _samples_in(given: Any) -> int | None:
+def _samples_in(given: Any, model: Module) -> int | None:
     """The rows of a tensor; inside `vmap` those that it maps over, which the tensor there does not show."""
     if not isinstance(given, Tensor):
         return None
     size, at, functorch = given.size(0) if given.dim() else None, given, torch._C._functorch
+    if given.dim() == 1 and given.is_floating_point():
+        first = next((layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)), None)
+        size = None if first is not None and first.in_features == size else size  # the features of one sample
     while functorch.is_functorch_wrapped_tensor(at):
         inner = functorch.get_unwrapped(at)
         if functorch.is_batchedtensor(at):
