@@ -448,6 +448,23 @@ def test_the_logarithm_of_a_count_in_the_data(tmp_path: Path) -> None:
     assert "(stamps[1:] - stamps[:-1]).float().clamp_min(1)" in first.diff
 
 
+@pytest.mark.parametrize(("sign", "endless"), [(-1, True), (1, False)])
+def test_a_loss_that_falls_without_bound(tmp_path: Path, sign: int, endless: bool) -> None:
+    """A smaller learning rate only delays its end; a term may have the wrong sign."""
+    text = "import torch\nw = torch.tensor([1e30], requires_grad=True)\n# step\n"
+    text += "penalty = (w * w).sum()\nloss = w.sum() - 3 * penalty\nloss.backward()\n"
+    (tmp_path / "train.py").write_text(text)
+    outcome = run_snippet(text, str(tmp_path / "train.py"))
+    history = History(steps=tuple(StepRecord(i, sign * 10.0**i, 10.0**i, 0.1) for i in range(3, 30)))
+    causes = explain(outcome.origin, outcome.trace, history)
+    assert causes[0].slug == "divergence_lr"
+    assert (causes[0].title == "The loss falls without bound") == endless
+    assert ("The loss fell from -1000 in step 3 to -1e+29 in step 29" in causes[0].why) == endless
+    changes = [changed_lines(r.diff) for r in propose(outcome.origin, outcome.trace, history, causes)]
+    added = "-loss = w.sum() - 3 * penalty\n+loss = w.sum() + 3 * penalty\n"
+    assert changes == [added] if endless else added not in changes
+
+
 # --- whole programs ---------------------------------------------------------------------------------------------
 
 HELPERS = """\

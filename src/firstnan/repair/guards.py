@@ -59,6 +59,11 @@ class GuardWriter:
             return replace_node(self.source, node, f"max({self.source.code(node)}, {low})")
         return self._clamped(node, "maximum", "clamp_min", low)
 
+    def plus(self, node: ast.expr, number: str) -> Edit:
+        method = isinstance(parent := self.source.parent(node), ast.Attribute) and parent.value is node
+        text = f"{self.source.code(node)} + {number}"
+        return replace_node(self.source, node, f"({text})" if method else text)
+
     def ceiling(self, node: ast.expr, high: str) -> Edit:
         return self._clamped(node, "minimum", "clamp_max", high)
 
@@ -287,7 +292,11 @@ def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
     """The same guard at every operation of this kind in the function: the others may fail in the same way."""
     guards = alike(found, found.expr.op)
     if 1 < len(guards) <= MOST_ALIKE:
-        title = f"The same for all {len(guards)} uses of `{found.expr.op}` in this function"
+        own = next(
+            (g for g in guards if found.location.code(g.node) in map(found.location.code, found.expr.args)), None
+        )
+        title = f"all {len(guards)} uses of `{found.expr.op}` in this function"
+        title = f"{own.title}, and the same for {title}" if own is not None else f"The same for {title}"
         yield found.context.remedy(title, guards[0].why, *(guard.edit for guard in guards))
 
 
@@ -342,6 +351,12 @@ def _floors(
     """Lower bounds, the first one first; for `x + eps` one of x at 0, and none below eps after it.
 
     The whole sum at 1e-12 or above would undo the eps: its inverse root would be a million."""
+    read = at.stat(operand or "self")
+    if read is not None and read.dtype.startswith("complex"):  # which have no order
+        low = max(bounds, key=float)
+        why = f"Numbers that are large compared with {low} change by no more than that."
+        yield at.guard(f"Add {low} to IT", why, node, lambda writer, x: writer.plus(x, low), operand)
+        return
     yield from _larger_epsilon(at, node, bounds[0])
     own = _own_epsilon(at, node)
     if own is not None:
@@ -474,7 +489,7 @@ def _root(at: FailingOperation) -> Iterator[Guard]:
         f"Add {tiny} to IT",
         "The root and its gradient 1/(2*sqrt(x)) are finite at an input of 0.",
         node,
-        lambda writer, x: replace_node(writer.source, x, f"{writer.source.code(x)} + {tiny}"),
+        lambda writer, x: writer.plus(x, tiny),
     )
 
 
