@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import distributions as D  # noqa: N812 - short, as in the snippets of this list
@@ -362,3 +364,26 @@ def test_family(slug: str, make: Make) -> None:
     torch.manual_seed(0)
     causes = causes_of(make)
     assert causes[0].slug == slug, [(c.slug, c.confidence) for c in causes]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_product_with_a_sparse_matrix_is_what_discards() -> None:
+    def loss(t: Callable[..., torch.Tensor]) -> torch.Tensor:
+        scale = torch.tensor([0.0, 4.0]) ** -0.5
+        row = torch.eye(2)[1:].to_sparse()
+        return torch.sparse.mm(row, (scale * t(1.0, 2.0))[:, None]) * scale[[1]]
+
+    (cause, *_) = causes_of(loss)
+    assert cause.slug == "where_grad_trap"
+    assert "`index`" not in cause.why
+    assert "mm` in line" in cause.why
+
+
+def test_an_eps_that_is_lost_in_half_precision() -> None:
+    def loss(t: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x = t(0.0, 0.0, dtype=HALF)
+        return x / torch.sqrt(x.square().mean() + 1e-12)
+
+    (cause, *_) = causes_of(loss)
+    assert cause.slug == "zero_over_zero"
+    assert "The 0 is the square root of a 0 that includes an added number that float16 rounds to 0." in cause.why

@@ -136,6 +136,11 @@ def test_complex_elements_are_counted_once(dtype: torch.dtype, conjugate: bool) 
     assert is_finite(t[0, :1])
 
 
+def test_a_complex_number_is_zero_if_both_parts_are() -> None:
+    s = stat("t", torch.tensor([0j, -1 + 0j, -2j, complex(0, INF)]))
+    assert (s.zeros, s.negative, s.posinf) == (1, 0, 1)
+
+
 def test_sparse_coo() -> None:
     t = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], [3.0, NAN, -INF], (2, 3))
     s = stat("t", t)

@@ -261,3 +261,24 @@ def test_a_loss_module_does_not_tell_how_many_samples_there_are() -> None:
     finally:
         stack.detach()
     assert stack.batch_size == 4
+
+
+def test_a_step_may_call_its_model_with_several_numbers_of_samples() -> None:
+    stack, model = ModuleStack(), nn.Linear(3, 5)
+    stack.attach()
+    try:
+        for rows in (81, 32):
+            model(torch.randn(rows, 3))
+    finally:
+        stack.detach()
+    assert [stack.size_with(rows) for rows in (81, 32, 7, None)] == [81, 32, 32, 32]
+
+
+def test_the_features_of_one_sample_are_not_samples() -> None:
+    stack, model = ModuleStack(), nn.Linear(3, 5)
+    stack.attach()
+    try:
+        model(torch.randn(3))
+    finally:
+        stack.detach()
+    assert stack.batch_size is None

@@ -601,7 +601,7 @@ def test_the_line_that_changes_a_rate_by_hand(tmp_path: Path, update: str, fixed
 TRANSFORMED = """
 import torch
 from torch import nn
-from torch.func import functional_call, grad_and_value, jacrev, vjp, vmap
+from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -636,6 +636,7 @@ for step in range(12):
             "1.0 / y.abs().min()",
             "OUTSIDE",
         ),
+        ("grads = grad(loss_of)(params, x, y); weight = 1.0 / y.abs().min()", "2.0", "0.0", "GRADIENTS"),
     ],
 )
 def test_training_by_transforms_alone(

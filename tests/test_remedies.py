@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from firstnan.diagnose.rules import explain
-from firstnan.records import Cause, History, Origin, Remedy, Site, TensorStat, Trace
+from firstnan.records import Cause, History, Origin, Remedy, Site, StepRecord, TensorStat, Trace
 from firstnan.repair import propose
 from firstnan.repair.patch import edited
 from test_blame_snippets import GUILTY
@@ -448,6 +449,52 @@ def test_a_division_by_a_number_needs_no_guard(tmp_path: Path) -> None:
     changes = [changed_lines(r.diff) for r in propose(origin, Trace(), History(), [Cause("nan_input", "", "")])]
     assert "+depth = np.sqrt(np.maximum(pixels, 1e-12)) / 1000\n" in changes[0]
     assert not any("maximum(1000" in change for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("infinite", "first"),
+    [
+        (2, "np.where(old == 0, 0.0, (new - old) / np.where(old == 0, 1.0, old))"),
+        (0, "(new - old) / np.maximum(old, 1e-8)"),
+    ],
+)
+def test_data_that_would_be_far_from_all_others(tmp_path: Path, infinite: int, first: str) -> None:
+    """A quotient with 1e-8 is finite, but a feature of a billion is no better."""
+    (tmp_path / "train.py").write_text("import numpy as np\ngrowth = (new - old) / old\n")
+    site = Site(str(tmp_path / "train.py"), 2, 0, 2, 26)
+    bad = TensorStat("growth", (9,), "float32", nan=3, posinf=infinite)
+    origin = Origin("input", "", "", site=site, produced=bad)
+    changes = [changed_lines(r.diff) for r in propose(origin, Trace(), History(), [Cause("nan_input", "", "")])]
+    assert changes[0] == f"-growth = (new - old) / old\n+growth = {first}\n"
+
+
+def test_the_logarithm_of_a_count_in_the_data(tmp_path: Path) -> None:
+    """log(1e-12) would be far from the logarithms of all other counts."""
+    text = "import torch\nw, stamps = torch.ones(1, requires_grad=True), torch.tensor([3, 5, 5])\n# step\n"
+    text += "loss = (w * torch.log((stamps[1:] - stamps[:-1]).float())).sum()\nloss.backward()\n"
+    outcome, causes, _ = proposed(text, tmp_path)
+    event = outcome.origin.event
+    assert event is not None
+    data = replace(outcome.origin, event=replace(event, region="data"))
+    (first, *_) = propose(data, outcome.trace, History(), causes)
+    assert "(stamps[1:] - stamps[:-1]).float().clamp_min(1)" in first.diff
+
+
+@pytest.mark.parametrize(("sign", "endless"), [(-1, True), (1, False)])
+def test_a_loss_that_falls_without_bound(tmp_path: Path, sign: int, endless: bool) -> None:
+    """A smaller learning rate only delays its end; a term may have the wrong sign."""
+    text = "import torch\nw = torch.tensor([1e30], requires_grad=True)\n# step\n"
+    text += "penalty = (w * w).sum()\nloss = w.sum() - 3 * penalty\nloss.backward()\n"
+    (tmp_path / "train.py").write_text(text)
+    outcome = run_snippet(text, str(tmp_path / "train.py"))
+    history = History(steps=tuple(StepRecord(i, sign * 10.0**i, 10.0**i, 0.1) for i in range(3, 30)))
+    causes = explain(outcome.origin, outcome.trace, history)
+    assert causes[0].slug == "divergence_lr"
+    assert (causes[0].title == "The loss falls without bound") == endless
+    assert ("The loss fell from -1000 in step 3 to -1e+29 in step 29" in causes[0].why) == endless
+    changes = [changed_lines(r.diff) for r in propose(outcome.origin, outcome.trace, history, causes)]
+    added = "-loss = w.sum() - 3 * penalty\n+loss = w.sum() + 3 * penalty\n"
+    assert changes == [added] if endless else added not in changes
 
 
 # --- whole programs ---------------------------------------------------------------------------------------------

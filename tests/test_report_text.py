@@ -542,10 +542,11 @@ def test_a_numbered_layer_is_quoted() -> None:
 
 def test_a_change_that_makes_the_failing_step_finite_is_shown_although_a_later_one_fails() -> None:
     diff = "--- a/t.py\n+++ b/t.py\n@@ -1,1 +1,1 @@\n-a\n+b\n"
-    fix = Remedy("t", diff=diff, tried=True, failing_step_finite=True, note="later training diverges (step 48)")
+    fix = Remedy("t", diff=diff, tried=True, failing_step_finite=True, note="training diverges (step 48)")
     text = plain(dataclasses.replace(forward(), remedies=(fix, fix)))
     assert text.count("          + b\n") == 1
-    assert "tried: step 11 is finite, but later training diverges (step 48)" in text
+    assert "tried: step 11 is finite, but training diverges (step 48)" in text
+    assert "t  (tried: step 11 is finite, but training diverges)" in text  # how far it diverges is said once
 
 
 def test_a_number_is_shown_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import random
 from collections import namedtuple
@@ -28,6 +29,8 @@ from firstnan.engine.samples.search import (
     SearchResult,
     search,
 )
+from firstnan.engine.samples.variables import Variables
+from firstnan.engine.turn import Turn
 from firstnan.records import Batch, Report
 from firstnan.tensors.state import sample_count
 from zygote import Zygote
@@ -775,15 +778,28 @@ for nodes, owner, y in DataLoader(Data(), 12, collate_fn=joined):
 """
 
 
-@pytest.mark.parametrize(
-    ("nodes", "bad"),
-    [("nodes.log()", [5]), ("(nodes + 0 * model[0].bias[0]).sqrt()", None)],
-    ids=["forward", "backward"],
-)
-def test_the_nodes_of_graphs_are_no_samples(firstnan: Zygote, tmp_path: Path, nodes: str, bad: list[int]) -> None:
+@pytest.mark.parametrize("nodes", ["nodes.log()", "(nodes + 0 * model[0].bias[0]).sqrt()"], ids=["forward", "backward"])
+def test_graphs_in_one_batch_are_put_together_again(firstnan: Zygote, tmp_path: Path, nodes: str) -> None:
+    """The nodes of graphs are no samples; with another graph in its place the step is finite."""
     batch = firstnan(["run", program(tmp_path, GRAPHS.replace("NODES", nodes))], cwd=tmp_path).found["batch"]
-    assert (batch["size"], batch["bad_samples"], batch["confirmed"]) == (12, bad, False)
-    assert "cannot be split into samples" in batch["note"]
+    assert (batch["size"], batch["bad_samples"], batch["confirmed"]) == (12, [5], True)
+    assert batch["dataset_indices"] == [12 * batch["index"] + 5]
+
+
+def test_a_batch_is_put_together_only_from_the_same_elements() -> None:
+    def packed(items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(items)
+
+    lengths = [torch.rand(n, 3) for n in (2, 4, 1)]
+    batch = packed(lengths)
+    again = Maker(lengths, packed).collated(batch, [0, 1, 2])
+    assert again is not None
+    assert torch.equal(again.replaced({1: 2}), packed([lengths[0], lengths[2], lengths[2]]))
+    assert list(again.members()) == []  # three columns are not three samples
+    random = [(lambda n=n: torch.rand(n, 3)) for n in (2, 4, 1)]
+    assert Maker(random, lambda items: packed([item() for item in items])).collated(batch, [0, 1, 2]) is None
+    assert Maker(lengths, packed).collated(batch, [0, 1, 7]) is None
+    assert Maker(lengths, packed).collated(batch, None) is None
 
 
 BY_HAND = """
@@ -852,3 +868,15 @@ def test_a_program_that_sorts_its_batches(firstnan: Zygote, tmp_path: Path) -> N
     batch = firstnan(["run", program(tmp_path, SORTED)], cwd=tmp_path).found["batch"]
     assert batch["dataset_indices"] == [41]
     assert "with samples replaced, the program raised RuntimeError: the batch must be sorted" in batch["note"]
+
+
+def test_lists_of_numbers_and_texts_hold_samples_too() -> None:
+    """`len(baskets)` in the head of a loop reads no basket."""
+    loop = ast.parse("for b in range(0, len(baskets), 2):\n    step(baskets[b : b + 2], rates[b].shape)\n").body[0]
+    assert isinstance(loop, ast.For)
+    names = {"b": 2, "baskets": [[1, 2], [3], [4, 4], [5]], "rates": [0.1, 0.2], "step": print}
+    turn = Turn("train.py", loop, 2, compile("", "train.py", "exec"), names)
+    assert turn.selected().keys() == {"baskets", "rates"}
+    variables = Variables(turn, 0, None, lambda t: True)
+    assert variables.plain_lists() == {"baskets": [[4, 4], [5]]}
+    assert not variables.lists()

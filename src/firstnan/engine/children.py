@@ -445,7 +445,8 @@ class TurnReplay:
         variables = Variables(
             turn, self._start, batch.size if batch is not None else None, session.microscope.is_unnamed
         )
-        if origin is None or not (variables.lists() or (batch is not None and batch.size is not None)):
+        listed = variables.lists() or (batch is None and variables.plain_lists())
+        if origin is None or not (listed or (batch is not None and batch.size is not None)):
             policy.answer(known)  # its rows may be anything
         if report.reproduced == "similar":  # its rows are not those of the step
             policy.answer(known)

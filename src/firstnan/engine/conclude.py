@@ -118,7 +118,8 @@ class Evidence:
             notes.append(f"not every operator could be recorded ({tracer.trouble})")
         batch, step = None, self._step_of(origin, tracer.step if how == AS_IT_RAN else None)
         try:
-            batch = self.batch(origin, trace, tracer.modules.batch_size)
+            made = origin.produced if origin is not None else None
+            batch = self.batch(origin, trace, tracer.modules.size_with(made.shape[0] if made and made.shape else None))
             # That is the batch of the step that noticed it; a scaler's first skipped step is not the one at hand.
             if step != self.step and self.handouts.latest is not None and self.gate.skipping_since is None:
                 batch = self.handouts.batch_after(step) if self.gate.optimizers == 1 else None
@@ -201,7 +202,9 @@ class Evidence:
             return self.step
         # What the program writes into its weights after an update still belongs to that update's step.
         afterwards = event.region == "between" and origin.phase == "parameter" and not event.uninitialized
-        by_hand = event.region == "update" and origin.phase in ("parameter", "optimizer")
+        # Weights that are lost when the gradients of a step are computed: what led to it was before that step.
+        lost = self.noticed.what == "parameter" and origin.step == under_way
+        by_hand = event.region == "update" and (origin.phase in ("parameter", "optimizer") or lost)
         if origin.step == under_way and not (afterwards or by_hand) and self.gate.optimizers > 1:
             return self.step
         return max(origin.step - (afterwards or by_hand), 0)

@@ -121,11 +121,14 @@ class Turn:
         return (names | members) - self.assigned
 
     def subscripted(self) -> set[str]:
-        """Variables of which the body reads only some rows: `x` where it has nothing but `x[i]`."""
-        parts = [n for n in ast.walk(self.loop) if isinstance(n, ast.Subscript) and not _has_all_rows(n.slice)]
-        inside = {id(n.value) for n in parts}
-        loads = [n for n in ast.walk(self.loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-        return {n.id for n in loads} - {n.id for n in loads if id(n) not in inside}
+        """Variables of which the loop reads only some rows: `x` where it has nothing but `x[i]`, and their number."""
+        nodes = list(ast.walk(self.loop))
+        parts = [n.value for n in nodes if isinstance(n, ast.Subscript) and not _has_all_rows(n.slice)]
+        lengths = [n.value for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("shape", "size")]
+        lengths += [n.args[0] for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "len" and n.args]
+        inside = {id(n) for n in (*parts, *lengths)}
+        loads = [n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        return {n.id for n in parts if isinstance(n, ast.Name)} - {n.id for n in loads if id(n) not in inside}
 
     def selected(self) -> dict[str, ast.expr]:
         """Those of them with the same index everywhere, which the body does not compute itself."""

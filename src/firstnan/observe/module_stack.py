@@ -24,6 +24,8 @@ class ModuleStack:
     def __init__(self, training: Callable[[], None] = lambda: None) -> None:
         self.batch_size: int | None = None
         """The first dimension of the input of the last outermost call of a model."""
+        self._sizes: set[int] = set()
+        """That of every such call: a step may call its model with points of the interior, then of the boundary."""
         self._training = training
         self._local = threading.local()
         self._paths: dict[int, tuple[Module, dict[int, list[str]]]] = {}
@@ -42,6 +44,10 @@ class ModuleStack:
         self._local = threading.local()
         self._paths.clear()
 
+    def size_with(self, rows: int | None) -> int | None:
+        """The number of samples of a call with so many; if there was none, of the last call."""
+        return rows if rows in self._sizes else self.batch_size
+
     def current(self) -> Place:
         """The module that is running in this thread."""
         stack = getattr(self._local, "stack", None)
@@ -55,7 +61,10 @@ class ModuleStack:
                 self._training()
                 # A loss without weights is often given the positions of all samples as rows.
                 if self.batch_size is None or next(module.parameters(), None) is not None:
-                    self.batch_size = next((n for a in args if (n := _samples_in(a)) is not None), self.batch_size)
+                    self.batch_size = next(
+                        (n for a in args if (n := _samples_in(a, module)) is not None), self.batch_size
+                    )
+                    self._sizes |= {self.batch_size} if self.batch_size is not None else set()
         else:
             path, outermost = self._path(stack[0][0], stack[-1][1], module), stack[0][3]
         stack.append((module, path, type(module).__name__, outermost))
@@ -80,11 +89,14 @@ class ModuleStack:
         return min(below or paths, key=len)
 
 
-def _samples_in(given: Any) -> int | None:
+def _samples_in(given: Any, model: Module) -> int | None:
     """The rows of a tensor; inside `vmap` those that it maps over, which the tensor there does not show."""
     if not isinstance(given, Tensor):
         return None
     size, at, functorch = given.size(0) if given.dim() else None, given, torch._C._functorch
+    if given.dim() == 1 and given.is_floating_point():
+        first = next((layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)), None)
+        size = None if first is not None and first.in_features == size else size  # the features of one sample
     while functorch.is_functorch_wrapped_tensor(at):
         inner = functorch.get_unwrapped(at)
         if functorch.is_batchedtensor(at):

@@ -78,7 +78,7 @@ DIVISIONS = {
 ADDITIONS = words("add rsub sub")
 LINEAR = CARRIERS | JOINS | ADDITIONS | words("div mean mul neg sum")
 """Numbers that are multiplied by numbers and added."""
-ADDED_PRODUCTS = words("addbmm addmm addmv addr baddbmm")
+ADDED_PRODUCTS = words("addbmm addmm addmv addr baddbmm sparse_addmm")
 """A product added to the first argument."""
 MATRIX_PRODUCTS = ADDED_PRODUCTS | words("bmm convolution dot einsum linear matmul mm mv vdot")
 PRODUCTS = MATRIX_PRODUCTS | words("addcmul cumprod mul prod")

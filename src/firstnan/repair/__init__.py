@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 
-from firstnan.diagnose.rules.base import Failure
+from firstnan.diagnose.rules.base import Failure, falls_without_bound
 from firstnan.records import Cause, History, Origin, Remedy, Trace
 from firstnan.repair import (
     attention,
@@ -23,6 +23,7 @@ from firstnan.repair import (
     precision,
     reductions,
     settings,
+    signs,
     softmax_by_hand,
     stable_formulas,
     torch_functions,
@@ -45,6 +46,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     matrices,
     derivatives,
     torch_functions,
+    signs,
     settings,
     parameters,
     precision,
@@ -107,17 +109,23 @@ def propose(origin: Origin, trace: Trace, history: History, causes: Sequence[Cau
     """Candidates for the causes that were found, without repetition, those of the likeliest cause first."""
     failure, files = Failure(origin, trace, history), SourceFiles()
     found: dict[str, Remedy] = {}
-    for cause in causes:
-        for candidate in islice(_candidates(FailureContext(failure, cause, files)), MOST_PER_CAUSE):
+    # A smaller learning rate, or a bound, only delays the end of a loss that has no lower bound.
+    endless = bool(causes) and causes[0].slug == "divergence_lr" and falls_without_bound(failure.diverging)
+    for cause in causes[:1] if endless else causes:
+        for candidate in islice(
+            _candidates(FailureContext(failure, cause, files), signs if endless else None), MOST_PER_CAUSE
+        ):
             found.setdefault(candidate.diff, candidate)
     if not found and causes and (origin.site is None or files.get(origin.site.file) is None):
         return _advice(causes[0].slug)
     return tuple(found.values())[:MOST]
 
 
-def _candidates(context: FailureContext) -> Iterator[Remedy]:
-    """Those whose edits are valid, with their diffs."""
+def _candidates(context: FailureContext, only: ModuleType | None) -> Iterator[Remedy]:
+    """Those whose edits are valid, with their diffs; of one family, if it is given."""
     proposers = PROPOSERS.get(context.cause.slug, [])
+    if only is not None:
+        proposers = [p for p in proposers if p.__module__ == only.__name__]
     for proposer in sorted(proposers, key=lambda proposer: ORDER.index(proposer.__module__)):
         try:
             for candidate in proposer(context):

@@ -155,6 +155,8 @@ def producer_of(context: FailureContext, operand: str, carriers: frozenset[str])
         given = [i for i in event.inputs if i.producer is not None and (not wanted or i.name in wanted)]
         if not given or any(_is_part(context, event, i) for i in given):
             return None
+        if len(given) > 1 and event.op in BOUNDED and event.op not in CARRIERS:
+            return None  # either may be the large one
         makers = (context.failure.trace.events[i.producer] for i in given if i.producer is not None)
         event, wanted = max(makers, key=lambda e: e.grad), set()
         location = context.location_of(event.site)

@@ -21,7 +21,7 @@ from firstnan.repair.context import (
     remedies_for,
     unpacked,
 )
-from firstnan.repair.literals import find_literal
+from firstnan.repair.literals import find_literal, format_number
 from firstnan.repair.source import (
     Expr,
     Function,
@@ -58,6 +58,11 @@ class GuardWriter:
         if self.scalar:
             return replace_node(self.source, node, f"max({self.source.code(node)}, {low})")
         return self._clamped(node, "maximum", "clamp_min", low)
+
+    def plus(self, node: ast.expr, number: str) -> Edit:
+        method = isinstance(parent := self.source.parent(node), ast.Attribute) and parent.value is node
+        text = f"{self.source.code(node)} + {number}"
+        return replace_node(self.source, node, f"({text})" if method else text)
 
     def ceiling(self, node: ast.expr, high: str) -> Edit:
         return self._clamped(node, "minimum", "clamp_max", high)
@@ -290,7 +295,11 @@ def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
     """The same guard at every operation of this kind in the function: the others may fail in the same way."""
     guards = alike(found, found.expr.op)
     if 1 < len(guards) <= MOST_ALIKE:
-        title = f"The same for all {len(guards)} uses of `{found.expr.op}` in this function"
+        own = next(
+            (g for g in guards if found.location.code(g.node) in map(found.location.code, found.expr.args)), None
+        )
+        title = f"all {len(guards)} uses of `{found.expr.op}` in this function"
+        title = f"{own.title}, and the same for {title}" if own is not None else f"The same for {title}"
         yield found.context.remedy(title, guards[0].why, *(guard.edit for guard in guards))
 
 
@@ -345,6 +354,13 @@ def _floors(
     """Lower bounds, the first one first; for `x + eps` one of x at 0, and none below eps after it.
 
     The whole sum at 1e-12 or above would undo the eps: its inverse root would be a million."""
+    read = at.stat(operand or "self")
+    if read is not None and read.dtype.startswith("complex"):  # which have no order
+        low = max(bounds, key=float)
+        why = f"Numbers that are large compared with {low} change by no more than that."
+        yield at.guard(f"Add {low} to IT", why, node, lambda writer, x: writer.plus(x, low), operand)
+        return
+    yield from _larger_epsilon(at, node, bounds[0])
     own = _own_epsilon(at, node)
     if own is not None:
         direct = operand if at.location.source.statement(own[0]) is at.location.source.statement(node) else None
@@ -357,17 +373,33 @@ def _floors(
 
 def _own_epsilon(at: FailingOperation, node: ast.expr) -> tuple[ast.expr, float] | None:
     """The x and the eps of `x + eps`, if eps is a positive number and x has gone below 0."""
-    source = at.location.source
-    total = source.value(node)
-    if not isinstance(total, ast.BinOp) or not isinstance(total.op, ast.Add):
-        return None
-    for one, other in ((total.left, total.right), (total.right, total.left)):
-        found = find_literal(at.context.files, Location(source, other))
-        number = literal_value(found.node) if found is not None else None
-        if number is not None and SMALLEST.get(at.context.dtype, 0.0) < number <= LARGEST_EPSILON:
-            written = found is not None and found.node is other
+    total = at.location.source.value(node)
+    for one, found, number in _added_numbers(at, total):
+        if SMALLEST.get(at.context.dtype, 0.0) < number <= LARGEST_EPSILON:
+            written = isinstance(total, ast.BinOp) and found.node in (total.left, total.right)
             return (one, number) if _may_be_negative(at, total) and (written or _is_negative(at)) else None
     return None
+
+
+def _added_numbers(at: FailingOperation, total: ast.expr) -> Iterator[tuple[ast.expr, Location[ast.expr], float]]:
+    """The x of `x + number`, where that number is written, and the number."""
+    if isinstance(total, ast.BinOp) and isinstance(total.op, ast.Add):
+        for one, other in ((total.left, total.right), (total.right, total.left)):
+            found = find_literal(at.context.files, Location(at.location.source, other))
+            number = literal_value(found.node) if found is not None else None
+            if found is not None and number is not None:
+                yield one, found, number
+
+
+def _larger_epsilon(at: FailingOperation, node: ast.expr, low: str) -> Iterator[Guard]:
+    """A number that the dtype can hold, in place of an eps that it rounds to 0."""
+    for _, found, number in _added_numbers(at, at.location.source.value(node)):
+        if 0 < number < SMALLEST.get(at.context.dtype, 0.0) / 2:
+            title = f"Add {low} instead of {format_number(number)}, which {at.context.dtype} rounds to 0"
+            why = "The program's own guard against 0 has an effect again."
+            yield replace(
+                at.floor(node, low, None), title=title, why=why, edit=replace_node(found.source, found.node, low)
+            )
 
 
 LARGEST_EPSILON = 1e-2
@@ -405,18 +437,26 @@ def _log(at: FailingOperation) -> Iterator[Guard]:
         return  # below a clamp it has no gradient from here any more
     node, operand = _shared_factor(at.location.source, at.expr.args[second]), "other" if second else "self"
     bounds = at.context.epsilon("1e-12"), at.context.epsilon("1e-6", "1e-3")
+    if at.event is not None and at.event.region == "data" and _is_count(at, operand):
+        yield at.count(node, operand)  # the logarithm of 1e-12 would be far from that of all counts
     yield from _floors(at, node, bounds, operand)
 
 
 def _shared_factor(source: SourceFile, node: ast.expr) -> ast.expr:
     """`var` of `2 * math.pi * var` if it is read elsewhere too, where it may fail in the same way; else the node."""
+    at = without_constants(source, node)
+    return at if isinstance(at, ast.Name) and source.reads(at.id, at) > 1 else node
+
+
+def without_constants(source: SourceFile, node: ast.expr) -> ast.expr:
+    """`var` of `2 * math.pi * var`; the node itself if it has no such factor, or not one other."""
     at = node
     while isinstance(at, ast.BinOp) and isinstance(at.op, ast.Mult):
         sides = [side for side in (at.left, at.right) if not _is_positive_constant(source, side)]
         if len(sides) != 1:
             return node
         at = sides[0]
-    return at if isinstance(at, ast.Name) and source.reads(at.id, at) > 1 else node
+    return at
 
 
 def _is_positive_constant(source: SourceFile, node: ast.expr) -> bool:
@@ -430,9 +470,11 @@ def _is_positive_constant(source: SourceFile, node: ast.expr) -> bool:
 
 @guards_for("log1p", "xlog1py")
 def _log1p(at: FailingOperation) -> Iterator[Guard]:
-    second = at.expr.op == "xlog1py"
-    for low in (at.context.epsilon("-1 + 1e-6", "-1 + 1e-3"), "0"):
-        yield at.floor(at.expr.args[second], low, "other" if second else "self")
+    node, operand = (at.expr.args[1], "other") if at.expr.op == "xlog1py" else (at.expr.args[0], "self")
+    yield at.floor(node, at.context.epsilon("-1 + 1e-6", "-1 + 1e-3"), operand)
+    stat = at.stat(operand)
+    if stat is None or stat.negative <= 1:  # more of them, as in log1p(-p), are what is meant
+        yield at.floor(node, "0", operand)
 
 
 @guards_for("entr")
@@ -460,7 +502,7 @@ def _root(at: FailingOperation) -> Iterator[Guard]:
         f"Add {tiny} to IT",
         "The root and its gradient 1/(2*sqrt(x)) are finite at an input of 0.",
         node,
-        lambda writer, x: replace_node(writer.source, x, f"{writer.source.code(x)} + {tiny}"),
+        lambda writer, x: writer.plus(x, tiny),
     )
 
 
@@ -561,6 +603,10 @@ def _division(at: FailingOperation) -> Iterator[Guard]:
         at = replace(at, writer=replace(at.writer, scalar=True))
     stat, eps = at.stat(name), at.context.epsilon("1e-8")
     yield from _root_in_denominator(at, below)
+    # Data that was divided by nearly 0 would be finite, and far from all others.
+    first = at.event is None and at.context.failure.inf > 0
+    if first:
+        yield from _zero_where_undefined(at, below)
     if _is_count(at, name):
         yield at.count(below, name)
     elif stat is not None and stat.negative:
@@ -568,7 +614,7 @@ def _division(at: FailingOperation) -> Iterator[Guard]:
         yield at.guard("Keep IT away from 0", why, below, lambda writer, x: writer.nonzero(x, eps), name)
     else:
         yield from _floors(at, below, (eps,), name, "Denominators")
-    if not at.writer.scalar:
+    if not at.writer.scalar and not first:
         yield from _zero_where_undefined(at, below)
     if stat is None or not stat.negative:
         yield at.floor(below, "1e-3", name, "Denominators")
@@ -585,17 +631,17 @@ def _root_in_denominator(at: FailingOperation, below: ast.expr) -> Iterator[Guar
 def _zero_where_undefined(at: FailingOperation, below: ast.expr) -> Iterator[Guard]:
     """`where(b == 0, 0, a / b)`, with that b guarded too, since backward runs through both branches."""
     whole = at.expr.node
-    if not isinstance(whole, ast.BinOp) or at.writer.numpy or len(at.location.code(below)) > LONGEST_IN_TITLE:
+    if not isinstance(whole, ast.BinOp) or len(at.location.code(below)) > LONGEST_IN_TITLE:
         return
     if _read_at_a_pole(at.location.source, whole):
         return
 
     def write(writer: GuardWriter, node: ast.expr) -> Edit:
         source = writer.source
-        torch, plain = source.spell("torch", node), parenthesized(source, node)
-        safe = f"{torch}.where({plain} == 0, 1.0, {source.code(node)})"
+        library, plain = writer.numpy or source.spell("torch", node), parenthesized(source, node)
+        safe = f"{library}.where({plain} == 0, 1.0, {source.code(node)})"
         quotient = f"{parenthesized(source, whole.left)} / {safe}"
-        return replace_node(source, whole, f"{torch}.where({plain} == 0, 0.0, {quotient})")
+        return replace_node(source, whole, f"{library}.where({plain} == 0, 0.0, {quotient})")
 
     why = "Elements with a denominator of 0 contribute nothing, neither to the result nor to the gradient."
     yield at.guard("Where IT is 0, the result is 0", why, below, write, None)
@@ -643,6 +689,8 @@ _FRACTIONS = words("div reciprocal mean var std pow sqrt rsqrt exp log sigmoid s
 def _counts(at: FailingOperation, op: OpEvent) -> bool:
     if op.op == "sum":
         return any(_is_binary(at, i.stat, i.producer) for i in op.inputs)
+    if op.op == "to" and at.event is not None and at.event.region == "data":  # of a tensor of integers
+        return any(_is_integer_count(i.stat) for i in op.inputs)
     return op.op in ("count_nonzero", "bincount") or (op.op in ("index_add", "scatter_add") and _counts_rows(at, op))
 
 
@@ -668,10 +716,17 @@ def _is_binary(at: FailingOperation, stat: TensorStat | None, producer: int | No
 
 
 def is_trained(at: FailingOperation) -> bool:
-    """Whether the argument is a parameter itself, which updates can move below 0 again."""
-    read = [i for i in at.event.inputs if i.name == "self"] if at.event is not None else []
-    named = bool(at.expr.args) and isinstance(at.expr.args[0], ast.Name | ast.Attribute)
-    return named and bool(read) and all(i.role == "parameter" for i in read)
+    """Whether the argument is a parameter, or a multiple of it: updates can move it below 0 again."""
+    given = without_constants(at.location.source, at.expr.args[0]) if at.expr.args else None
+    if at.event is None or not isinstance(given, ast.Name | ast.Attribute):
+        return False
+    read = [i for i in at.event.inputs if i.name == "self"]
+    for _ in range(MOST_ALIKE if given is not at.expr.args[0] else 0):
+        makers = [at.context.failure.trace.events[i.producer] for i in read if i.producer is not None]
+        if len(makers) != 1 or makers[0].op != "mul" or len(makers[0].inputs) != 1:
+            break
+        read = list(makers[0].inputs)
+    return bool(read) and all(i.role == "parameter" for i in read)
 
 
 STEEP = words("log log2 log10 sqrt rsqrt pow div reciprocal exp expm1 acos asin atanh")

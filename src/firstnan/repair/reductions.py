@@ -64,6 +64,10 @@ def loss_of_nothing(context: FailureContext) -> Iterator[Remedy]:
     if location.expr.op not in NLL:  # a layer, which has the number
         index = f"{source.code(call.func)}.ignore_index"
     counts = f"({parenthesized(source, target)} != {index})"
+    if any(operand.name == "weight" for operand in context.event.inputs):  # a weight of 0 counts for nothing
+        given = location.expr.keywords.get("weight")
+        weight = source.code(given) if given is not None else f"{source.code(call.func)}.weight"
+        counts = f"({counts} & ({weight}[{parenthesized(source, target)}.clamp_min(0)] != 0))"
     inside = f"{source.code(call)} if {counts}.any() else {parenthesized(source, logits)}.sum() * 0.0"
     if location.expr.op in NLL and "weight" not in location.expr.keywords and "reduction" not in location.expr.keywords:
         text = changed_text(source, call, set_argument(source, call, "reduction", '"sum"'))
@@ -74,7 +78,7 @@ def loss_of_nothing(context: FailureContext) -> Iterator[Remedy]:
         )
     yield context.remedy(
         "Use a loss of 0 for a batch without targets",
-        "The loss and its gradients are 0 if all targets are ignored; otherwise nothing changes.",
+        "The loss and its gradients are 0 if no target counts; otherwise nothing changes.",
         replace_node(source, call, inside),
     )
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from firstnan.records import Edit, Remedy
 from firstnan.records.operator_families import CARRIERS, words
 from firstnan.repair.context import FailureContext, Location, is_in_place, remedies_for
-from firstnan.repair.guards import FailingOperation, GuardWriter, alike, failing_operation, is_trained
+from firstnan.repair.guards import (
+    FailingOperation,
+    GuardWriter,
+    alike,
+    failing_operation,
+    is_trained,
+    without_constants,
+)
 from firstnan.repair.log_domain import with_logarithms
 from firstnan.repair.source import Expr, SourceFile, delete_statement, literal_value, parenthesized, replace_node
 
@@ -448,7 +455,8 @@ def positive_by_construction(context: FailureContext) -> Iterator[Remedy]:
     found = failing_operation(context, "log", "log2", "log10")
     if found is None or not is_trained(found):
         return
-    source, parameter = found.location.source, found.expr.args[0]
+    source = found.location.source
+    parameter = source.value(without_constants(source, found.expr.args[0]))  # of `nu = self.df`, where it gets its name
     code = source.code(parameter)
     reads = [n for n in ast.walk(source.statement(parameter)) if isinstance(n, ast.Name | ast.Attribute)]
     reads = [n for n in reads if isinstance(n.ctx, ast.Load) and source.code(n) == code]

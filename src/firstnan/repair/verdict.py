@@ -15,7 +15,7 @@ _ROUNDING = 1e-3
 _ROUNDING_OF_HALF = {"float16": 5e-2, "bfloat16": 5e-2}
 
 
-DIVERGES_LATER = "later training diverges"
+DIVERGES = "training diverges"
 BEYOND = "not tried beyond step"
 OUT_OF_PROPORTION = 1e6
 """A loss that is so many times larger than any other was computed from a guard's epsilon, not from the data."""
@@ -153,7 +153,7 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
     if outcome.frozen and reached:
         return True, None, f"training stops learning: {outcome.frozen}"
     if outcome.exploded and reached:
-        return True, None, f"{DIVERGES_LATER} ({outcome.exploded[:1].lower()}{outcome.exploded[1:].rstrip('.')})"
+        return True, None, f"{DIVERGES} ({outcome.exploded[:1].lower()}{outcome.exploded[1:].rstrip('.')})"
     if reached and (far := _far_beyond(outcome, report) or _leap(outcome, report)):
         return True, None, far
     if reached:

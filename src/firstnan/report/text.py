@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TextIO
 
 from rich.cells import cell_len
@@ -22,7 +23,7 @@ from firstnan.records import NaNEvent, Origin, Remedy, Report, TensorStat
 from firstnan.records.codec import encode
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import count, headline, kind, number, short_path
-from firstnan.repair.verdict import DIVERGES_LATER
+from firstnan.repair.verdict import DIVERGES
 from firstnan.report.characters import Charset
 from firstnan.report.sentences import batch_line, feature_line, path_line, ranks_line, remedy_result, replay_line
 from firstnan.report.source_excerpt import LONGEST_LINE, TAB, read_lines, shown, source_lines, without_wrapping
@@ -242,11 +243,14 @@ class _Page:
         """What to change: in full what is proven to help, otherwise what might."""
         remedies = self.report.remedies
         helps = bool(remedies) and remedies[0].proven
+        explained = False
         for i, remedy in enumerate(remedies[: MOST["remedies"]]):
             label = "fix" if len(remedies) == 1 else f"fix {i + 1}"
-            result = remedy_result(remedy, self.report)
+            diverges = remedy.note.startswith(DIVERGES)
+            once = replace(remedy, note=DIVERGES) if diverges and explained else remedy
+            result, explained = remedy_result(once, self.report), explained or diverges
             tone = "green" if remedy.proven else "yellow"
-            holds = helps or remedy.fails_in or remedy.note.startswith(DIVERGES_LATER)  # until another reason
+            holds = helps or remedy.fails_in or diverges  # until another reason
             in_full = remedy.diff and (i == 0 if holds else not remedy.tried)
             title = (self.chars.prose(remedy.title), "bold")
             if not in_full:

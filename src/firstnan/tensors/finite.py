@@ -232,8 +232,9 @@ def _stat(name: str, t: Tensor) -> TensorStat:
         min=low,
         max=high,
         smallest=values.abs().min().item() if values.numel() else None,
-        zeros=int((values == 0).sum()),
-        negative=int((values < 0).sum()),
+        # A complex number is 0 if both of its parts are, and has no sign.
+        zeros=int((plain == 0).all(-1).sum() if t.dtype.is_complex else (values == 0).sum()),
+        negative=0 if t.dtype.is_complex else int((values < 0).sum()),
         nan=nan,
         posinf=posinf,
         neginf=neginf,

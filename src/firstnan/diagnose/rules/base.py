@@ -392,6 +392,12 @@ def _zero_of(trace: Trace, event: OpEvent) -> str:
         return f"is the {'standard deviation' if op.startswith('std') else 'variance'} of equal numbers"
     if op in COUNTED:
         return _sum(trace, event)
+    if op == "sqrt":
+        before, _ = producer_of(trace, event, "self")
+        told = _zero_of(trace, before) if before is not None else ""
+        return f"is the square root of a 0 that {told}" if told else ""
+    if op == "add" and _adds_nothing(event):
+        return "includes an added number that float16 rounds to 0"
     if op == "add" and producers & COUNTED:
         return "is a sum whose terms cancel or are all 0"
     if op == "mse_loss":
@@ -403,6 +409,13 @@ def _zero_of(trace: Trace, event: OpEvent) -> str:
 
 _BELOW_ONE = {"float64": 36.0, "float32": 16.0, "float16": 7.0, "bfloat16": 5.0}
 """A sigmoid of less is less than 1."""
+
+
+def _adds_nothing(event: OpEvent) -> bool:
+    """Whether a number was added to what is 0 or above, and the sum in float16 is 0 all the same."""
+    read = event.inputs[0].stat if len(event.inputs) == 1 else None
+    narrow = bool(event.outputs) and event.outputs[0].dtype == "float16"
+    return narrow and read is not None and read.min is not None and read.min >= 0
 
 
 def _difference(trace: Trace, event: OpEvent) -> str:
@@ -479,6 +492,7 @@ def describe(stat: TensorStat, name: str = "") -> str:
 # --- growth: did the loss, the gradients or the weights grow over the steps before? ------------------------------
 
 WINDOW = 40
+FEWEST_LOSSES = 6
 FAR = 50.0
 """An update that moves weights so far makes them larger than any initialiser does."""
 RATE_ROSE = 10.0
@@ -550,6 +564,13 @@ def growth(history: OptimizerHistory, *, gradients: bool = True, failing: int | 
         if rise is not None and not (rise.last_step == failing and _flat([v for _, v in points[-WINDOW:-1]])):
             found.append(rise)
     return max(found, key=lambda g: g.factor, default=None)
+
+
+def falls_without_bound(history: OptimizerHistory) -> bool:
+    """Whether the last losses are negative and fall from step to step: the optimizer does what it is asked to do."""
+    losses = [s.loss for s in history.steps if s.loss is not None and math.isfinite(s.loss)][-WINDOW // 2 :]
+    falls = sum(b < a for a, b in itertools.pairwise(losses))
+    return len(losses) >= FEWEST_LOSSES and max(losses) < 0 and falls >= 0.8 * (len(losses) - 1)
 
 
 def is_adaptive(history: OptimizerHistory) -> bool:

@@ -46,6 +46,7 @@ from firstnan.records.operator_families import (
     LOGS,
     MATRIX_ALGORITHMS,
     MEANS,
+    MIXING,
     NEGATIVE_LIKELIHOODS,
     NORMALISERS,
     POLES,
@@ -140,7 +141,9 @@ def where_grad_trap(failure: Failure) -> Explanation | None:
         return None
     forward = failure.origin.forward_event
     hidden = forward is not None and forward.bad > 0
-    selector = failure.used_by(forward, LIMITERS if hidden else SELECTORS) if forward is not None else None
+    selector = failure.used_by(forward, SELECTORS) if forward is not None and not hidden else None
+    if forward is not None and hidden:
+        selector = _unaffected_sum(failure, forward) or failure.used_by(forward, LIMITERS)
     if selector is None and not hidden:
         return None
     by = "a later operator"
@@ -164,11 +167,24 @@ def discarded_in_forward(failure: Failure) -> Explanation | None:
     selector = failure.used_by(event, LIMITERS)
     if selector is None or _survives(failure, event):
         return None
+    selector = _unaffected_sum(failure, event) or selector
     why = (
         f"`{failure.code}` is non-finite in {counted(event.bad)}, and `{selector.op}` discards that before the loss. "
         "Backward still runs through it: a gradient of 0 times an infinite derivative is NaN."
     )
     return Explanation(why, 0.97, failure.input_lines())
+
+
+def _unaffected_sum(failure: Failure, start: OpEvent) -> OpEvent | None:
+    """A finite sum over non-finite values that descend from this event: a product with a sparse matrix skips them."""
+    tainted = {start.index}
+    for event in failure.trace.events[start.index + 1 :]:
+        if event.phase == "forward" and event.outputs and any(i.producer in tainted for i in event.inputs):
+            if event.bad:
+                tainted.add(event.index)
+            elif event.op in MIXING and event.op not in LIMITERS:
+                return event
+    return None
 
 
 def _survives(failure: Failure, start: OpEvent) -> bool:

@@ -13,6 +13,7 @@ from firstnan.diagnose.rules.base import (
     counted,
     describe,
     dtype_max,
+    falls_without_bound,
     has_zero,
     is_adaptive,
     largest,
@@ -151,7 +152,7 @@ def divergence_lr(failure: Failure) -> Explanation | None:
     if growth is None or not overflowed(failure) or failure.phase == "input":
         return None
     # An exponential overflows near 88, which a healthy run with an outlier can reach: ask for much clearer growth.
-    if _is_unclear(failure, growth):
+    if _is_unclear(failure, growth) or falls_without_bound(failure.diverging):
         return None
     why = (
         f"{_whose(failure)}{growth.sentences()}{rate_in_use(failure)} {_operator(failure)} is only where the numbers "
@@ -162,6 +163,21 @@ def divergence_lr(failure: Failure) -> Explanation | None:
     state = failure.phase == "optimizer" and failure.op in STATE_UPDATES and not _is_lost(failure)
     confidence = 0.6 if failure.narrow or state or only_gradients else 0.93
     return Explanation(why, confidence, (*growth.lines(), *failure.input_lines()))
+
+
+@rule("divergence_lr", title="The loss falls without bound", phases=ANY - {"input"})
+def no_lower_bound(failure: Failure) -> Explanation | None:
+    growth = failure.growth
+    if growth is None or not overflowed(failure) or not falls_without_bound(failure.diverging):
+        return None
+    losses = [(s.step, s.loss) for s in failure.diverging.steps if s.loss is not None and math.isfinite(s.loss)]
+    (first, before), (last, after) = losses[0], losses[-1]
+    why = (
+        f"{_whose(failure)}The loss fell from {number(before)} in step {first} to {number(after)} in step {last}, so "
+        "it has no lower bound: a term may have the wrong sign. A smaller learning rate only delays the end. "
+        f"{_operator(failure)} is only where the numbers left the range of {failure.dtype}."
+    )
+    return Explanation(why, 0.94, failure.input_lines())
 
 
 def _is_unclear(failure: Failure, growth: Growth) -> bool:
@@ -246,7 +262,7 @@ def loss_shot_up(failure: Failure) -> Explanation | None:
     low = min(losses, key=lambda point: abs(point[1]), default=None)
     if low is None or low[0] == losses[-1][0] or abs(losses[-1][1]) < SHOT_UP * abs(low[1]):
         return None
-    rose = f"The loss rose from {number(low[1])} in step {low[0]} to {number(losses[-1][1])} in step {losses[-1][0]}."
+    rose = f"The loss went from {number(low[1])} in step {low[0]} to {number(losses[-1][1])} in step {losses[-1][0]}."
     return Explanation(f"{rose}{rate_in_use(failure)} {_operator(failure)} overflows after that.", 0.5)
 
 

@@ -133,30 +133,35 @@ class Cut:
 
 
 class Collated(Cut):
-    """A batch in which samples are joined, as graphs are: the loader's function puts it together again from others.
+    """A batch that only its collate function can put together again, such as graphs packed into one."""
 
-    A sample is known by its place among those that the sampler chose."""
-
-    def __init__(self, elements: list[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self.elements, self.collate = elements, collate
-        self.size = len(elements)
+    def __init__(self, batch: Any, elements: list[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.batch, self.size = batch, len(elements)
+        self._elements, self._collate = elements, collate
+        self._lengths, self._falling, self.others, self.parts = [], None, None, 1
 
     def replaced(self, by: dict[int, int]) -> Any:
-        return self.collate([copy_batch(self.elements[by.get(i, i)]) for i in range(self.size)])
+        return self._collate([copy_batch(self._elements[by.get(i, i)]) for i in range(self.size)])
 
     def join(self, batch: Any) -> int:
         return 0
 
     def members(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
+        # Columns are not samples, even if there are as many of them.
+        rows = {name for name, t in tensors_in(self.batch, "batch") if t.shape[:1] == (self.size,)}
+        return ((name, t) for name, t in super().members() if name in rows)
 
-    def makes(self, batch: Any) -> bool:
-        """Whether it is this batch, to the bit."""
-        both = zip(tensors_in(batch), tensors_in(self.replaced({})), strict=True)
-        return all(
-            a.shape == b.shape and a.dtype is b.dtype and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
-            for (_, a), (_, b) in both
-        )
+    @property
+    def is_same(self) -> bool:
+        """Whether the elements make the same batch again: they may be random, or used up."""
+        both = list(itertools.zip_longest(tensors_in(self.batch), tensors_in(self.replaced({}))))
+        return bool(both) and all(a and b and _are_equal(a[1], b[1]) for a, b in both)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype is not b.dtype or a.layout is not b.layout:
+        return False
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)
 
 
 _RED = (220, 38, 38)
@@ -439,9 +444,7 @@ class Maker:
         chosen = _numbered(chosen)
         if not bad or chosen is None:
             return None
-        if isinstance(pieces, Collated):
-            return tuple(chosen[i] for i in bad)
-        if self._keeps_order(pieces.size, chosen):
+        if isinstance(pieces, Collated) or self._keeps_order(pieces.size, chosen):
             return tuple(chosen[i] for i in bad)
         if len(chosen) > _MOST_SAMPLES or not hasattr(self.dataset, "__getitem__"):
             return None
@@ -457,23 +460,15 @@ class Maker:
             state.restore()
 
     def collated(self, batch: Any, chosen: Any) -> Collated | None:
-        """The samples of a batch that cannot be cut, if the same ones come when they are fetched again."""
-        numbers = _numbered(chosen)
-        if (
-            not numbers
-            or len(numbers) > _MOST_SAMPLES
-            or self.collate is None
-            or isinstance(self.dataset, IterableDataset)
-        ):
+        """The batch as the elements that were chosen for it, if they are fetched again and make the same batch."""
+        numbers = _numbered(chosen) or []
+        if not 1 < len(numbers) <= _MOST_SAMPLES or self.collate is None or not hasattr(self.dataset, "__getitem__"):
             return None
-        state, end, elements = RandomState.now(), monotonic() + _SECONDS, list[Any]()
+        state, end = RandomState.now(), monotonic() + _SECONDS
         try:
-            for i in numbers:
-                elements.append(self.dataset[i])
-                if monotonic() > end:
-                    return None
-            made = Collated(elements, self.collate)
-            return made if made.makes(batch) else None
+            elements = list(itertools.takewhile(lambda _: monotonic() < end, (self.dataset[i] for i in numbers)))
+            pieces = Collated(batch, elements, self.collate)
+            return pieces if len(elements) == len(numbers) and pieces.is_same else None
         except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
             return None
         finally:

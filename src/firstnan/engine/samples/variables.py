@@ -156,6 +156,11 @@ class Variables:
         parts = {name: value[index] for name, (value, index) in found.items() if isinstance(value, list)}
         return {name: OnePerSample(p) for name, p in parts.items() if all(map(self._is_finite_data, p))}
 
+    def plain_lists(self) -> dict[str, Any]:
+        """The parts of lists without tensors that the body reads, such as baskets of numbers, or texts."""
+        found = {name: (_get(self._turn.names, name), index) for name, index in self._parts().items()}
+        return {name: OnePerSample(value[index]) for name, (value, index) in found.items() if _is_plain(value)}
+
     def _is_finite_data(self, value: Any) -> bool:
         tensors = [t for _, t in tensors_in(value)]
         return bool(tensors) and all(is_finite(t) and not t.requires_grad and self._is_data(t) for t in tensors)
@@ -193,6 +198,10 @@ class Variables:
             fitting = {name: part for name, part in lists.items() if len(part) == self._size} or self._fit(selected)
             values = copy_batch(fitting or self._data(self._turn.read() - self._turn.subscripted()))
             kept = {name: index for name, index in parts.items() if name in values}
+            if not values:  # baskets, sentences: lists of which the body makes its tensors
+                values = self.plain_lists()
+                kept = {name: parts[name] for name in values}
+                self._size = next((len(part) for part in values.values()), None)
             self._places = [_Place(self._start, values, {}, {}, kept, outside=True)] if values else []
         if not self._places or self._size is None:
             return "the variables that hold its samples are not known"
@@ -301,6 +310,13 @@ def _evaluated(index: ast.expr, names: dict[str, Any]) -> Any:
         call.args = [end or ast.Constant(None) for end in (index.lower, index.upper, index.step)]
     code = ast.fix_missing_locations(ast.Expression(call if isinstance(index, ast.Slice) else index))
     return eval(compile(code, "<index>", "eval"), {"__builtins__": {"slice": slice}}, names)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a list of lists of numbers or names, or of texts; by its beginning."""
+    if not isinstance(value, list) or not all(isinstance(sample, list | tuple | str) for sample in value[:64]):
+        return False
+    return all(isinstance(one, int | str) for sample in value[:64] for one in sample[:64])
 
 
 def _is_within(index: Any, value: Any) -> bool:
