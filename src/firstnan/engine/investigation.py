@@ -35,6 +35,7 @@ from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped, 
 from firstnan.records import Batch, NaNEvent, Report
 from firstnan.records.files import write_whole
 from firstnan.records.forecast_words import sentence
+from firstnan.records.words import headline
 from firstnan.repair.patch import choose, how_to_apply, portable
 from firstnan.repair.verdict import Reach, TrialOutcome, ended_by, last_bad_step
 from firstnan.report import Progress, github_annotation, print_text, write
@@ -735,6 +736,8 @@ class Investigation:
         if self.ranks.are_many and self.ranks.writes_for_all:
             self._write(self.report if own else self._answer or self.report)
         if self.report.verdict != "clean":
+            if self.logs is not None:
+                self.logs.event(NaNEvent("nonfinite", headline(self.report), self.report.step))
             paths = [path for path in (self.options.json, self.options.output) if path is not None]
             saved = [str(path) for path in paths if path not in self._unwritten]
             self._print_rest(saved[0] if saved else "")
