@@ -419,6 +419,20 @@ def test_products_in_float16_are_measured_against_its_end() -> None:
     assert sampled(lambda: a @ a) == [("mm", "max", 40000.0)]
 
 
+def test_a_cast_to_float16_is_measured_but_not_that_of_a_weight() -> None:
+    x = torch.full((4,), 5000.0, requires_grad=True)
+    assert sampled(lambda: (x.half(), (x + 0).half().half())) == [("cast", "max", 5000.0)]
+
+
+def test_powers_that_are_roots_or_divide() -> None:
+    x = torch.tensor([-0.01, 2.0], requires_grad=True)
+    found = sampled(lambda: (x**2, x**1.5, (x + 1) ** 0.3, x**-2))
+    assert {(op, ends): pytest.approx(value, rel=1e-3) for op, ends, value in found} == {
+        ("pow", "min"): 0.99,
+        ("reciprocal", "min"): 0.01,
+    }
+
+
 def test_without_gradients_nothing_is_sampled() -> None:
     with torch.no_grad():
         assert sampled(lambda: torch.ones(3).log()) == []
@@ -450,6 +464,10 @@ def test_samples_are_rare_and_within_their_share_of_the_time() -> None:
     assert not samples.active
     samples.step_ended(2001)
     assert samples.due == 2001 + 2000 // 5
+    samples._samples = 100  # each of them was cheap
+    samples.stop(1)
+    samples.step_ended(2001)
+    assert samples.due == 2001 + 2000 // 10
     model(torch.ones(2).exp())
     assert samples.active
     samples.stop(1)
@@ -488,6 +506,12 @@ def test_an_exponent_that_keeps_growing() -> None:
     assert told.in_steps is not None
     assert told.since_step + told.in_steps == pytest.approx(88.72 * 40, rel=0.1)
     assert sentence(told).startswith("the argument of exp at test_forecast.py:")
+
+
+def test_an_exponent_that_is_steepest_in_its_first_steps() -> None:
+    x = torch.ones(4, requires_grad=True)
+    (told,) = told_by_samples(lambda t: (x * (30 * (1 - math.exp(-t / 100)) + t / 50)).exp(), 2500)
+    assert told.since_step + 5 <= 2936 <= told.since_step + (told.high or 0) + 100
 
 
 def test_an_exponent_that_settles() -> None:
@@ -649,6 +673,8 @@ def test_one_line_warns_before_the_report(firstnan: Zygote, tmp_path: Path) -> N
     assert rows[0] == "step,optimizer,loss,grad_norm,lr,param_norm,update_ratio,scale,event"
     assert [row.split(",")[0] for row in rows[1:4]] == ["0", "1", "2"]
     assert any("in about" in row for row in rows)
+    assert rows[-1].startswith(f"{result.report['step']},,")
+    assert "Inf created in forward" in rows[-1]
 
 
 def test_a_healthy_run_is_silent_and_has_its_history(firstnan: Zygote, tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ _RISKS = {
     **dict.fromkeys(("exp", "expm1"), _Risk(0, "max", False, _largest_exponent(math.e))),
     "exp2": _Risk(0, "max", False, _largest_exponent(2.0)),
 }
+_POWER = _Risk(0, "min", False, _zero)
+"""A power with an exponent between 0 and 1: its derivative at 0 is infinite, as that of a root."""
 _Place = tuple[str, int, int]
 """An operator, and the code and instruction that calls it, by identity."""
 
@@ -88,7 +90,7 @@ _LARGE = 2.0**40
 """In types with the range of float32 a result is followed from this size on."""
 _GROWING = PRODUCTS | words("cumsum pow square sum")
 """Operators whose results are measured, and in float16 also:"""
-_GROWING_HALF = _GROWING | words("add")
+_GROWING_HALF = _GROWING | words("add to")
 _NEAR_ONE_HOT, _ONE_HOT = 10.0, 1e9
 """Attention is followed when its entropy is this many times below the largest; far below that its gradients vanish."""
 
@@ -128,7 +130,7 @@ class _Seen(NamedTuple):
         if self.ends == "min":
             value, limit = 1.0 / max(self.value - self.limit, self.tiny), 1.0 / self.tiny
             near = limit**_NEAR_ZERO
-            if self.is_tensor and _RISKS[self.op].magnitude and limit > _WIDE:  # the gradient divides by the square
+            if self.is_tensor and self._risk.magnitude and limit > _WIDE:  # the gradient divides by the square
                 limit = math.sqrt(limit)
             return course.add("operator", "min", self._named, self.step, value, limit, near=near)
         if self.op in _RISKS:
@@ -147,9 +149,13 @@ class _Seen(NamedTuple):
 
     def add_to_fall(self, fall: Fall) -> Forecast | None:
         """Adds this to the fall of its place, if what it reads may pass its limit."""
-        if self.is_positive or self.ends == "max" or self.op == _ATTENTION or _RISKS[self.op].magnitude:
+        if self.is_positive or self.ends == "max" or self.op == _ATTENTION or self._risk.magnitude:
             return None
         return fall.add(self._named, self.step, self.value - self.limit, self.tiny)
+
+    @property
+    def _risk(self) -> _Risk:
+        return _RISKS.get(self.op, _POWER)
 
     def _place(self) -> str:
         site = resolve(self.spot)
@@ -266,9 +272,13 @@ class RiskyOperators:
     def _ran(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        risk = _RISKS.get(name)
         if isinstance(result, Tensor) and self._is_positive(name, args):
             self._positive[_address(result)] = result
+        exponent = args[1] if name == "pow" and len(args) > 1 else None
+        if isinstance(exponent, float | int) and exponent < 0:
+            name = "reciprocal"
+        is_root = isinstance(exponent, float | int) and 0 < exponent < 1
+        risk = _POWER if is_root else _RISKS.get(name)
         if risk is not None:
             given = args[risk.position] if len(args) > risk.position else None
             value = readable(given) if isinstance(given, Tensor) else self._changed(name, given, result)
@@ -288,6 +298,10 @@ class RiskyOperators:
                 self._multiplied(args)
             if name not in _GROWING and result.dtype is not torch.float16:
                 return
+            if name == "to":  # float16, but not of weights or data
+                if args[0].is_leaf or args[0].dtype is torch.float16:
+                    return
+                name = "cast"
             value, ends, limit = readable(result), "max", lambda dtype: torch.finfo(dtype).max
         else:
             return
