@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from firstnan import NaNDetector
 from firstnan.engine.sampling import StepSamples
 from firstnan.gate.forecast import LARGEST, Course, GrowingWeights, Outlook, Rise, SinkingScale, reach
+from firstnan.gate.gate import Gate
 from firstnan.gate.growth_guard import GrowthGuard
 from firstnan.gate.histories import Track
 from firstnan.gate.layer_histories import LayerHistories
@@ -229,6 +232,16 @@ def test_only_the_first_layer_of_many_that_grow_is_told() -> None:
             layers.add(t, f"fc{i}", "float16", 1.0, 2 ** (t / 14), ())
     assert [f.name for f in told] == ["fc0"]
     assert told[0].since_step + told[0].low <= 224 <= told[0].since_step + told[0].high + 2
+
+
+def test_a_layer_and_the_operator_in_it_are_told_once() -> None:
+    gate: Any = SimpleNamespace(news=[], forecasts=[])
+    layer = Forecast("layer", "fc", "float16", 65504.0, 9e3, 40, 30, 50, 12)
+    operator, loss = replace(layer, what="operator", name="addmm at a.py:3"), replace(layer, what="loss", name="")
+    for one in (layer, operator, loss, replace(operator, withdrawn=20), replace(layer, withdrawn=21), operator):
+        Gate.foresees(gate, one)
+    assert gate.news == [layer, loss, replace(layer, withdrawn=21), operator]
+    assert gate.forecasts == [replace(layer, withdrawn=21), loss, operator]
 
 
 def test_a_layer_that_runs_in_two_types_is_followed_in_the_narrower_one() -> None:
@@ -572,6 +585,7 @@ def test_an_argument_that_is_about_to_pass_zero(floor: float) -> None:
     def forward(t: int) -> None:
         (x - min(t, 96 * (1 - floor)) / 96).sqrt()
         nn.functional.softplus(x * 4 - t / 20).clone().log()  # falls as fast, but never passes
+        (1 - torch.sigmoid(x * math.log((t + 8) / (104 - t))).view(2, 2)).log()
 
     told = told_by_samples(forward, 96, every=4)
     assert [(f.what, f.kind) for f in told][: 1 if floor else 2] == [("operator", "min")]

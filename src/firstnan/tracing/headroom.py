@@ -78,6 +78,7 @@ _Place = tuple[str, int, int]
 
 _POSITIVE = (SOFTMAXES | SPREADS | NORMS | words("abs exp exp2 relu sigmoid softplus sqrt square")) - {"log_softmax"}
 """Operators whose result cannot be negative, and those whose result is not if nothing that they read is:"""
+_SHARES = (SOFTMAXES | words("sigmoid")) - {"log_softmax"}
 _STAYS_POSITIVE = (CARRIERS | SUMS | EXTREMES) | words("add cat cumsum div mul")
 _NEAR_EXPONENT = 0.25
 """An exponent is followed from this share of the largest on, a float16 result if it may still double so often:"""
@@ -179,6 +180,8 @@ class RiskyOperators:
         """By address, what was subtracted from a number in this pass, and the smallest difference there can be."""
         self._positive: dict[int, Tensor] = {}
         """By address, what cannot be negative in this pass."""
+        self._shares: dict[int, Tensor] = {}
+        """By address, what is between 0 and 1 in this pass: 1 minus it cannot be negative."""
         self._told: dict[str, _Place] = {}
         """Whose forecast holds, by the line that it names."""
         self._mode: _Sample | None = None
@@ -223,7 +226,7 @@ class RiskyOperators:
         if mode.thread == threading.get_ident() and _get_current_dispatch_mode() is mode:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
         waiting, self._waiting, self._weights = self._waiting, [], []
-        self._differences, self._positive = {}, {}
+        self._differences, self._positive, self._shares = {}, {}, {}
         self.approaching = False
         if not waiting:
             return []
@@ -274,6 +277,8 @@ class RiskyOperators:
             return
         if isinstance(result, Tensor) and self._is_positive(name, args):
             self._positive[_address(result)] = result
+        if isinstance(result, Tensor) and name in _SHARES:
+            self._shares[_address(result)] = result
         exponent = args[1] if name == "pow" and len(args) > 1 else None
         if isinstance(exponent, float | int) and exponent < 0:
             name = "reciprocal"
@@ -326,6 +331,8 @@ class RiskyOperators:
         """Whether the result of an operator cannot be negative, whatever the weights become."""
         if name == "pow":
             return len(args) > 1 and isinstance(args[1], int | float) and args[1] % 2 == 0
+        if name == "rsub":
+            return len(args) > 1 and _address(args[0]) in self._shares and not args[1] < 1
         if name in FLOORS and len(args) > 1 and isinstance(args[1], int | float) and args[1] >= 0:
             return True
         if name not in _STAYS_POSITIVE or not args:
