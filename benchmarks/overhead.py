@@ -5,6 +5,9 @@
 Every model has its own process with two identical trainings. In a block of steps one of them is watched and the other
 is bare; they alternate, so a busy machine slows both down. From round to round the two are swapped, and the ways of
 watching run in a new order.
+
+The way `forecast` is the gate in one long run from its second step on, all steps together: history, and the few steps
+that are sampled for forecasts, which the other ways leave out as outliers.
 """
 
 from __future__ import annotations
@@ -45,13 +48,15 @@ class Model:
     """Steps timed together, where a single step is too short for the clock and the caches."""
     untimed: int = 1
     """Steps at the start of a block that are not timed: they do the set-up that happens once in a run."""
+    run: int = 1000
+    """Steps of a whole run."""
 
 
 MODELS = {
-    "gpt30m": Model("GPT 30 M", 10),
-    "gpt": Model("GPT 4 M", 16, block=32, untimed=16),
-    "gpt_512": Model("GPT 4 M, 512 tokens", 16, block=32, untimed=16),
-    "gpt_clipped": Model("GPT 4 M, clipped", 16, block=32, untimed=16),
+    "gpt30m": Model("GPT 30 M", 10, run=60),
+    "gpt": Model("GPT 4 M", 16, block=32, untimed=16, run=200),
+    "gpt_512": Model("GPT 4 M, 512 tokens", 16, block=32, untimed=16, run=100),
+    "gpt_clipped": Model("GPT 4 M, clipped", 16, block=32, untimed=16, run=200),
     "cnn": Model("CNN", 12, block=64, untimed=70),
     "mlp": Model("tiny MLP", 48, block=256, group=8, untimed=70),
     "digits": Model("MLP of 10 k", 48, block=320, group=16, untimed=70),
@@ -173,11 +178,14 @@ class Way:
     """Measured in every n-th round only: an overhead of ten per cent or more needs fewer measurements."""
     learns: bool = False
     """Its first steps are slower than the others."""
+    whole: bool = False
+    """Measured in a run of its own, all steps together."""
 
 
 WAYS = {
     "bare": Way("bare loop", bare),  # compared with itself: its distance from 1 shows the noise
     "gate": Way("`NaNDetector`: gate", detector(), learns=True),
+    "forecast": Way("`NaNDetector`: gate, all steps of a run, with forecasts", detector(), whole=True),
     "layers": Way("`NaNDetector`: gate + layer watch", detector(layers=True), learns=True),
     "stats": Way("`NaNDetector`: gate + layer watch + stats", detector(layers=True, stats=64), 4, learns=True),
     "trace": Way("`firstnan.trace()`", trace, every=4),
@@ -208,6 +216,8 @@ def measure(name: str, ways: list[str], rounds: int | None) -> Result:
     watches: dict[str, list[Watch]] = {}
     skipped: dict[str, str] = {}
     for way in dict.fromkeys(["bare", *ways]):
+        if WAYS[way].whole:
+            continue
         try:
             watches[way] = [WAYS[way].make(training) for training in trainings]
         except ImportError as missing:
@@ -223,19 +233,38 @@ def measure(name: str, ways: list[str], rounds: int | None) -> Result:
             if number % WAYS[way].every == 0:
                 watched = number // WAYS[way].every % 2
                 time_block(watches[way][watched], trainings[1 - watched], model, *seconds[way])
+    rows = {way: compare(*pair) for way, pair in seconds.items()}
+    rows |= {way: measure_run(name, WAYS[way]) for way in ways if WAYS[way].whole}
     return Result(
         model.title,
         parameters=sum(p.numel() for p in trainings[0].model.parameters()),
         rounds=rounds,
-        rows={way: compare(*pair) for way, pair in seconds.items()},
+        rows=rows,
         skipped=skipped,
         versions=versions(),
     )
 
 
+def measure_run(name: str, way: Way) -> Row:
+    """The ratio of all steps of a run together, and the range of the ratios of every fourth step."""
+    steps, trainings = MODELS[name].run, [load_training(name) for _ in range(2)]
+    watched, bare = list[float](), list[float]()
+    bare_step = as_without_detector(trainings[1])
+    with way.make(trainings[0])() as step:
+        for number in range(steps):
+            pair_of_steps = [(step, watched), (bare_step, bare)]
+            for one, times in pair_of_steps if number % 2 else reversed(pair_of_steps):
+                times.append(timed(one, 1))
+    del watched[0], bare[0]
+    parts = [sum(watched[i::4]) / sum(bare[i::4]) for i in range(4)]
+    ratio = sum(watched) / sum(bare)
+    milliseconds = 1000 * sum(watched) / len(watched)
+    return {"milliseconds": milliseconds, "ratio": ratio, "ratio_low": min(parts), "ratio_high": max(parts)}
+
+
 def time_block(watch: Watch, other: Training, model: Model, watched: list[float], bare: list[float]) -> None:
     """Adds the seconds of every group of steps, watched and bare."""
-    bare_step = with_original_backward(other)
+    bare_step = as_without_detector(other)
     with watch() as step:
         gc.collect()  # so one way does not pay for the garbage of another
         for _ in range(model.untimed):
@@ -255,18 +284,22 @@ def timed(step: Step, times: int) -> float:
     return (time.process_time() - start) / times
 
 
-def with_original_backward(training: Training) -> Step:
-    """A step with torch's own backward, even while a detector has patched it."""
+def as_without_detector(training: Training) -> Step:
+    """A step with torch's own backward and no hook for all modules, even while a detector has set both."""
     import torch
+    from torch.nn.modules.module import _global_forward_pre_hooks as hooks
 
     own = torch.autograd.backward
 
     def step() -> None:
         there, torch.autograd.backward = torch.autograd.backward, own
+        pending = dict(hooks)
+        hooks.clear()
         try:
             training.next_step()
         finally:
             torch.autograd.backward = there
+            hooks.update(pending)
 
     return step
 

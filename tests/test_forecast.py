@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from firstnan import NaNDetector
 from firstnan.engine.sampling import StepSamples
 from firstnan.gate.forecast import LARGEST, Course, GrowingWeights, Outlook, Rise, SinkingScale, reach
+from firstnan.gate.gate import Gate
 from firstnan.gate.growth_guard import GrowthGuard
 from firstnan.gate.histories import Track
 from firstnan.gate.layer_histories import LayerHistories
@@ -231,6 +234,16 @@ def test_only_the_first_layer_of_many_that_grow_is_told() -> None:
     assert told[0].since_step + told[0].low <= 224 <= told[0].since_step + told[0].high + 2
 
 
+def test_a_layer_and_the_operator_in_it_are_told_once() -> None:
+    gate: Any = SimpleNamespace(news=[], forecasts=[])
+    layer = Forecast("layer", "fc", "float16", 65504.0, 9e3, 40, 30, 50, 12)
+    operator, loss = replace(layer, what="operator", name="addmm at a.py:3"), replace(layer, what="loss", name="")
+    for one in (layer, operator, loss, replace(operator, withdrawn=20), replace(layer, withdrawn=21), operator):
+        Gate.foresees(gate, one)
+    assert gate.news == [layer, loss, replace(layer, withdrawn=21), operator]
+    assert gate.forecasts == [replace(layer, withdrawn=21), loss, operator]
+
+
 def test_a_layer_that_runs_in_two_types_is_followed_in_the_narrower_one() -> None:
     told: list[Forecast] = []
     layers = LayerHistories(told.append)
@@ -419,6 +432,20 @@ def test_products_in_float16_are_measured_against_its_end() -> None:
     assert sampled(lambda: a @ a) == [("mm", "max", 40000.0)]
 
 
+def test_a_cast_to_float16_is_measured_but_not_that_of_a_weight() -> None:
+    x = torch.full((4,), 5000.0, requires_grad=True)
+    assert sampled(lambda: (x.half(), (x + 0).half().half())) == [("cast", "max", 5000.0)]
+
+
+def test_powers_that_are_roots_or_divide() -> None:
+    x = torch.tensor([-0.01, 2.0], requires_grad=True)
+    found = sampled(lambda: (x**2, x**1.5, (x + 1) ** 0.3, x**-2))
+    assert {(op, ends): pytest.approx(value, rel=1e-3) for op, ends, value in found} == {
+        ("pow", "min"): 0.99,
+        ("reciprocal", "min"): 0.01,
+    }
+
+
 def test_without_gradients_nothing_is_sampled() -> None:
     with torch.no_grad():
         assert sampled(lambda: torch.ones(3).log()) == []
@@ -450,6 +477,10 @@ def test_samples_are_rare_and_within_their_share_of_the_time() -> None:
     assert not samples.active
     samples.step_ended(2001)
     assert samples.due == 2001 + 2000 // 5
+    samples._samples = 100  # each of them was cheap
+    samples.stop(1)
+    samples.step_ended(2001)
+    assert samples.due == 2001 + 2000 // 10
     model(torch.ones(2).exp())
     assert samples.active
     samples.stop(1)
@@ -488,6 +519,12 @@ def test_an_exponent_that_keeps_growing() -> None:
     assert told.in_steps is not None
     assert told.since_step + told.in_steps == pytest.approx(88.72 * 40, rel=0.1)
     assert sentence(told).startswith("the argument of exp at test_forecast.py:")
+
+
+def test_an_exponent_that_is_steepest_in_its_first_steps() -> None:
+    x = torch.ones(4, requires_grad=True)
+    (told,) = told_by_samples(lambda t: (x * (30 * (1 - math.exp(-t / 100)) + t / 50)).exp(), 2500)
+    assert told.since_step + 5 <= 2936 <= told.since_step + (told.high or 0) + 100
 
 
 def test_an_exponent_that_settles() -> None:
@@ -548,6 +585,7 @@ def test_an_argument_that_is_about_to_pass_zero(floor: float) -> None:
     def forward(t: int) -> None:
         (x - min(t, 96 * (1 - floor)) / 96).sqrt()
         nn.functional.softplus(x * 4 - t / 20).clone().log()  # falls as fast, but never passes
+        (1 - torch.sigmoid(x * math.log((t + 8) / (104 - t))).view(2, 2)).log()
 
     told = told_by_samples(forward, 96, every=4)
     assert [(f.what, f.kind) for f in told][: 1 if floor else 2] == [("operator", "min")]
@@ -649,6 +687,8 @@ def test_one_line_warns_before_the_report(firstnan: Zygote, tmp_path: Path) -> N
     assert rows[0] == "step,optimizer,loss,grad_norm,lr,param_norm,update_ratio,scale,event"
     assert [row.split(",")[0] for row in rows[1:4]] == ["0", "1", "2"]
     assert any("in about" in row for row in rows)
+    assert rows[-1].startswith(f"{result.report['step']},,")
+    assert "Inf created in forward" in rows[-1]
 
 
 def test_a_healthy_run_is_silent_and_has_its_history(firstnan: Zygote, tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ from firstnan.tensors.models import Parts
 from firstnan.tracing.headroom import RiskyOperators
 
 _RARER, _MOST = 5, 512
-"""Between two samples is at least a fifth of all steps, or 512..."""
+"""Between two samples is at least a fifth of all steps, or 512; half of that, where a sample takes less than:"""
+_CHEAP = 0.002
 _NEARER = 4
-"""...or a quarter of that, if something comes near its limit."""
+"""Or a quarter of that, if something comes near its limit."""
 _SHARE = 0.002
 """Of the time of training, for all samples together..."""
 _ALLOWANCE, _NEARER_ALLOWANCE = 0.1, 0.5
@@ -78,7 +79,8 @@ class StepSamples:
             return
         elapsed, steps = now - self._began, max(updates - self._steps_before, 1)
         often = self._operators.approaching or self._layers.approaching
-        gap = min(steps // _RARER, _MOST)
+        is_cheap = self._cost < _CHEAP * self._samples
+        gap = min(steps // (2 * _RARER if is_cheap else _RARER), _MOST)
         self.due = updates + max(gap // _NEARER if often else gap, 1)
         cost = self._cost - (_NEARER_ALLOWANCE if often else _ALLOWANCE)
         if cost > _SHARE * elapsed:

@@ -209,6 +209,8 @@ class Rise:
 
 _FEWEST = 5
 """Samples of which a forecast is made."""
+_STILL_RISING = 0.25
+"""The last samples rise at least this many times as fast as all of them: many rises are steepest in the first steps."""
 _MOST_SAMPLES, _LAST_SAMPLES = 64, 4
 _MUCH_NEARER = 64.0
 """Times larger than in the sample before: worth another look soon, far from the limit too."""
@@ -240,7 +242,7 @@ class Course:
         risen: float = 8.0,
         doubles: bool = True,
         fewest: int = _FEWEST,
-        steady: float = _STEADY,
+        steady: float = _STILL_RISING,
         horizon: float = _SAMPLED_HORIZON,
     ) -> Forecast | None:
         """One more sample: a new forecast, or one that is withdrawn.

@@ -536,15 +536,17 @@ class Gate:
             self.foresees(replace(one, name=name))
 
     def foresees(self, forecast: Forecast) -> None:
-        """A new forecast, or one that is withdrawn."""
-        self.news.append(forecast)
+        """A new forecast, or one that is withdrawn. Of results that grow together, only the first is told."""
         if forecast.withdrawn is None:
-            if len(self.forecasts) < _MOST_FORECASTS:
-                self.forecasts.append(forecast)
+            if not any(_is_result(known, forecast.kind) for known in self.forecasts if _is_result(forecast)):
+                self.news.append(forecast)
+                if len(self.forecasts) < _MOST_FORECASTS:
+                    self.forecasts.append(forecast)
             return
         for i, known in enumerate(self.forecasts):
             if replace(known, withdrawn=forecast.withdrawn) == forecast:
                 self.forecasts[i] = forecast
+                self.news.append(forecast)
 
     def take_news(self) -> list[Forecast]:
         """What was foreseen or withdrawn since this was last called."""
@@ -697,6 +699,12 @@ class Gate:
 
 _SMALL_WEIGHT = 0.1
 """Weights that start at zero or near it count as this much each: they may grow by any factor."""
+
+
+def _is_result(forecast: Forecast, kind: str | None = None) -> bool:
+    """Whether it holds and is of what a layer or an operator returned, in a type."""
+    of_type = forecast.kind in LARGEST and kind in (None, forecast.kind)
+    return of_type and forecast.what in ("layer", "operator") and forecast.withdrawn is None
 
 
 def _share_of(some: list[Tensor], gradients: list[Tensor]) -> float:

@@ -71,11 +71,14 @@ _RISKS = {
     **dict.fromkeys(("exp", "expm1"), _Risk(0, "max", False, _largest_exponent(math.e))),
     "exp2": _Risk(0, "max", False, _largest_exponent(2.0)),
 }
+_POWER = _Risk(0, "min", False, _zero)
+"""A power with an exponent between 0 and 1: its derivative at 0 is infinite, as that of a root."""
 _Place = tuple[str, int, int]
 """An operator, and the code and instruction that calls it, by identity."""
 
 _POSITIVE = (SOFTMAXES | SPREADS | NORMS | words("abs exp exp2 relu sigmoid softplus sqrt square")) - {"log_softmax"}
 """Operators whose result cannot be negative, and those whose result is not if nothing that they read is:"""
+_SHARES = (SOFTMAXES | words("sigmoid")) - {"log_softmax"}
 _STAYS_POSITIVE = (CARRIERS | SUMS | EXTREMES) | words("add cat cumsum div mul")
 _NEAR_EXPONENT = 0.25
 """An exponent is followed from this share of the largest on, a float16 result if it may still double so often:"""
@@ -88,7 +91,7 @@ _LARGE = 2.0**40
 """In types with the range of float32 a result is followed from this size on."""
 _GROWING = PRODUCTS | words("cumsum pow square sum")
 """Operators whose results are measured, and in float16 also:"""
-_GROWING_HALF = _GROWING | words("add")
+_GROWING_HALF = _GROWING | words("add to")
 _NEAR_ONE_HOT, _ONE_HOT = 10.0, 1e9
 """Attention is followed when its entropy is this many times below the largest; far below that its gradients vanish."""
 
@@ -128,7 +131,7 @@ class _Seen(NamedTuple):
         if self.ends == "min":
             value, limit = 1.0 / max(self.value - self.limit, self.tiny), 1.0 / self.tiny
             near = limit**_NEAR_ZERO
-            if self.is_tensor and _RISKS[self.op].magnitude and limit > _WIDE:  # the gradient divides by the square
+            if self.is_tensor and self._risk.magnitude and limit > _WIDE:  # the gradient divides by the square
                 limit = math.sqrt(limit)
             return course.add("operator", "min", self._named, self.step, value, limit, near=near)
         if self.op in _RISKS:
@@ -147,9 +150,13 @@ class _Seen(NamedTuple):
 
     def add_to_fall(self, fall: Fall) -> Forecast | None:
         """Adds this to the fall of its place, if what it reads may pass its limit."""
-        if self.is_positive or self.ends == "max" or self.op == _ATTENTION or _RISKS[self.op].magnitude:
+        if self.is_positive or self.ends == "max" or self.op == _ATTENTION or self._risk.magnitude:
             return None
         return fall.add(self._named, self.step, self.value - self.limit, self.tiny)
+
+    @property
+    def _risk(self) -> _Risk:
+        return _RISKS.get(self.op, _POWER)
 
     def _place(self) -> str:
         site = resolve(self.spot)
@@ -173,6 +180,8 @@ class RiskyOperators:
         """By address, what was subtracted from a number in this pass, and the smallest difference there can be."""
         self._positive: dict[int, Tensor] = {}
         """By address, what cannot be negative in this pass."""
+        self._shares: dict[int, Tensor] = {}
+        """By address, what is between 0 and 1 in this pass: 1 minus it cannot be negative."""
         self._told: dict[str, _Place] = {}
         """Whose forecast holds, by the line that it names."""
         self._mode: _Sample | None = None
@@ -217,7 +226,7 @@ class RiskyOperators:
         if mode.thread == threading.get_ident() and _get_current_dispatch_mode() is mode:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
         waiting, self._waiting, self._weights = self._waiting, [], []
-        self._differences, self._positive = {}, {}
+        self._differences, self._positive, self._shares = {}, {}, {}
         self.approaching = False
         if not waiting:
             return []
@@ -266,9 +275,15 @@ class RiskyOperators:
     def _ran(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        risk = _RISKS.get(name)
         if isinstance(result, Tensor) and self._is_positive(name, args):
             self._positive[_address(result)] = result
+        if isinstance(result, Tensor) and name in _SHARES:
+            self._shares[_address(result)] = result
+        exponent = args[1] if name == "pow" and len(args) > 1 else None
+        if isinstance(exponent, float | int) and exponent < 0:
+            name = "reciprocal"
+        is_root = isinstance(exponent, float | int) and 0 < exponent < 1
+        risk = _POWER if is_root else _RISKS.get(name)
         if risk is not None:
             given = args[risk.position] if len(args) > risk.position else None
             value = readable(given) if isinstance(given, Tensor) else self._changed(name, given, result)
@@ -288,6 +303,10 @@ class RiskyOperators:
                 self._multiplied(args)
             if name not in _GROWING and result.dtype is not torch.float16:
                 return
+            if name == "to":  # float16, but not of weights or data
+                if args[0].is_leaf or args[0].dtype is torch.float16:
+                    return
+                name = "cast"
             value, ends, limit = readable(result), "max", lambda dtype: torch.finfo(dtype).max
         else:
             return
@@ -312,6 +331,8 @@ class RiskyOperators:
         """Whether the result of an operator cannot be negative, whatever the weights become."""
         if name == "pow":
             return len(args) > 1 and isinstance(args[1], int | float) and args[1] % 2 == 0
+        if name == "rsub":
+            return len(args) > 1 and _address(args[0]) in self._shares and not args[1] < 1
         if name in FLOORS and len(args) > 1 and isinstance(args[1], int | float) and args[1] >= 0:
             return True
         if name not in _STAYS_POSITIVE or not args:
