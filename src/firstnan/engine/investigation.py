@@ -693,7 +693,12 @@ class Investigation:
         assert self.order is not None
         watch = self.watch
         passed = watch.session.gate.steps.current if watch is not None else 0
-        since = watch.bad_since.found if watch is not None and watch.bad_since is not None else None
+        since = None
+        if watch is not None and watch.bad_since is not None:
+            session = watch.session
+            with session.microscope.unseen():
+                watch.bad_since.look(session.handouts.state, session.gate.steps.updates + 1)
+            since = watch.bad_since.found
         fate = asdict(replace(self._fate, passed=passed))
         self.order.answer({"report": report.to_dict(), "fate": fate, "bad_since": since})
 
