@@ -707,7 +707,7 @@ class Investigation:
             return
         if report.verdict != "clean":
             self.ranks.join()
-            if self.ranks.are_many and not self._over:
+            if self.ranks.are_many:
                 self.ranks.termination.put_off()
         self._write(report, own=self.ranks.are_many)
 
