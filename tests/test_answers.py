@@ -6,13 +6,16 @@ import re
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from firstnan.engine.step_trial import TurnOutcome, _is_amid_update
-from firstnan.records import History, Remedy, Report, StepRecord
+from firstnan.engine.loop_replay import StepFailure
+from firstnan.engine.step_trial import StepTrials, TurnOutcome, _is_amid_update
+from firstnan.gate.gate import Trip
+from firstnan.records import History, Noticed, Remedy, Report, StepRecord
 from firstnan.repair.verdict import TrialOutcome, judged
 from zygote import Result, Zygote
 
@@ -466,3 +469,13 @@ def test_a_server_that_does_not_answer_a_trial_is_no_error_of_the_program(
     best = result.found["remedies"][0]
     assert (best["failing_step_finite"], best["steps_finite_after"]) == (True, 0 if told else 5), best["note"]
     assert best["note"].startswith(f"not tried beyond step 25: {told}" if told else "")
+
+
+@pytest.mark.parametrize(
+    ("what", "before_update", "possible"),
+    [("parameter", False, False), ("state", False, False), ("buffer", False, True), ("gradient", True, True)],
+)
+def test_weights_that_the_step_has_changed_are_not_tried_there(what: Any, before_update: bool, possible: bool) -> None:
+    session: Any = SimpleNamespace(gate=SimpleNamespace(in_step=None))
+    failure = StepFailure(Trip(Noticed(what), [], before_update=before_update), (what, 0), Report("nonfinite"))
+    assert StepTrials(session, failure).is_possible() is possible

@@ -682,14 +682,35 @@ def test_a_second_run_has_the_same_interpreter_paths_and_folder(tmp_path: Path) 
     assert first == second
 
 
+PASSING = """
+    import torch
+
+    def rewards():
+        for turn in range(40):
+            yield 1 / (torch.arange(1, 7) if turn != 20 else torch.arange(6))
+
+    stream, net = rewards(), torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    for turn in range(40):
+        states = torch.rand(6, 3)
+        reward = next(stream)
+        loss = (net(states)[:, 0] - reward).square().mean()  # here
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
 def test_where_a_step_cannot_be_repeated_the_variable_with_the_bad_value_is_named(
     firstnan: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No second run is allowed here, and the environment has gone on."""
+    """The stream has gone on, and no second run is allowed here."""
     monkeypatch.setitem(firstnan.environment, "FIRSTNAN_ISOLATION", "filter")
-    result = firstnan(["run", "--isolation", "auto", PROGRAMS / "replay_buffer.py"], cwd=tmp_path)
-    assert (result.origin["phase"], result.origin["label"]) == ("input", "rewards"), result.stderr
-    assert result.origin["line"] == marked("replay_buffer", "ENTERS")
+    (tmp_path / "train.py").write_text(textwrap.dedent(PASSING))
+    result = firstnan(["run", "--isolation", "auto", "train.py"], cwd=tmp_path)
+    assert (result.origin["phase"], result.origin["label"]) == ("input", "reward"), result.stderr
+    assert "# here" in (tmp_path / "train.py").read_text().splitlines()[result.origin["line"] - 1]
+    assert result.found["batch"]["bad_samples"] == [0]
     assert "running the program again" not in result.stderr
     assert "the program was not run again" in result.stderr
 

@@ -421,6 +421,25 @@ LEAVES = """
         dist.destroy_process_group()
 """
 
+STOPS = """
+    model = DDP(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(9):
+        x = torch.rand(8, 6, generator=draw)
+        if step == 6 and rank == 1:
+            x[3] = 0
+        loss = loss_of(model(x), x)
+        bad = torch.tensor(float(not torch.isfinite(loss)))
+        dist.all_reduce(bad)
+        if bad:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    sys.exit(5)
+"""
+
 ACCUMULATES = """
     import contextlib
 
@@ -768,6 +787,14 @@ def test_a_program_that_leaves_its_group_before_it_ends_with_its_own_error(job: 
     assert (found["origin"]["line"], found["cause"]["slug"]) == (job.line("own check"), "zero_over_zero")
     assert found["batch"]["bad_samples"] == [3]
     assert [one["what"] for one in found["ranks"]] == ["unknown", "created"]
+
+
+def test_ranks_that_stop_together_at_a_bad_loss(job: Job) -> None:
+    """The step is replayed before the rank leaves its group: after that the model could not be called."""
+    (first, _), (second, _) = job(STOPS, options="--verify 0")
+    assert (first, second) == (5, 3)
+    found = job.answer("out.rank1.json")
+    assert (found["step"], found["origin"]["line"], found["batch"]["bad_samples"]) == (6, job.line("forward"), [3])
 
 
 def test_replicas_that_drift_apart(job: Job) -> None:

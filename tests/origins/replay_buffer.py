@@ -33,7 +33,7 @@ for turn in range(60):
     if turn < 12:
         continue
     states, rewards = buffer.sample(rng)
-    loss = (net(states)[:, 0] - rewards).square().mean()  # ENTERS
+    loss = (net(states)[:, 0] - rewards).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

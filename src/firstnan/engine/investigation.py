@@ -61,6 +61,7 @@ _FINITE = "the second run did not fail in the same way"
 _SAME_LOSS = 1e-3
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
 _ELSEWHERE = "but the program started {}, which was not watched; FIRSTNAN=1 python instead of firstnan run watches both"
+_ENDED = "the launcher has ended the job"
 _INPUT_IS_READ = "the program has read its standard input, which cannot be read again"
 _UNFINISHED = "the second run did not finish"
 _BATCH_FIRST = (
@@ -668,12 +669,14 @@ class Investigation:
         try:
             with self.ranks.termination.interrupts(), own_handlers_interrupt():
                 attempts.run(report, lambda tried: self._keep(tried, progress))
-        except KeyboardInterrupt:
-            pass  # what was tried until now is in the report
+        except KeyboardInterrupt:  # what was tried until now is in the report
+            self.report = trials.left_out(self.report)
         except Exception as error:
             say(f"internal error: {type(error).__name__}: {error}")
         finally:
             progress.end()
+        if self.ranks.termination.asked:
+            self.report = trials.left_out(self.report, _ENDED)
         if attempts.refute_divergence:
             note = f"but {_LEFT_RANGE.format(report.step)}; with smaller learning rates it becomes even larger"
             self.report = Report("clean", events=report.events, history=report.history, notes=(note,))
@@ -712,7 +715,7 @@ class Investigation:
             return
         if report.verdict != "clean":
             self.ranks.join()
-            if self.ranks.are_many and not self._over:
+            if self.ranks.are_many:
                 self.ranks.termination.put_off()
         self._write(report, own=self.ranks.are_many)
 

@@ -404,6 +404,23 @@ class ProgramValues:
             events = session.microscope.raised(error)
             self._stopped_by(Noticed("exception", type(error).__name__), bad, events, turns)
 
+    def group_left(self) -> None:
+        """The program leaves its process group after it has read a bad value: later no rank could replay the step."""
+        if self._suspect is not None and self._session.phase is WATCHING:
+            self._stopped_by_read()
+            self._explain_left()
+
+    def _stopped_by_read(self) -> None:
+        """The program has read a bad value, and stops."""
+        assert self._suspect is not None
+        (noticed, event, turns), self._suspect = self._suspect, None
+        self._stopped_by(noticed, [], [] if event is None else [event], turns)
+
+    def _explain_left(self) -> None:
+        left, self._left_by_program = self._left_by_program, False
+        if left and self._session.report is not None and not self._policy.unresolved:
+            self._policy.explain(self._session, self._session.report)
+
     def program_ended(self) -> Report:
         """Checks once more what training left behind; returns the report."""
         session = self._session
@@ -414,15 +431,13 @@ class ProgramValues:
                 session.trip_at_end(trip)
         if session.phase is WATCHING:
             if self._suspect is not None:
-                (noticed, event, turns), self._suspect = self._suspect, None
-                self._stopped_by(noticed, [], [] if event is None else [event], turns)
+                self._stopped_by_read()
             elif not session.gate.trained and self._output_event is not None:
                 self._concluded(Noticed("output"), [], [self._output_event])
             elif not session.gate.trained and self.bad_output is not None and not session.live.on:
                 self._policy.unresolved = True
         session.microscope.stop()
-        if self._left_by_program and session.report is not None and not self._policy.unresolved:
-            self._policy.explain(session, session.report)
+        self._explain_left()
         return session.report if session.report is not None else self._with_outlook(self._finite())
 
     def _with_outlook(self, report: Report) -> Report:

@@ -906,6 +906,10 @@ class Session(Observer):
                 for value in bad or [tensor]:
                     self._replay.value_read(value)
 
+    def group_left(self) -> None:
+        if self.values is not None and self._replay is None and not self.in_child:
+            self.values.group_left()
+
     def module_returned(self, module: Any, output: Any) -> None:
         if self.values is not None:
             self.values.module_returned(module, output)

@@ -76,7 +76,7 @@ class StepTrials:
             self._turn = self._failing_turn()
             if self._turn is not None:
                 self._healthy = self._ask(_Compared(self.session, *self._turn, None, self._outer())) or self._healthy
-        if self._turn is None or not self.is_possible():
+        if self._turn is None or _is_amid_update(self.session.gate.in_step):
             return None
         change = _Change.of(contents, remedy, *self._turn)
         if change is None:
@@ -108,8 +108,10 @@ class StepTrials:
         )
 
     def is_possible(self) -> bool:
-        """Whether the failing step can begin again: not if its update has changed weights."""
-        return not _is_amid_update(self.session.gate.in_step)
+        """Whether the failing step may begin again: not if its update has changed weights."""
+        trip = self.failure.trip
+        is_updated = not trip.before_update and trip.noticed.what in ("parameter", "state")
+        return not is_updated and not _is_amid_update(self.session.gate.in_step)
 
     def _outer(self) -> Sequence[Turn]:
         """The loops around the turn's."""

@@ -67,9 +67,11 @@ class Limits:
 _ENOUGH_TO_REFUTE = 3
 
 
-def left_out(report: Report) -> Report:
-    """The report of a program that was ended by Ctrl-C: nothing is tried."""
-    return report.with_(remedies=tuple(replace(remedy, note=_SKIPPED) for remedy in report.remedies))
+def left_out(report: Report, why: str = _SKIPPED) -> Report:
+    """The report with a note on each remedy that is not tried any more."""
+    return report.with_(
+        remedies=tuple(replace(r, note=why) if not r.tried and r.note in ("", _SKIPPED) else r for r in report.remedies)
+    )
 
 
 def were_skipped(report: Report) -> bool:

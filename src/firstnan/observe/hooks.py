@@ -379,6 +379,15 @@ class Hooks:
 
         return collective
 
+    def _destroy(self, original: Any) -> Any:
+        def destroy_process_group(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            if group is None and not self.idle:
+                self.guarded(self.observer.group_left)
+            return original(group, *args, **kwargs)
+
+        return destroy_process_group
+
     # Values that the program reads.
 
     def _item(self, original: Any) -> Any:
@@ -561,6 +570,7 @@ _AROUND = {
     "numpy": "_array",
     "tolist": "_array",
     "__bool__": "_bool",
+    "destroy_process_group": "_destroy",
     **dict.fromkeys(NAMES, "_collective"),
 }
 """Which method of Hooks goes around each name of the manifest."""

@@ -59,6 +59,11 @@ PROGRAM: tuple[Name, ...] = (
     (Tensor, "numpy"),
     (Tensor, "tolist"),
     (Tensor, "__bool__"),
+    *(
+        (owner, "destroy_process_group")
+        for owner in (torch.distributed, getattr(torch.distributed, "distributed_c10d", None))
+        if hasattr(owner, "destroy_process_group")
+    ),
 )
 """Replaced while a whole program is watched."""
 

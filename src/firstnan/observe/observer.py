@@ -97,6 +97,9 @@ class Observer:
     def value_read(self, tensor: Tensor, frame: FrameType) -> None:
         """The program read a non-finite value, or the result of a test."""
 
+    def group_left(self) -> None:
+        """The program is about to leave its process group."""
+
     def module_returned(self, module: Any, output: Any) -> None:
         """An outermost module returned, before the program has trained."""
 
