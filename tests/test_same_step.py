@@ -272,6 +272,25 @@ def test_a_step_that_ends_in_an_exception_while_the_next_batch_is_there(
     assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
 
 
+OWN_CHECK = """
+    data = torch.rand(64, 4)
+    data[19] = 0
+    for i, (x,) in enumerate(DataLoader(TensorDataset(data), batch_size=8)):
+        (net.weight * x).square().sum(1).sqrt().sum().backward()
+        if i % 2:
+            if any(p.grad is not None and not torch.isfinite(p.grad).all() for p in net.parameters()):
+                raise RuntimeError("bad gradients")
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_gradients_of_several_batches_that_the_program_checks_itself(firstnan: Zygote, tmp_path: Path) -> None:
+    result = run(firstnan, tmp_path, OWN_CHECK, "--verify", "0")
+    assert (result.code, result.cause, result.found["step"]) == (3, "sqrt_grad_at_zero", 1)
+    assert (result.found["batch"]["index"], result.found["batch"]["bad_samples"]) == (2, [3])
+
+
 THREAD = """
     import threading
 

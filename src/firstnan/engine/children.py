@@ -19,7 +19,6 @@ from torch import Tensor
 from firstnan.diagnose.rules import ONLY_COMPILED
 from firstnan.engine import isolation
 from firstnan.engine.conclude import (
-    bad_values,
     came_from_another_rank,
     came_from_outside,
     is_numeric,
@@ -554,7 +553,7 @@ class TurnReplay:
         trip = self.failure.trip
         if trip.noticed.what == "exception" and type(error).__name__ == trip.noticed.name:
             events = self._session.microscope.raised(error)
-            self._settle(Trip(trip.noticed, bad_values(error), before_update=True), events)
+            self._settle(Trip(trip.noticed, self._session.bad_values_of(error), before_update=True), events)
 
     # Called while the turn runs, as a LoopReplay's are.
 

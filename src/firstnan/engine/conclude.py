@@ -46,6 +46,7 @@ BAD_DATA = ("nan_input", "nan_label")
 DIVERGENCE = ("divergence_lr", "exploding_gradient")
 UNKNOWN = "no sample is known to be responsible"
 DIVERGED = f"{UNKNOWN}: training diverged"
+_TELLING = re.compile(r"\b(nans?|infs?|infinit[ey]|(non-?|not )finite|gradients?|overflow)\b", re.IGNORECASE)
 FIRST = "training had diverged before this step: these samples are only the first to exceed the limit"
 _FROM_ELSEWHERE = (
     "the value was computed where operators are not recorded: in a thread that was running already, in code that is "
@@ -546,6 +547,11 @@ def bad_values(error: BaseException) -> list[Tensor]:
                 found += [t for _, t in tensors_in(value, depth=2) if _is_bad(t)]
         at = at.tb_next
     return found
+
+
+def tells_of_numbers(error: BaseException) -> bool:
+    """Whether an exception says that a number is not finite, as the program's own check of its gradients does."""
+    return isinstance(error, ArithmeticError) or _TELLING.search(str(error)) is not None
 
 
 def is_of_anomaly_mode(error: BaseException | None) -> bool:

@@ -20,7 +20,7 @@ from firstnan.engine.bad_losses import MOST_BAD, leaves_out_update
 from firstnan.engine.block_trials import try_fixes_in_worker
 from firstnan.engine.capsule_replay import CapsuleReplay, from_the_start
 from firstnan.engine.capsule_writer import CapsuleWriter
-from firstnan.engine.conclude import AS_IT_RAN, bad_values, event_of, is_of_anomaly_mode
+from firstnan.engine.conclude import AS_IT_RAN, event_of, is_of_anomaly_mode
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.journal import event_of_forecast
 from firstnan.engine.loop_replay import StepFailure
@@ -397,7 +397,7 @@ class ProgramValues:
             if error.code in (0, None):
                 return
             error = error.__context__ or error  # what a library like hydra prints before it ends the program
-        bad = bad_values(error)
+        bad = session.bad_values_of(error)
         if bad or "LinAlgError" in type(error).__name__ or is_of_anomaly_mode(error):
             turns = turns_in_traceback(error, self._ownership.owns)
             session.settle_on_batch_of(error)
@@ -498,6 +498,7 @@ class ProgramValues:
         known = session.known(trip)
         session.keep_state(known, trip)
         if session.live.on:
+            session.blame_part(noticed)
             self._concluded(noticed, tensors, events)
         else:
             answer = session.asked(StepFailure(trip, (noticed.what, 0), known, turns)) if turns else None

@@ -24,7 +24,7 @@ from firstnan.engine import children, isolation, parts_replay, turn_search
 from firstnan.engine.bad_losses import UnusedLosses, hidden_by
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
-from firstnan.engine.conclude import AS_IT_RAN, bad_values, diverged, is_of_anomaly_mode
+from firstnan.engine.conclude import AS_IT_RAN, bad_values, diverged, is_of_anomaly_mode, tells_of_numbers
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.kept_turns import KeptTurns
 from firstnan.engine.loop_replay import LoopReplay, RepeatedStep, StepFailure, can_replay, harm_of_replay
@@ -684,6 +684,11 @@ class Session(Observer):
         parameters = [p for optimizer in list(self.gate.steps.done) for p in parameters_of(optimizer)]
         return [p.grad for p in parameters if p.grad is not None and not is_finite(p.grad)]
 
+    def bad_values_of(self, error: BaseException) -> list[Tensor]:
+        """The bad values in the frames of an exception, or the gradients if it may tell of them."""
+        told = not self.gate.scales and tells_of_numbers(error)  # a scaler's overflows are no reason to stop
+        return bad_values(error) or (self.bad_gradients() if told else [])
+
     def after_backward(self, roots: list[Tensor]) -> None:
         if self._judges_backward() and self._bad_after is None:
             bad = self.bad_gradients()
@@ -818,7 +823,7 @@ class Session(Observer):
     def blame_part(self, noticed: Noticed) -> None:
         """Of several batches of the step, blames the one after whose backward call the gradients were bad first."""
         parts = len(self.handouts.parts(self.backwards))
-        if noticed.what == "gradient" and self._bad_after is not None and parts > 1:
+        if noticed.what in ("gradient", "exception") and self._bad_after is not None and parts > 1:
             self.handouts.blame((self._bad_after - 1) * parts // self.backwards, self.backwards)
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
@@ -1457,7 +1462,7 @@ class Session(Observer):
         if replay is not None:
             return self._left_in_replay(replay, error)
         if isinstance(error, Exception) and not isinstance(error, NonFiniteError):
-            trip = Trip(Noticed("exception", type(error).__name__), bad_values(error), before_update=True)
+            trip = Trip(Noticed("exception", type(error).__name__), self.bad_values_of(error), before_update=True)
             return self._known_at_end(trip, error) if trip.tensors or is_of_anomaly_mode(error) else None
         if error is not None or self.phase is not WATCHING or self.streak:
             return None

@@ -346,10 +346,11 @@ def exploding_gradient(failure: Failure) -> Explanation | None:
 def overflow(failure: Failure) -> Explanation | None:
     if not overflowed(failure) or failure.op in EXPONENTIALS:
         return None
-    why = (
-        f"{_operator(failure)} produced {counted(failure.bad)} too large for {failure.dtype} from finite inputs. "
-        f"{_sizes(failure)}{not_growing(failure.history)}"
-    )
+    made = f"produced {counted(failure.bad)} too large for {failure.dtype} from finite inputs"
+    if not failure.inf:  # as a norm does: a square is infinite, and Inf / Inf is NaN
+        nans = counted(failure.nan, "NaN")
+        made = f"produced {nans} from finite inputs: what it computes inside is too large for {failure.dtype}"
+    why = f"{_operator(failure)} {made}. {_sizes(failure)}{not_growing(failure.history)}"
     return Explanation(why, 0.6, failure.input_lines() + _magnitudes_before(failure) + _mask_line(failure))
 
 
