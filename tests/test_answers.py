@@ -326,7 +326,7 @@ def test_a_loss_out_of_all_proportion_is_not_proven() -> None:
     outcome = TrialOutcome(passed=21, trained=True, losses=((0, 3e8),), latest=((18, 1.5), (19, 2.5), (20, 1.0)))
     result = judged(Remedy("a"), outcome, report)
     assert (result.proven, result.failing_step_finite) == (False, True)
-    assert result.note == "its loss is 3e+08 there, in other steps about 1.5"
+    assert result.note == "its loss is 3e+08 there, while no other step has more than 2.5"
     again = replace(outcome, latest=(*outcome.latest, (40, 3e8)))  # the same sample in the next epoch
     assert not judged(Remedy("a"), again, report).proven
     assert judged(Remedy("a"), replace(outcome, losses=((0, 3e4),)), report).proven
