@@ -21,6 +21,7 @@ from firstnan.records import (
     Batch,
     History,
     LayerTrack,
+    LoopTurn,
     Noticed,
     OpEvent,
     Origin,
@@ -503,6 +504,13 @@ def test_the_size_of_a_batch_does_not_read_as_its_bad_samples() -> None:
     assert batch_line(dataclasses.replace(forward(), batch=Batch(26, 8))) == "batch 26 with 8 samples"
     later = dataclasses.replace(forward(), step=69, batch=Batch(9, 8), history=History(first_step=40))
     assert batch_line(later) == "batch 9 with 8 samples, step 29 of this optimizer"
+
+
+@pytest.mark.parametrize(("step", "line"), [(7, "epoch = 2, it = 5, micro = 3"), (5, "micro = 3"), (3, ""),
+    (2, "it = 5, micro = 3")])  # fmt: skip
+def test_loops_inside_the_one_that_counts_steps_are_told(step: int, line: str) -> None:
+    loops = tuple(LoopTurn("a.py", 1, name, value) for name, value in (("epoch", 2), ("it", 5), ("micro", 3)))
+    assert batch_line(Report("nonfinite", step=step, loops=loops)) == line
 
 
 def test_an_operator_that_raised_produced_nothing() -> None:
