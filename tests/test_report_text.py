@@ -529,7 +529,8 @@ def test_numbers_from_outside_were_not_produced_by_what_reads_them() -> None:
     assert at_expression(origin) == "the numbers that from_numpy reads contain NaN"
     loaded = OpEvent(0, "to", "aten._to_copy.default", "forward", 0, outputs=(bad,))
     origin = Origin("parameter", "to", loaded.aten, loaded, site=Site("a.py", 1), inputs=(bad,), produced=bad)
-    assert at_expression(origin) == "what to reads already contains NaN"
+    assert at_expression(origin) == "the tensor that `to` reads already contains NaN"
+    assert headline(Report("nonfinite", step=0, origin=origin)) == "NaN was already in parameter, step 0, at a.py:1"
 
 
 def test_a_hook_that_gets_the_gradients_is_named() -> None:

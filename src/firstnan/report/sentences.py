@@ -125,7 +125,7 @@ def at_expression(origin: Origin) -> str:
         case _ if came_with_numbers(origin):
             return f"the numbers that {origin.op or 'this'} reads contain {what}"
         case "parameter" | "input" if origin.op and origin.produced and origin.inputs == (origin.produced,):
-            return f"what {origin.op} reads already contains {what}"
+            return f"the tensor that `{origin.op}` reads already contains {what}"
         case _:
             return f"{origin.op or 'this'} produced {what}"
 
