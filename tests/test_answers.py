@@ -326,13 +326,11 @@ def test_a_loss_out_of_all_proportion_is_not_proven() -> None:
     outcome = TrialOutcome(passed=21, trained=True, losses=((0, 3e8),), latest=((18, 1.5), (19, 2.5), (20, 1.0)))
     result = judged(Remedy("a"), outcome, report)
     assert (result.proven, result.failing_step_finite) == (False, True)
-    assert result.note == "its loss is 3e+08 there, while no other step has more than 2.5"
-    again = replace(outcome, latest=(*outcome.latest, (40, 3e8)))  # the same sample in the next epoch
-    assert not judged(Remedy("a"), again, report).proven
+    assert result.note == "its loss is 3e+08 there, in other steps about 1.5"
     assert judged(Remedy("a"), replace(outcome, losses=((0, 3e4),)), report).proven
-    again = ((17, 4e8), *outcome.latest)  # the guard is in use in another step too
-    result = judged(Remedy("a"), replace(outcome, latest=again), report)
-    assert result.note == "its loss is 3e+08 there, while in 3 of 4 other steps it is at most 2.5"
+    again = replace(outcome, latest=(*outcome.latest, (40, 4e8)))  # the same sample in the next epoch
+    result = judged(Remedy("a"), again, report)
+    assert (result.proven, result.note) == (False, "its loss is 3e+08 there, in most other steps about 1.5")
     falling = tuple((step, 10.0 ** (8 - step)) for step in range(1, 20))
     assert judged(Remedy("a"), replace(outcome, latest=falling), report).proven
 

@@ -21,6 +21,7 @@ from firstnan.records import (
     Batch,
     History,
     LayerTrack,
+    LoopTurn,
     Noticed,
     OpEvent,
     Origin,
@@ -505,6 +506,13 @@ def test_the_size_of_a_batch_does_not_read_as_its_bad_samples() -> None:
     assert batch_line(later) == "batch 9 with 8 samples, step 29 of this optimizer"
 
 
+@pytest.mark.parametrize(("step", "line"), [(7, "epoch = 2, it = 5, micro = 3"), (5, "micro = 3"), (3, ""),
+    (2, "it = 5, micro = 3")])  # fmt: skip
+def test_loops_inside_the_one_that_counts_steps_are_told(step: int, line: str) -> None:
+    loops = tuple(LoopTurn("a.py", 1, name, value) for name, value in (("epoch", 2), ("it", 5), ("micro", 3)))
+    assert batch_line(Report("nonfinite", step=step, loops=loops)) == line
+
+
 def test_an_operator_that_raised_produced_nothing() -> None:
     raised = OpEvent(0, "cholesky", "aten.linalg_cholesky_ex.default", "forward", 3, raised="not positive-definite")
     origin = Origin("forward", "cholesky", raised.aten, raised, site=Site("a.py", 3))
@@ -521,7 +529,8 @@ def test_numbers_from_outside_were_not_produced_by_what_reads_them() -> None:
     assert at_expression(origin) == "the numbers that from_numpy reads contain NaN"
     loaded = OpEvent(0, "to", "aten._to_copy.default", "forward", 0, outputs=(bad,))
     origin = Origin("parameter", "to", loaded.aten, loaded, site=Site("a.py", 1), inputs=(bad,), produced=bad)
-    assert at_expression(origin) == "what to reads already contains NaN"
+    assert at_expression(origin) == "the tensor that `to` reads already contains NaN"
+    assert headline(Report("nonfinite", step=0, origin=origin)) == "NaN was already in parameter, step 0, at a.py:1"
 
 
 def test_a_hook_that_gets_the_gradients_is_named() -> None:

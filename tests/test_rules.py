@@ -730,3 +730,10 @@ def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:
 def test_rules_do_not_import_torch() -> None:
     code = "import sys, firstnan.diagnose.rules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_bad_state_before_the_first_step_was_loaded() -> None:
+    bad = stat("exp_avg_sq of w", NAN)
+    origin = Origin("parameter", "", "", produced=bad, inputs=(bad,), role="state", label="exp_avg_sq of w", step=0)
+    why = explain(origin, Trace(), History())[0].why
+    assert why.endswith("before step 0 computes anything. It was loaded with the state, probably from a checkpoint.")

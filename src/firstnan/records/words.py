@@ -150,7 +150,8 @@ def _creation(origin: Origin, in_batch: bool) -> str:
         case "parameter":
             kept = {"buffer": "buffer", "state": "the optimizer's state,"}.get(origin.role or "", "parameter")
             already = "were already" if " and " in kind(origin.produced) else "was already"
-            return f"{'created' if origin.op else already} in {kept} {label}".rstrip()
+            created = origin.op and (not origin.produced or origin.inputs != (origin.produced,))
+            return f"{'created' if created else already} in {kept} {label}".rstrip()
         case phase:
             return f"created in {phase}"
 

@@ -180,10 +180,8 @@ def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
     high = [there, *(loss for loss in usual if loss * OUT_OF_PROPORTION >= there)]
     if len(low) < max(3, len(usual) / 2) or min(high) <= OUT_OF_PROPORTION * max(low):
         return ""
-    others = (
-        f"in {len(low)} of {len(usual)} other steps it is at most" if len(high) > 1 else "no other step has more than"
-    )
-    return f"its loss is {there:.3g} there, while {others} {max(low):.3g}"
+    others = "most other steps" if len(high) > 1 else "other steps"
+    return f"its loss is {there:.3g} there, in {others} about {statistics.median(low):.3g}"
 
 
 def _leap(outcome: TrialOutcome, report: Report) -> str:

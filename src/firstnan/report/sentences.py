@@ -24,11 +24,10 @@ def batch_line(report: Report) -> str:
 
 
 def loop_words(report: Report) -> str:
-    """`epoch = 3, i = 17`: how far the program's loops were, unless one of them counts as the steps are counted."""
-    values = {turn.value for turn in report.loops}
-    if report.step in values and not report.history.others:
-        return ""
-    return ", ".join(f"{turn.variable} = {turn.value}" for turn in report.loops[-3:] if turn.variable != "_")
+    """`epoch = 3, i = 17`: how far the program's loops were; only those inside one that counts as the steps are."""
+    counting = [i for i, turn in enumerate(report.loops) if turn.value == report.step and not report.history.others]
+    inner = report.loops[counting[-1] + 1 :] if counting else report.loops
+    return ", ".join(f"{turn.variable} = {turn.value}" for turn in inner[-3:] if turn.variable != "_")
 
 
 def _batch(batch: Batch) -> str:
@@ -126,7 +125,7 @@ def at_expression(origin: Origin) -> str:
         case _ if came_with_numbers(origin):
             return f"the numbers that {origin.op or 'this'} reads contain {what}"
         case "parameter" | "input" if origin.op and origin.produced and origin.inputs == (origin.produced,):
-            return f"what {origin.op} reads already contains {what}"
+            return f"the tensor that `{origin.op}` reads already contains {what}"
         case _:
             return f"{origin.op or 'this'} produced {what}"
 

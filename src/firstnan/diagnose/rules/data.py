@@ -191,6 +191,8 @@ def nan_parameter(failure: Failure) -> Explanation | None:
     )
     if failure.origin.event is None and failure.origin.role == "parameter":  # not read in the step
         source = "No update made it: it was there before training began, or the program has written it since"
+    if failure.origin.role == "state" and not step:
+        source = "It was loaded with the state, probably from a checkpoint"
     if name.endswith(")"):  # "(frozen)", "(in a copy of the model that is not trained)"
         source = "No update has written it: it is not trained"
     what = {"state": f"The optimizer's state, {name},", "buffer": f"The buffer {name}"}.get(
