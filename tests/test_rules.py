@@ -737,3 +737,13 @@ def test_bad_state_before_the_first_step_was_loaded() -> None:
     origin = Origin("parameter", "", "", produced=bad, inputs=(bad,), role="state", label="exp_avg_sq of w", step=0)
     why = explain(origin, Trace(), History())[0].why
     assert why.endswith("before step 0 computes anything. It was loaded with the state, probably from a checkpoint.")
+
+
+def test_weights_of_samples_are_not_called_targets() -> None:
+    """Both meet the model's output only; soft targets are multiplied with it as well."""
+    told = []
+    for op in ("mul", "mse_loss"):
+        origin, trace, history = batch(op, "")
+        assert origin.produced is not None
+        told.append(explain(replace(origin, inputs=(origin.produced,)), trace, history)[0].why)
+    assert [why.startswith("The targets or weights of this batch") for why in told] == [True, False]

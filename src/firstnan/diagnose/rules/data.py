@@ -49,6 +49,8 @@ class DataUse:
     """The events that made it and handed it on."""
     enters_model: bool | None
     """Whether a layer reads it before it meets the model's output; None if neither is seen."""
+    multiplied: bool = False
+    """Whether it meets the output in a product."""
 
     @property
     def label(self) -> str:
@@ -64,7 +66,7 @@ def _data_use(failure: Failure) -> DataUse:
     only_read = origin is not None and stat is not None and failure.origin.inputs == (stat,)
     carriers = {origin.index: origin} if origin is not None and known and not only_read else {}
     derived: set[int] = set()
-    met = False
+    met: OpEvent | None = None
     for event in events:
         if event.phase != "forward" or event.index in carriers:
             continue
@@ -76,10 +78,10 @@ def _data_use(failure: Failure) -> DataUse:
             return DataUse(tuple(carriers.values()), True)
         if _in_model(event) or any(i.producer in derived for i in event.inputs):
             derived.add(event.index)
-            met = met or reads
+            met = met or (event if reads else None)
         elif reads:
             carriers[event.index] = event
-    return DataUse(tuple(carriers.values()), False if met else None)
+    return DataUse(tuple(carriers.values()), None if met is None else False, met is not None and met.op == "mul")
 
 
 def _is_label(failure: Failure) -> bool:
@@ -118,9 +120,13 @@ def nan_label(failure: Failure) -> Explanation | None:
     if failure.origin.role == "buffer" or _is_number(failure) or not _is_label(failure):
         return None
     name = failure.origin.label or _data_use(failure).label or "targets"
+    # Soft targets are multiplied with the model's output, and so are weights of samples or pairs.
+    factors = _data_use(failure).multiplied
+    what = "targets or weights" if factors else "targets"
+    how = "The model's output is multiplied with them" if factors else "The loss compares with them"
     why = (
-        f"The targets of this batch ({name}) contain {_content(failure)}, before anything is computed. The loss "
-        "compares with them, so the loss and the gradients become non-finite."
+        f"The {what} of this batch ({name}) contain {_content(failure)}, before anything is computed. {how}, so the "
+        "loss and the gradients become non-finite."
     )
     return _found(failure, name, why, 0.85, 0.5)
 
