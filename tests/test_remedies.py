@@ -497,6 +497,17 @@ def test_a_loss_that_falls_without_bound(tmp_path: Path, sign: int, endless: boo
     assert changes == [added] if endless else added not in changes
 
 
+def test_numbers_that_numpy_draws_are_no_distribution_of_torch(tmp_path: Path) -> None:
+    text = "import numpy as np\nimport torch\nfrom torch.distributions import Gamma\nrng = np.random.default_rng(0)\n"
+    text += (
+        "w, size = torch.ones(2, requires_grad=True), [2]\ny = 0 * torch.tensor(rng.gamma(2.0, 1.0, size))\n# step\n"
+    )
+    text += "loss = -Gamma(w / 2, w, validate_args=False).log_prob(y).mean()\nloss.backward()\n"
+    changes = [changed_lines(r.diff) for r in proposed(text, tmp_path)[2]]
+    assert any("w.clamp_min(1e-6), validate_args" in change for change in changes)
+    assert not any("rng.gamma" in change for change in changes)
+
+
 # --- whole programs ---------------------------------------------------------------------------------------------
 
 HELPERS = """\

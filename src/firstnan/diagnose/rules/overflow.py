@@ -77,7 +77,9 @@ def overflowed(failure: Failure) -> bool:
 
 
 def _operator(failure: Failure) -> str:
-    return f"`{failure.code}`" + (f" in {failure.origin.module}" if failure.origin.module else "")
+    module = failure.origin.module
+    module = f'"{module}"' if module[:1].isdigit() else module
+    return f"`{failure.code}`" + (f" in {module}" if module else "")
 
 
 def _sizes(failure: Failure) -> str:
