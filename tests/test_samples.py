@@ -786,6 +786,22 @@ def test_graphs_in_one_batch_are_put_together_again(firstnan: Zygote, tmp_path: 
     assert batch["dataset_indices"] == [12 * batch["index"] + 5]
 
 
+def test_an_empty_element_is_found_by_its_place() -> None:
+    texts = [torch.arange(1, n + 1) for n in (3, 0, 2, 3)]
+
+    def padded_left(items: list[torch.Tensor]) -> torch.Tensor:
+        return pad_sequence([item.flip(0) for item in items], batch_first=True).flip(1)
+
+    def sorted_by_length(items: list[torch.Tensor]) -> torch.Tensor:
+        return pad_sequence(sorted(items, key=len, reverse=True), batch_first=True)
+
+    chosen = [3, 1, 0, 2]
+    for collate, found in ((padded_left, (1,)), (sorted_by_length, None)):
+        batch = collate([texts[i] for i in chosen])
+        (bad,) = [i for i, row in enumerate(batch) if not row.any()]
+        assert Maker(texts, collate).in_dataset([bad], cut(batch, chosen), chosen) == found
+
+
 def test_a_batch_is_put_together_only_from_the_same_elements() -> None:
     def packed(items: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(items)

@@ -453,7 +453,7 @@ class Maker:
             found = self._fetched_again(bad, pieces, list(dict.fromkeys(chosen)))
             if found is not None or monotonic() - began > _SECONDS / 2:
                 return found
-            return self._put_together_again(bad, pieces, list(chosen))
+            return self._in_its_place(bad, pieces, chosen) or self._put_together_again(bad, pieces, list(chosen))
         except Exception:  # Fetching again is not part of the program, so its errors must not reach the program.
             return None
         finally:
@@ -529,6 +529,18 @@ class Maker:
                 return tuple(f[0] for f in found.values())
         return None
 
+    def _in_its_place(self, bad: Sequence[int], pieces: Cut, chosen: list[int]) -> tuple[int, ...] | None:
+        """The elements at these positions, if another one in the place of each changes its row and no other."""
+        whole, healthy = self.collated(pieces.batch, chosen), set(range(pieces.size)).difference(bad)
+        if whole is None or whole.size != pieces.size or not healthy or len(bad) > _MOST_ELEMENTS:
+            return None
+        for at in bad:
+            again = Cut(whole.replaced({at: min(healthy)}), pieces.size)
+            pairs = zip(pieces.members(), again.members(), strict=True)
+            if _changed((a, b) for (_, a), (_, b) in pairs) != {at}:
+                return None
+        return tuple(chosen[at] for at in bad)
+
     def _put_together_again(self, bad: Sequence[int], pieces: Cut, chosen: list[int]) -> tuple[int, ...] | None:
         """The elements that come to these positions when the batch is made again.
 
@@ -557,6 +569,12 @@ class Maker:
         except Exception:  # a collate function that needs more than one element
             return []
         return [[member[i] for member in members] for i in range(each)] if members else []
+
+
+def _changed(pairs: Iterator[tuple[Tensor, Tensor]]) -> set[int]:
+    """The rows in which tensors differ; those of other shapes are left out: they are padded to another length."""
+    same = [(a, b) for a, b in pairs if a.shape == b.shape]
+    return {i for a, b in same for i in range(len(a)) if not _are_equal(a[i], b[i])}
 
 
 def _rows(pieces: Cut, sample: int) -> list[Tensor]:
