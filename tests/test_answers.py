@@ -328,6 +328,8 @@ def test_a_loss_out_of_all_proportion_is_not_proven() -> None:
     assert (result.proven, result.failing_step_finite) == (False, True)
     assert result.note == "its loss is 3e+08 there, in other steps about 1.5"
     assert judged(Remedy("a"), replace(outcome, losses=((0, 3e4),)), report).proven
+    hinge = replace(outcome, losses=((0, 0.06),), latest=tuple((i, 0.0) for i in range(16, 21)))
+    assert judged(Remedy("a"), hinge, report).proven  # the others are satisfied
     again = replace(outcome, latest=(*outcome.latest, (40, 4e8)))  # the same sample in the next epoch
     result = judged(Remedy("a"), again, report)
     assert (result.proven, result.note) == (False, "its loss is 3e+08 there, in most other steps about 1.5")

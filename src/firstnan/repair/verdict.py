@@ -175,6 +175,7 @@ def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
     usual = [loss for loss in before if math.isfinite(loss)] + [
         abs(loss) for step, loss in outcome.latest if step > bad
     ]
+    usual = [loss for loss in usual if loss > 0]  # a hinge that is satisfied says nothing about the size of others
     # The guard may be in use in other steps too: most are below a gap that no training closes in one step.
     low = [loss for loss in usual if loss * OUT_OF_PROPORTION < there]
     high = [there, *(loss for loss in usual if loss * OUT_OF_PROPORTION >= there)]
