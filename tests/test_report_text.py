@@ -478,6 +478,17 @@ def test_numbers_that_only_enter_torch_were_not_created_there() -> None:
     assert "NaN came in with the data, step 7, at train.py:25" in headline(Report("nonfinite", 7, origin=came))
 
 
+def test_a_checkpoint_that_is_copied_into_the_weights_did_not_create_the_value() -> None:
+    read, made = (TensorStat(name, (5,), "float32", nan=1) for name in ("src", "result"))
+    site = Site("train.py", 9, function="<module>")
+    came = Origin(
+        "parameter", "copy", "aten.copy_.default", site=site, inputs=(read,), produced=made, label="fc.weight"
+    )
+    assert headline(Report("nonfinite", 0, origin=came)) == "NaN copied into parameter fc.weight, step 0, at train.py:9"
+    assert at_expression(came) == "this copies NaN into fc.weight"
+    assert "created" in headline(Report("nonfinite", 0, origin=dataclasses.replace(came, inputs=())))
+
+
 def test_what_bad_samples_hold_was_created_in_the_data() -> None:
     site = Site("data.py", 25, function="__getitem__")
     result = TensorStat("result", (5,), "float32", nan=1)

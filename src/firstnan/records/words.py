@@ -95,6 +95,11 @@ def came_with_numbers(origin: Origin) -> bool:
     return origin.aten.startswith("aten.lift_fresh") and not origin.inputs
 
 
+def copies_nonfinite(origin: Origin) -> bool:
+    """Whether the operator only copies what was non-finite before, as loading a checkpoint does."""
+    return origin.aten.startswith("aten.copy_") and any(t.nan or t.inf for t in origin.inputs)
+
+
 def noticed(what: Noticed) -> str:
     """Where it was seen first: `the loss`, `the gradient of fc.weight`."""
     if not what.name or what.name == what.what:
@@ -149,6 +154,8 @@ def _creation(origin: Origin, in_batch: bool) -> str:
             return f"{'created in' if created else 'came in with'} {where}" + (f" ({label})" if label else "")
         case "parameter":
             kept = {"buffer": "buffer", "state": "the optimizer's state,"}.get(origin.role or "", "parameter")
+            if copies_nonfinite(origin):
+                return f"copied into {kept} {label}".rstrip()
             already = "were already" if " and " in kind(origin.produced) else "was already"
             created = origin.op and (not origin.produced or origin.inputs != (origin.produced,))
             return f"{'created' if created else already} in {kept} {label}".rstrip()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from firstnan.records import Batch, Element, Feature, Origin, PathStep, RankFinding, Remedy, Report
-from firstnan.records.words import came_with_numbers, cell_name, count, kind, line_of, noticed, number
+from firstnan.records.words import came_with_numbers, cell_name, copies_nonfinite, count, kind, line_of, noticed, number
 from firstnan.repair.verdict import BEYOND, last_bad_step
 
 
@@ -124,6 +124,8 @@ def at_expression(origin: Origin) -> str:
             return f"{origin.op or 'an operator'}, called inside, produced {what}"
         case _ if came_with_numbers(origin):
             return f"the numbers that {origin.op or 'this'} reads contain {what}"
+        case "parameter" if copies_nonfinite(origin):
+            return f"this copies {what} into {origin.label or 'a parameter'}"
         case "parameter" | "input" if origin.op and origin.produced and origin.inputs == (origin.produced,):
             return f"the tensor that `{origin.op}` reads already contains {what}"
         case _:
