@@ -106,6 +106,20 @@ def test_a_loss_that_doubles_again_and_again() -> None:
     assert news[0].since_step + news[0].low <= 64 <= news[0].since_step + news[0].high + 1
 
 
+def test_a_loss_in_float16_ends_where_float16_does() -> None:
+    weight, events = nn.Parameter(torch.ones(4)), list[NaNEvent]()
+    optimizer = torch.optim.SGD([weight], lr=1e-9)
+    model = nn.Module()
+    model.weight = weight
+    with NaNDetector(model, optimizer, on_event=events.append):
+        for t in range(110):
+            optimizer.zero_grad()
+            (weight.half() * 1.1**t).mean().backward()
+            optimizer.step()
+    assert [e.message for e in events if "the loss reaches the limit of float16" in e.message]
+    assert not [e.message for e in events if "the loss reaches the limit of float32" in e.message]
+
+
 def test_a_loss_that_begins_near_zero_has_no_scale_to_grow_from() -> None:
     guard, made = GrowthGuard(), list[Forecast]()
     for t in range(400):  # a critic that gets better and better

@@ -105,6 +105,8 @@ class Gate:
         self.norm: float | None = None
         """The norm of the gradients of the last update."""
         self._loss: float | None = None
+        self._is_half = False
+        """Whether the last loss was computed in float16."""
         self._by_hand = HandWritten()
         self._rotations: weakref.WeakKeyDictionary[Any, ParameterRotation] = weakref.WeakKeyDictionary()
         self._scaling = False
@@ -150,7 +152,7 @@ class Gate:
         before = len(trips)
         for root in roots if self._scaled is None else self._unscaled(self._scaled, roots):
             if reads_are_free(root) and root.numel() == 1 and type(root) is Tensor and root.is_floating_point():
-                self._loss = root.item()
+                self._loss, self._is_half = root.item(), root.dtype is torch.float16
                 if not math.isfinite(self._loss):
                     trips.append(Trip(_LOSS, [root], before_update=True))
                 continue
@@ -509,6 +511,8 @@ class Gate:
         if guard.left == step:
             self._healthy_steps = self._histories.of(optimizer)
         limits = self._limits.get(id(optimizer)) or self._limits_of(optimizer)
+        if self._is_half:
+            limits = limits[0], LARGEST["float16"], limits[2]
         news = guard.foresee(step, self.norm, loss, limits, track.weights, track.recent)
         if news:
             self._foreseen(news, optimizer)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from firstnan.gate.forecast import GrowingWeights, Rise
+from firstnan.gate.forecast import LARGEST, GrowingWeights, Rise
 from firstnan.records import Forecast
 
 _WINDOW = 64
@@ -226,13 +226,14 @@ class GrowthGuard:
     ) -> Forecasts:
         """Forecasts that this step allows, and those that it makes void: call it after `observe`.
 
-        `limits`: the type of the numbers, and where a loss and a gradient of this type overflow. `weights`: the norm of
+        `limits`: the type of the weights, and where the loss and a gradient overflow. `weights`: the norm of
         all parameters, if it is known. `steps`: the fields of the last StepRecords.
         """
         news: list[Forecast] = []
         kind, largest, largest_gradient = limits
         if loss is not None and self._start and (abs(loss) > self._start or self._loss_rise.points):
-            news += self._loss_rise.add(step, abs(loss), max(self._start, _SMALL_NORM), kind, largest)
+            of_loss = "float16" if largest == LARGEST["float16"] else kind
+            news += self._loss_rise.add(step, abs(loss), max(self._start, _SMALL_NORM), of_loss, largest)
         first = max(self._first, _SMALL_NORM)
         if norm is not None and self._first and (norm > first or self._norm_rise.points):
             news += self._norm_rise.add(step, norm, first, kind, largest_gradient)
