@@ -172,6 +172,8 @@ class Outlook:
 _RISEN = {"loss": 7.0, "gradient": 10.0}
 """Doublings above the first values from which on a rise counts: less may be a hard batch or a new part of training."""
 _MOST_KEPT = 128
+_WIDE, _NEAR_HALF = 1e30, 64.0
+"""A float16 loss is followed within this factor of its end, which is near anyway; in wider types everywhere."""
 
 
 class Rise:
@@ -201,7 +203,8 @@ class Rise:
         self.points.append((step, value))
         if len(self.points) > _MOST_KEPT:
             self.points = self.points[::2]
-        if math.log2(value / first) >= _RISEN[self._what] and value >= max(v for _, v in self.points[-4:]):
+        is_near = limit > _WIDE or value > limit / _NEAR_HALF
+        if is_near and math.log2(value / first) >= _RISEN[self._what] and value >= max(v for _, v in self.points[-4:]):
             made = self._outlook.make(self._what, str, kind, limit, self.points)
             news += [made] if made is not None else []
         return news
