@@ -333,6 +333,8 @@ def test_a_loss_out_of_all_proportion_is_not_proven() -> None:
     again = replace(outcome, latest=(*outcome.latest, (40, 4e8)))  # the same sample in the next epoch
     result = judged(Remedy("a"), again, report)
     assert (result.proven, result.note) == (False, "its loss is 3e+08 there, in most other steps about 1.5")
+    as_before = replace(report, history=History((StepRecord(0, 2e8),)))  # the update went wrong, not the loss
+    assert judged(Remedy("a"), outcome, as_before).proven
     falling = tuple((step, 10.0 ** (8 - step)) for step in range(1, 20))
     assert judged(Remedy("a"), replace(outcome, latest=falling), report).proven
 

@@ -251,16 +251,18 @@ def _ways(session: Session, failure: StepFailure) -> Iterator[Way]:
         yield from (TurnReplay(session, failure, c, start=s).run for c, s in islice(later, _MOST_LATER))
         # What has made the value cannot be repeated, but the variable that holds it is known.
         for turn in failure.turns[:1]:
-            after = (start for start in turn.starts[1:] if _holds_bad(turn, start))
+            after = (start for start in turn.starts[1:] if _holds_bad(turn, start, only_data=True))
             yield from (TurnReplay(session, failure, turn, start=s, made=True).run for s in islice(after, 1))
     if session.has_source(trip):
         yield lambda: session.settle(session.replayed_at_once(failure.report, trip), trip.before_update)
 
 
-def _holds_bad(turn: Turn, start: int) -> bool:
-    """Whether the statements that are left out by `start` have assigned something non-finite."""
+def _holds_bad(turn: Turn, start: int, *, only_data: bool = False) -> bool:
+    """Whether the statements that are left out by `start` have assigned something non-finite, not computed by a model
+    if `only_data`."""
     left_out = [turn.names.get(name) for name in turn.assigned_before(start)]
-    return any(not is_finite(t) for value in left_out for _, t in tensors_in(value, depth=2))
+    bad = [t for value in left_out for _, t in tensors_in(value, depth=2) if not is_finite(t)]
+    return bool(bad) and not (only_data and any(t.requires_grad for t in bad))
 
 
 def begun_in_step(session: Session, failure: StepFailure) -> Turn | None:

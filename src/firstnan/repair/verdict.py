@@ -171,10 +171,10 @@ def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
     """How large the loss of the failing step is with the change, if it is out of all proportion to that of others."""
     bad = last_bad_step(report)
     there = max((abs(loss) for step, loss in outcome.losses if step == bad), default=0.0)
-    before = [abs(r.loss) for r in report.history.steps if r.loss is not None and r.step < bad]
-    usual = [loss for loss in before if math.isfinite(loss)] + [
-        abs(loss) for step, loss in outcome.latest if step > bad
-    ]
+    seen = [(r.step, abs(r.loss)) for r in report.history.steps if r.loss is not None and math.isfinite(r.loss)]
+    if any(step == bad and there <= OUT_OF_PROPORTION * loss for step, loss in seen):
+        return ""  # it was as large without the change
+    usual = [loss for step, loss in seen if step < bad] + [abs(loss) for step, loss in outcome.latest if step > bad]
     usual = [loss for loss in usual if loss > 0]  # a hinge that is satisfied says nothing about the size of others
     # The guard may be in use in other steps too: most are below a gap that no training closes in one step.
     low = [loss for loss in usual if loss * OUT_OF_PROPORTION < there]
