@@ -682,6 +682,16 @@ def test_a_second_run_has_the_same_interpreter_paths_and_folder(tmp_path: Path) 
     assert first == second
 
 
+def test_data_that_the_failing_step_itself_has_stored_leads_to_its_line(firstnan: Zygote, tmp_path: Path) -> None:
+    """The step draws what it has just stored, by chances that no replay gets again."""
+    text = (PROGRAMS / "replay_buffer.py").read_text()
+    text = text.replace("rng.integers(0, self.count, 6)", "(next(chances) * self.count).astype(int)")
+    chances = "chances = iter(np.random.default_rng(1).random((99, 6)))"
+    (tmp_path / "train.py").write_text(text.replace("for turn in", f"{chances}\nfor turn in"))
+    result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
+    assert result.origin["line"] == marked("replay_buffer", "ORIGIN"), result.stderr
+
+
 PASSING = """
     import torch
 
