@@ -230,6 +230,20 @@ class Start:
         started: Callable[[], None] = lambda: None,
     ) -> tuple[Any, bool]:
         """Runs the child to its end, or stops it and its own children after `seconds`; returns its answer, if any."""
+        answer, in_time = self._run_once(program, order, seconds, isolated, started)
+        if isolated and in_time and self._hides_new and _has_not_begun(answer):
+            self._hides_new = False  # perhaps it lacks what it has downloaded
+            return self._run_once(program, order, seconds, isolated)
+        return answer, in_time
+
+    def _run_once(
+        self,
+        program: Program,
+        order: Instructions,
+        seconds: float,
+        isolated: bool,
+        started: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, bool]:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         source = str(Path(__file__).resolve().parents[2])
         words = [self.executable, *flags, "-c", _BEGIN, source, "run", *(["-m"] if program.module else [])]
@@ -259,10 +273,6 @@ class Start:
                 child.end()
             file.seek(0)
             try:
-                answer = json.loads(file.read()).get("answer")
+                return json.loads(file.read()).get("answer"), in_time
             except ValueError:
-                answer = None
-        if isolated and in_time and self._hides_new and _has_not_begun(answer):
-            self._hides_new = False  # perhaps it lacks what it has downloaded
-            return self._run(program, order, seconds, isolated)
-        return answer, in_time
+                return None, in_time
