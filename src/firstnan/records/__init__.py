@@ -510,6 +510,8 @@ class Feature:
     value: float
     low: float
     high: float
+    apart: int = 0
+    """How many other samples have numbers so extreme that they are left out of the range."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,8 @@ def feature_line(feature: Feature, unit: str = "sample") -> str:
     where = feature.member + ("" if not feature.index else str(list(feature.index)))
     what = f"{where} = {number(feature.value)}" + (" everywhere" if feature.index is None else "")
     spread = number(feature.low) + ("" if feature.low == feature.high else f" … {number(feature.high)}")
-    return f"{unit} {feature.sample}: {what}, other {unit}s {spread}"
+    others = f"other {unit}s" if not feature.apart else f"most other {unit}s"
+    return f"{unit} {feature.sample}: {what}, {others} {spread}"
 
 
 def at_expression(origin: Origin) -> str:
