@@ -16,10 +16,11 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from firstnan.engine import isolation, second_run
 from firstnan.engine.isolation import Channel, IsolationError, Started
 from firstnan.engine.second_run import Start
-from firstnan.observe import manifest
+from firstnan.observe import forked, manifest
 from firstnan.observe.forked import NotContinued, end_thread_pools, keep_indices
 from firstnan.observe.runner import Program
 from firstnan.repair.verdict import Reach
@@ -268,6 +269,45 @@ def test_nobody_waits_for_threads_that_are_gone(place: Path) -> None:
         began = time.monotonic()
         assert in_child(work) == (2, 7)
         assert time.monotonic() - began < 10
+
+
+def test_a_queue_is_emptied_by_nobody_though_a_pool_has_threads_again(place: Path) -> None:
+    waiting: queue.Queue[int] = queue.Queue(maxsize=2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def work() -> tuple[int, list[int]]:
+            pool.submit(lambda: 7).result()
+            for i in range(5):
+                waiting.put(i)
+            new: queue.Queue[int] = queue.Queue(maxsize=1)
+            threading.Thread(target=lambda: [new.put(i) for i in range(4)], daemon=True).start()
+            return waiting.qsize(), [new.get() for _ in range(4)]
+
+        assert in_child(work) == (2, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("pool_is_busy", [False, True])
+def test_what_a_thread_of_the_parent_would_give_ends_a_wait_at_once(
+    place: Path, pool_is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked, "_PATIENCE", 0.2)
+    items: queue.Queue[int] = queue.Queue()
+    event, result = threading.Event(), Future[int]()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def work() -> list[str]:
+            if pool_is_busy:
+                pool.submit(int).result()
+            told = []
+            for wait in (items.get, event.wait, result.result):
+                with contextlib.suppress(TimeoutError):
+                    wait()
+                    told.append(str(wait))
+            return told
+
+        assert in_child(work) == []
 
 
 def test_worker_processes_stay_with_the_parent(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
