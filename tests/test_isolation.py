@@ -609,6 +609,16 @@ def test_a_filtered_child_changes_no_file_and_goes_on(filtered: Path) -> None:
     assert os.listdir(filtered / "kept") == ["old.txt"]
 
 
+def test_a_filtered_child_mounts_nothing(filtered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares the system's view: root would mount there, and that would stay."""
+
+    def mount(*args: Any) -> None:
+        raise AssertionError("mounted")
+
+    monkeypatch.setattr(isolation, "_mount", mount)
+    assert in_child(lambda: 7) == 7
+
+
 def test_a_filtered_child_reaches_nobody(filtered: Path) -> None:
     with subprocess.Popen(["sleep", "1000"]) as other:
 

@@ -553,7 +553,7 @@ def fork() -> Fork | Channel | None:
         os.close(reading)
         _die_with_parent()
         has_view = _has_view()
-        _move_on(writing)
+        _move_on(has_view)
         _separate_descriptors(writing)
         _separate_memory()
         random.setstate(numbers)
@@ -612,16 +612,18 @@ def _die_with_parent() -> None:
         file.write("1000")  # where memory runs out, the child goes first
 
 
-def _move_on(keep: int) -> None:
+def _move_on(has_view: bool) -> None:
     """Goes on in the first process of the new process namespace: when that ends, so do all that it started.
 
-    A process that has made such a namespace could itself start no thread any more.
+    A process that has made such a namespace could itself start no thread any more. Without its own view, a mount would
+    be one of the whole system.
     """
     process = _fork()
     if not process:
         _libc("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(IsolationError):  # otherwise /proc has the numbers of the parent's processes
-            _mount("proc", "/proc", "proc")
+            if has_view:
+                _mount("proc", "/proc", "proc")
         return
     os.closerange(3, 1 << 16)
     _, status = os.waitpid(process, 0)
@@ -701,7 +703,7 @@ class Started:
             folders, since = without_new or ((), 0.0)
             devices = {one: os.stat(one).st_dev for one in folders if os.path.isdir(one)}
             _enter_view(shared)
-            _move_on(writing)
+            _move_on(has_view=True)
             _hide_new(devices, since, shared)
         for number in _MUTED:
             os.dup2(given if number == 0 else null, number)
