@@ -619,6 +619,37 @@ def test_a_filtered_child_mounts_nothing(filtered: Path, monkeypatch: pytest.Mon
     assert in_child(lambda: 7) == 7
 
 
+def _errors_of_isolation() -> list[bool]:
+    found = []
+    for act in (
+        lambda: os.waitpid(os.fork() or os._exit(0), 0),
+        lambda: subprocess.check_call(["true"]),
+        lambda: os.chdir(os.mkdir("new") or "new"),
+    ):
+        try:
+            act()
+            found.append(False)
+        except OSError as error:
+            found.append(isolation.is_of_isolation(error))
+    return found
+
+
+def test_what_a_filtered_child_is_refused_is_no_error_of_the_program(filtered: Path) -> None:
+    assert in_child(_errors_of_isolation) == [True] * 3
+
+
+def test_a_missing_file_is_an_error_of_the_program(place: Path) -> None:
+    def missing() -> bool:
+        try:
+            os.chdir("missing")
+        except OSError as error:
+            return isolation.is_of_isolation(error)
+        return True
+
+    assert in_child(_errors_of_isolation) == [False] * 3
+    assert in_child(missing) is False
+
+
 def test_a_filtered_child_reaches_nobody(filtered: Path) -> None:
     with subprocess.Popen(["sleep", "1000"]) as other:
 

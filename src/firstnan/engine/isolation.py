@@ -51,6 +51,8 @@ _because: list[str] = []
 """Why isolation cannot be had here, once that is known."""
 _runs_again = False
 _is_cut_off = False
+_is_filtered = False
+"""Whether the kernel refuses this child whatever would change something."""
 
 
 def unavailable() -> str:
@@ -87,15 +89,17 @@ _NOBODY_THERE = {
     errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENOTCONN, errno.ENETDOWN,
     errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT,
 }  # fmt: skip
+_REFUSED = {errno.EPERM, errno.EROFS, errno.EAGAIN, errno.ENOSYS, errno.ENOENT, errno.ECHILD}
+"""What a filtered child may get: a file that it wrote or a folder that it made is not there either."""
 
 
 def is_of_isolation(error: BaseException | None) -> bool:
-    """Whether an error in a child, or one that led to it, tells that a server or another process does not answer."""
+    """Whether an error in a child, or one that led to it, is about somebody who does not answer or a refused call."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         if isinstance(error, EOFError | TimeoutError | socket.gaierror):
             return True
-        if isinstance(error, OSError) and error.errno in _NOBODY_THERE:
+        if isinstance(error, OSError) and error.errno in (_NOBODY_THERE | _REFUSED if _is_filtered else _NOBODY_THERE):
             return True
         if isinstance(error, RuntimeError) and "attached to a different loop" in str(error):  # of asyncio
             return True
@@ -559,6 +563,8 @@ def fork() -> Fork | Channel | None:
         random.setstate(numbers)
         alone_after_fork(threads=pools_ended)
         if not has_view:
+            global _is_filtered
+            _is_filtered = True
             pretend_to_write()
             change_nothing()
         _because.append(_IN_CHILD)
