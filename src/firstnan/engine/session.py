@@ -330,6 +330,8 @@ class Session(Observer):
         self.hooks.moved_to_child()
 
     def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
+        if self.values is not None and self._replay is None and not self.in_child:
+            self.values.training_begins(optimizer, frame)
         if self.scope.optimizers is not None:
             if not self.scope.adopt(optimizer):
                 return
