@@ -575,6 +575,9 @@ class Session(Observer):
             return
         if not told:
             self.streak = 0
+        by_us = self.through_loop and self.values is None  # each batch, or step, comes through the detector
+        if not by_us and self.handouts.are_left(self.gate.steps.total):
+            self.handouts.leave(self.gate.steps.total)
         if self.handouts.latest is None:
             self.handouts.turn_ended(self.gate.steps.total)
             self._settings.update_ended()
@@ -1006,7 +1009,7 @@ class Session(Observer):
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
         self._holds = trip.noticed.what == "loss" and not world().is_alone
         try:
-            is_used = self.handouts.settle_on_used(values_around(sys._getframe()))
+            is_used = self.handouts.settle_on_used(values_around(sys._getframe()), self.gate.steps.total)
             if not is_used and self.values is None and not self.through_loop:
                 self.handouts.forget()  # it may be another model's
         except Exception as error:  # a variable of the program that does not like to be looked at
@@ -1393,7 +1396,7 @@ class Session(Observer):
     def settle_on_batch_of(self, error: BaseException) -> None:
         """The step that raised this has used the batch that its variables hold; a later one may be fetched already."""
         try:
-            self.handouts.settle_on_used(values_in_traceback(error))
+            self.handouts.settle_on_used(values_in_traceback(error), self.gate.steps.total)
         except Exception as trouble:  # a variable of the program that does not like to be looked at
             self.internal_error(trouble)
 
