@@ -54,6 +54,22 @@ def test_a_nan_of_the_loss_code_is_found_in_its_line() -> None:
     assert report.cause.slug == "log_of_negative"
 
 
+def test_a_weight_that_the_loop_itself_edits_before_the_model_is_called() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for i, (x, y) in detector.batches(enumerate(batches())):
+            with torch.no_grad():
+                model.last.weight.mul_(1 / torch.tensor(3.0 - i))  # born: edit of a weight
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert birthplace(report) == "edit of a weight"
+    assert (report.step, report.origin.phase, report.origin.op) == (3, "parameter", "reciprocal")
+    assert report.cause.slug == "div_by_zero"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_loader_with_and_without_workers(workers: int) -> None:
     model = seeded()
