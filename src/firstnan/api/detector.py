@@ -39,6 +39,7 @@ from firstnan.records.words import count
 from firstnan.report import nonfinite_error
 from firstnan.tensors.models import Scope, TrainingObjects, parameters_of, unwrapped
 from firstnan.tensors.state import NamelessSource
+from firstnan.tensors.step_function import StepFunction, is_step_call
 
 OnNonfinite = Literal["raise", "warn", "skip", "rollback"]
 _MOST_CAPSULES = 3
@@ -369,18 +370,9 @@ class Batches:
             yield batch
 
 
-class StepFunction:
-    """The function of one step, among the arguments that it was called with."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, function: Any) -> None:
-        self.call = function
-
-
 def _arguments(batch: Any) -> Any:
     """What the function of a step was called with: its only argument, or all of them."""
-    if not (type(batch) is list and batch and isinstance(batch[0], StepFunction)):
+    if not is_step_call(batch):
         return batch
     _, given, named = batch
     if named:

@@ -117,6 +117,8 @@ def at_expression(origin: Origin) -> str:
             return f"the update produced {what}"
         case "input" if not origin.op and origin.read_at is None:
             return f"the non-finite {'buffer' if origin.role == 'buffer' else 'data'} enters the step here"
+        case "parameter" if not origin.op and origin.event and origin.event.edits_weight:
+            return f"this writes {what} into {origin.label}, unless {origin.label} held it before"
         case "parameter" if not origin.op:
             return f"{origin.label or 'this tensor'} already held {what} before this line ran"
         case _ if origin.event and origin.event.raised:

@@ -21,6 +21,7 @@ from firstnan.observe.loaders import collate_of, dataset_of
 from firstnan.records import Batch, Element, Feature, Preview, SampleValues
 from firstnan.tensors.finite import tensors_in, unravel
 from firstnan.tensors.state import RandomState, copy_batch, rows_are_samples
+from firstnan.tensors.step_function import is_step_call
 
 _MOST_FEATURES = 3
 _MOST_SHOWN, _MOST_VALUES, _MOST_PIXELS = 4, 16, 64
@@ -277,6 +278,10 @@ class _Made:
             return self._tensor(value, name)
         if type(value).__module__ == "numpy" and hasattr(value, "shape"):
             return self._array(value, name)
+        if is_step_call(value):
+            function, args, kwargs = value
+            made = [self.of(one, its_name) for its_name, one in function.named(args, kwargs, name)]
+            return [function, tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))]
         if isinstance(value, list | tuple | deque):
             return self._sequence(value, name)
         if isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys") and hasattr(value, "data")):
