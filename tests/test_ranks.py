@@ -598,6 +598,15 @@ def test_fixes_of_spread_weights_are_tried_in_the_failing_step(job: Job, fault: 
     assert "not tried beyond step 6: each rank holds a part of the weights" in " ".join(second.split())
 
 
+def test_samples_of_spread_weights_are_confirmed(job: Job) -> None:
+    """Each question is a child of its own, which needs no other rank."""
+    spread = "model = sharded(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))"
+    job(LOADER.replace("model = DDP(net)", spread), options="--verify 0")
+    found = job.answer()
+    assert (found["rank"], found["step"], found["batch"]["dataset_indices"]) == (1, 5, [81])
+    assert found["batch"]["confirmed"]
+
+
 @pytest.mark.parametrize(("fault", "guilty"), [("forward", -1), ("hidden", 1), ("gradient", 1), ("weight", 1)])
 def test_tensor_parallel_weights(job: Job, fault: str, guilty: int) -> None:
     job(TENSOR_PARALLEL, fault, str(guilty), options="--verify 0")
@@ -886,6 +895,22 @@ def test_ranks_that_do_not_come() -> None:
     assert [one is not None for one in found] == [False, False, True, False]
     assert found[2] is not None
     assert [one.what for one in found[2].ranks] == ["unknown", "received", "created", "unknown"]
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_rank_that_still_investigates_is_waited_for(begun: bool) -> None:
+    store = dist.HashStore()
+    received, created = (Ranks(World(rank, 2, False), store) for rank in range(2))
+    received.begin()
+    if begun:
+        created.begin()
+        created.begin()
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(received.exchange, finding(0, 2, 7))
+        time.sleep(1.5 * module._PATIENCE)
+        late = created.exchange(finding(1, 2, 7, created=True))
+        assert [early.result() is None, late is not None] == [begun, begun]
 
 
 def test_a_failure_that_others_get_nothing_of_is_answered_at_once(job: Job) -> None:

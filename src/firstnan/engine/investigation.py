@@ -733,6 +733,7 @@ class Investigation:
             self.ranks.join()
             if self.ranks.are_many:
                 self.ranks.termination.put_off()
+                self.ranks.begin()
         if report.verdict == "nonfinite":
             self.launched.note()
         self._write(report, own=self.ranks.are_many)
