@@ -217,3 +217,48 @@ def test_gradients_that_the_program_adds_up_and_clears_itself() -> None:
     assert report.batch is not None
     assert (report.step, report.batch.index, report.batch.bad_samples) == (3, 7, (1,))
     assert report.origin.op == "exp"
+
+
+class WithoutChecks(torch.optim.Optimizer):
+    """Expects a gradient of every parameter, as many an optimizer of one's own does."""
+
+    def __init__(self, parameters: Any, *, listed: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.listed = [p for group in self.param_groups for p in group["params"]] if listed else None
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        self.updates += 1
+        for p in self.listed if self.listed is not None else self.param_groups[0]["params"]:
+            p -= self.defaults["lr"] * p.grad
+        return loss
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_a_dropped_update_needs_no_gradients(listed: bool, by_closure: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = WithoutChecks(model.parameters(), listed=listed)
+    data = [torch.rand(4, 3) + 0.1 for _ in range(6)]
+    data[3][0, 0] = 0.0
+    with NaNDetector(model, optimizer, on_nonfinite="skip") as detector:
+        for x in detector.batches(data):
+
+            def loss_of(x: torch.Tensor = x) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(torch.log(x)).pow(2).mean()
+                loss.backward()
+                return loss
+
+            if by_closure:
+                optimizer.step(loss_of)
+            else:
+                loss_of()
+                optimizer.step()
+    assert [event.kind for event in detector.events] == ["nonfinite", "skipped"]
+    assert optimizer.updates == (6 if by_closure else 5)  # by then the update has begun
+    assert bool(model.weight.isfinite().all())
