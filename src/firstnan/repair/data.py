@@ -92,8 +92,10 @@ def _filled_at_origin(context: FailureContext) -> Iterator[Remedy]:
         return  # a layer reads it there: its result would be filled in
     source = location.source
     value = _value(location.node, context.failure.origin.label)
-    if value is None:
-        return
+    if value is None or isinstance(source.parent(value), ast.Expr):
+        return  # its result is not used
+    if isinstance(value, ast.Call) and source.called(value) == ".step":
+        return  # the data goes into a step, and a loss comes back
     title = "Fill in the missing values where they are read"
     if stat is not None and stat.shape == () and source.expr(value).library != "torch":
         yield from _filled_number(context, source, value)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from firstnan.records import Histogram, TensorStat
+from firstnan.tensors.step_function import is_step_call
 
 # Packages whose containers read a table or a file when asked for `items()`.
 _TABLES = {"pandas", "polars", "pyarrow", "xarray", "h5py", "zarr", "dask", "shelve", "lmdb"}
@@ -380,6 +381,9 @@ def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str
     elif isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys")):
         for key, item in list(value.items()):
             yield from tensors_in(item, f"{path}[{key!r}]", depth - 1)
+    elif is_step_call(value):
+        for name, item in value[0].named(*value[1:], path):
+            yield from tensors_in(item, name, depth - 1)
     elif isinstance(value, list | tuple | deque):
         names: Iterable[str] | None = getattr(value, "_fields", None)
         for i, item in enumerate(value):

@@ -202,6 +202,12 @@ def nan_parameter(failure: Failure) -> Explanation | None:
     )
     if failure.origin.event is None and failure.origin.role == "parameter":  # not read in the step
         source = "No update made it: it was there before training began, or the program has written it since"
+    if failure.origin.event is not None and failure.origin.event.edits_weight:
+        why = (
+            f"The parameter {name} contains {_content(failure)}. `{failure.code}` writes it in this step: either this "
+            "line made it, or it was there before."
+        )
+        return _found(failure, name, why, 0.6, 0.35)
     if failure.origin.role == "state" and not step:
         source = "It was loaded with the state, probably from a checkpoint"
     if name.endswith(")"):  # "(frozen)", "(in a copy of the model that is not trained)"

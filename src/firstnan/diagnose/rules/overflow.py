@@ -436,6 +436,10 @@ def nan_lr(failure: Failure) -> Explanation | None:
     return Explanation(why, 0.99, (f"{bad[0]} = {bad[1]}",))
 
 
+_TINY_EPS = 1e-30
+"""An eps below it is 0 for most numbers that it is added to."""
+
+
 @rule("optimizer_eps", phases=UPDATES)
 def optimizer_eps(failure: Failure) -> Explanation | None:
     if not failure.bad:
@@ -445,7 +449,7 @@ def optimizer_eps(failure: Failure) -> Explanation | None:
     fused = failure.op in FUSED_UPDATES
     names = DIVISIONS.get(failure.op, ("grads", "exp_avg_sqs"))
     if fused:
-        fits = eps is not None and eps < 1e-30 and any(has_zero(t) for t in failure.tensors)
+        fits = eps is not None and eps < _TINY_EPS and any(has_zero(t) for t in failure.tensors)
     else:
         fits = failure.op in DIVISIONS and failure.zero_at(names[1])
     # An update that divides something other than a weight divides what the gradient was made into.
@@ -481,7 +485,10 @@ def _in_users_code(failure: Failure) -> bool:
 def _made_with(failure: Failure, name: str, eps: float) -> bool:
     """Whether eps was added to the argument, or limits it; otherwise that setting has nothing to do with the 0."""
     events = [e for maker in failure.producers(name) for e in (maker, *failure.trace.feeding(maker, 3))]
-    return any(math.isclose(v, eps, rel_tol=1e-3) for e in events for _, given in e.scalars for v in _numbers(given))
+    if any(math.isclose(v, eps, rel_tol=1e-3) for e in events for _, given in e.scalars for v in _numbers(given)):
+        return True
+    # The numbers given to an operator with a finite result are not kept. An eps that was added is below the result.
+    return eps < _TINY_EPS and any("eps" in e.site.code for e in events if e.site is not None)
 
 
 @rule("zero_over_zero", phases=frozenset({"optimizer"}))
