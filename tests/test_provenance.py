@@ -22,6 +22,7 @@ from zygote import Zygote
 
 pytest_plugins = ["zygote"]
 INF = float("inf")
+COMPUTED = INF - INF
 
 SENTENCES: list[tuple[str, Make]] = [
     (
@@ -62,6 +63,7 @@ SENTENCES: list[tuple[str, Make]] = [
     ("The 0 is a sum of terms that cancel or are all 0.", lambda t: 1 / t(1.0, -1.0).sum()),
     ("The 0 is the difference of two equal numbers.", lambda t: (lambda p: 1 / (p[0] - p[1]))(t(1.0, 1.0).sigmoid())),
     ("The 0 is the mean squared error of equal numbers.", lambda t: functional.mse_loss(t(1.0), torch.ones(1)).sqrt()),
+    ("computes with a Python number that is NaN already (other is nan)", lambda t: t(1.0) * COMPUTED),
     ("The argument is the output of mm, which is unbounded.", lambda t: (t(200.0)[None] @ torch.ones(1, 1)).exp()),
     (
         "A division made the argument large: before it, the numbers reached only 2.",

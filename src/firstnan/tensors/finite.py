@@ -46,7 +46,7 @@ def readable(t: Any) -> Tensor | None:
     if (kind is Tensor or kind is torch.nn.Parameter) and t.dtype in _USUAL and t.layout is torch.strided:
         if t.is_nested:
             return readable(nested_values(t))
-        return t.detach() if not (t.is_meta or _in_transform(t)) else None
+        return t.detach() if not (t.is_meta or _in_transform(t) or t._is_zerotensor()) else None
     if not isinstance(t, Tensor):
         return None
     if kind is Tensor or kind is torch.nn.Parameter:
@@ -87,6 +87,8 @@ def shape_of(t: Tensor) -> tuple[int, ...]:
 def _plain(t: Tensor) -> Tensor | None:
     dtype = t.dtype
     if not (dtype.is_floating_point or dtype.is_complex) or t.is_meta or t.is_nested or _in_transform(t):
+        return None
+    if t._is_zerotensor():  # zeros without memory, which forward-mode derivatives are made of
         return None
     plain: Tensor = t.detach()
     if plain.layout is torch.sparse_coo:
@@ -142,10 +144,16 @@ def surely_finite(t: Tensor) -> bool:
     kind = type(t)
     if (kind is not Tensor and kind is not Parameter) or t.dtype is not _FLOAT32:
         return False
-    if t.layout is not _STRIDED or not t.is_contiguous() or t.is_meta or t.is_nested:
+    if t.layout is not _STRIDED or not t.is_contiguous() or t.is_meta or t.is_nested or t._is_zerotensor():
         return False
     flat = (t.detach() if t.requires_grad else t).view(-1)
     return math.isfinite(own_item(torch.dot(flat, flat)))
+
+
+def has_nan(t: Tensor) -> bool:
+    """Whether it holds a NaN; infinities may be a mask."""
+    plain = readable(t) if not is_finite(t) else None
+    return plain is not None and bool(torch.isnan(plain).any())
 
 
 def has_nan_or_positive_inf(t: Tensor) -> bool:

@@ -459,6 +459,8 @@ def optimizer_eps(failure: Failure) -> Explanation | None:
     if not fits or (failure.phase == "parameter" and not moved):
         return None
     own = not fused and _in_users_code(failure)
+    if own and failure.phase == "parameter" and any(not s.shape for s in failure.stats(names[1])):
+        return None  # the norm of a whole gradient: no weight has a denominator of its own
     if own and eps is not None and not _made_with(failure, names[1], eps):
         return None
     shown = f", with eps = {number(eps)}" if eps is not None else ""
@@ -474,7 +476,10 @@ def optimizer_eps(failure: Failure) -> Explanation | None:
 
 def _in_users_code(failure: Failure) -> bool:
     """Whether the operator is in an update that the user wrote, not in one of torch's."""
-    return failure.event is not None and failure.event.library_site is None and failure.event.site is not None
+    if failure.event is None or failure.event.site is None:
+        return False
+    library = failure.event.library_site
+    return library is None or library.file.endswith("torch/_tensor.py")  # `1 / x` is a method in python
 
 
 def _made_with(failure: Failure, name: str, eps: float) -> bool:
