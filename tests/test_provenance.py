@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from firstnan.diagnose.rules import explain
@@ -23,6 +25,7 @@ from zygote import Zygote
 
 pytest_plugins = ["zygote"]
 INF = float("inf")
+HALF = torch.float16
 COMPUTED = INF - INF
 
 SENTENCES: list[tuple[str, Make]] = [
@@ -82,6 +85,16 @@ def test_a_multiple_of_something_is_not_taken_for_it() -> None:
     """x * mask is 0 because of the mask: nothing is said about x."""
     why = causes_of(lambda t: (t(5.0, 2.0).exp() * torch.tensor([0.0, 1.0])).log())[0].why
     assert "The 0" not in why
+
+
+@pytest.mark.parametrize("makes", [torch.clone, lambda x: x.abs().amax(-1)], ids=["numbers", "a maximum"])
+def test_a_guard_that_half_precision_rounds_to_zero_is_named(makes: Callable[[Tensor], Tensor]) -> None:
+    def divided(dtype: torch.dtype) -> str:
+        below = torch.zeros(1, 1, dtype=dtype)
+        return causes_of(lambda t: t(0.0) / (makes(below) + 1e-8 * (dtype is HALF)))[0].why
+
+    assert "an added number that float16 rounds to 0" in divided(HALF)
+    assert "float16" not in divided(torch.float32).partition("`, ")[2]
 
 
 def steps(*losses: float, lr: float = 0.1) -> History:

@@ -32,6 +32,7 @@ from firstnan.records import Edit, History, Noticed, Origin, Remedy, Report, Sit
 from firstnan.records.files import load
 from firstnan.repair.patch import render
 from firstnan.repair.verdict import Reach, TrialOutcome, judged, keeps_numbers, last_bad_step, loss_change, ranked
+from firstnan.report.sentences import remedy_result
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -127,7 +128,7 @@ def test_a_change_that_does_not_help_fails(place: Path) -> None:
 
 def test_a_change_that_fails_earlier_or_later_says_so(place: Path) -> None:
     earlier = outcome_of(change(place / "helper.py", "torch.log(x.sum", "torch.log(-x.sum"))
-    assert (earlier.failing_step_finite, earlier.note) == (False, "the loss in step 0")
+    assert (earlier.failing_step_finite, earlier.note) == (False, "the loss is non-finite in step 0 already")
     later = outcome_of(change(place / "train.py", "step == 5", "step == 9"))
     assert (later.failing_step_finite, later.steps_finite_after) == (True, None)
     assert later.note == "the loss is non-finite in step 9"
@@ -697,7 +698,8 @@ def test_a_failure_noticed_late_has_to_be_outlived() -> None:
 )
 def test_a_change_that_fails_earlier_says_nothing_of_the_failing_step(noticed: str, note: str) -> None:
     result = judged(Remedy("", "x"), TrialOutcome(passed=1, noticed=noticed, bad_step=1), failing(3))
-    assert (result.failing_step_finite, result.note) == (None, note)
+    assert (result.failing_step_finite, result.note) == (False, note)
+    assert remedy_result(result, failing(3)) == f"tried: {note}"
 
 
 def test_a_server_that_a_trial_does_not_have_refutes_nothing() -> None:

@@ -113,9 +113,15 @@ class FailureContext:
     def dtype(self) -> str:
         return self.failure.dtype or "float32"
 
+    @cached_property
+    def narrowest(self) -> str:
+        """float16 if the operator reads such a tensor, even for a wider result: a bound has to be a number there."""
+        read = [i.stat.dtype for i in self.event.inputs if i.stat is not None] if self.event is not None else []
+        return "float16" if "float16" in read else self.dtype
+
     def epsilon(self, wide: str, half: str = "1e-4") -> str:
         """A bound for this dtype: float16 rounds many small numbers to 0 and has a short range."""
-        return half if self.dtype == "float16" else wide
+        return half if self.narrowest == "float16" else wide
 
     def remedy(self, title: str, why: str, *edits: Edit, kind: Kind = "code") -> Remedy:
         """A candidate, dropped if it has no valid edits; its diff is rendered later."""

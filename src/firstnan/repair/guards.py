@@ -383,7 +383,7 @@ def _own_epsilon(at: FailingOperation, node: ast.expr) -> tuple[ast.expr, float]
     """The x and the eps of `x + eps`, if eps is a positive number and x has gone below 0."""
     total = at.location.source.value(node)
     for one, found, number in _added_numbers(at, total):
-        if SMALLEST.get(at.context.dtype, 0.0) < number <= LARGEST_EPSILON:
+        if SMALLEST.get(at.context.narrowest, 0.0) < number <= LARGEST_EPSILON:
             written = isinstance(total, ast.BinOp) and found.node in (total.left, total.right)
             return (one, number) if _may_be_negative(at, total) and (written or _is_negative(at)) else None
     return None
@@ -402,8 +402,8 @@ def _added_numbers(at: FailingOperation, total: ast.expr) -> Iterator[tuple[ast.
 def _larger_epsilon(at: FailingOperation, node: ast.expr, low: str) -> Iterator[Guard]:
     """A number that the dtype can hold, in place of an eps that it rounds to 0."""
     for _, found, number in _added_numbers(at, at.location.source.value(node)):
-        if 0 < number < SMALLEST.get(at.context.dtype, 0.0) / 2:
-            title = f"Add {low} instead of {format_number(number)}, which {at.context.dtype} rounds to 0"
+        if 0 < number < SMALLEST.get(at.context.narrowest, 0.0) / 2:
+            title = f"Add {low} instead of {format_number(number)}, which {at.context.narrowest} rounds to 0"
             why = "The program's own guard against 0 has an effect again."
             yield replace(
                 at.floor(node, low, None), title=title, why=why, edit=replace_node(found.source, found.node, low)

@@ -16,6 +16,8 @@ _ROUNDING_OF_HALF = {"float16": 5e-2, "bfloat16": 5e-2}
 
 
 DIVERGES = "training diverges"
+EARLIER = "already"
+"""How the note on a change ends that fails before the failing step."""
 BEYOND = "not tried beyond step"
 OUT_OF_PROPORTION = 1e6
 """A loss that is so many times larger than any other was computed from a guard's epsilon, not from the data."""
@@ -146,7 +148,7 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         if when < (report.step or 0):
             raised = outcome.noticed == described(Noticed("exception"))
             what = "the program ends with an exception" if raised else f"{outcome.noticed} is non-finite"
-            return None, None, f"{what} {where} already"
+            return False, None, f"{what} {where} {EARLIER}"
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.not_continued and not reached:
         return None, None, f"step {bad} cannot be run to its end: {outcome.not_continued}"

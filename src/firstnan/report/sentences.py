@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from firstnan.records import Batch, Element, Feature, Origin, PathStep, RankFinding, Remedy, Report
 from firstnan.records.words import came_with_numbers, cell_name, copies_nonfinite, count, kind, line_of, noticed, number
-from firstnan.repair.verdict import BEYOND, last_bad_step
+from firstnan.repair.verdict import BEYOND, EARLIER, last_bad_step
 
 
 def batch_line(report: Report) -> str:
@@ -182,6 +182,8 @@ def remedy_result(remedy: Remedy, report: Report) -> str:
         return f"not tried: {remedy.note}" if remedy.note else f"not tried{how}"
     if remedy.failing_step_finite is None or report.verdict == "diverged":
         return f"tried: {remedy.note}" if remedy.note else "tried"
+    if not remedy.failing_step_finite and remedy.note.endswith(EARLIER):
+        return f"tried: {remedy.note}"
     if not remedy.failing_step_finite:
         return f"tried: {step} is still non-finite" + (f" ({remedy.note})" if remedy.note else "")
     if remedy.steps_finite_after is None:

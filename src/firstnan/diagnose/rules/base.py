@@ -413,9 +413,11 @@ _BELOW_ONE = {"float64": 36.0, "float32": 16.0, "float16": 7.0, "bfloat16": 5.0}
 
 def _adds_nothing(event: OpEvent) -> bool:
     """Whether a number was added to what is 0 or above, and the sum in float16 is 0 all the same."""
-    read = event.inputs[0].stat if len(event.inputs) == 1 else None
-    narrow = bool(event.outputs) and event.outputs[0].dtype == "float16"
-    return narrow and read is not None and read.min is not None and read.min >= 0
+    if len(event.inputs) != 1 or not event.outputs or event.outputs[0].dtype != "float16":
+        return False
+    known = (stat.min for stat in (event.inputs[0].stat, event.outputs[0]) if stat is not None)
+    low = next((v for v in known if v is not None), None)  # of a maximum, and the like, only the sum is known
+    return low is not None and low >= 0
 
 
 def _difference(trace: Trace, event: OpEvent) -> str:
