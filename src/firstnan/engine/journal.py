@@ -376,7 +376,7 @@ def event_of_forecast(forecast: Forecast) -> NaNEvent:
     if forecast.withdrawn is not None:
         why = f"the trend of {subject(forecast)} has reversed"
         text = f"step {step}: the forecast of step {forecast.since_step} is withdrawn: {why}"
-    what: Any = _WHAT_MOVES[forecast.what]
+    what: Any = _WHAT_MOVES[forecast.what] if forecast.in_steps is not None else "parameter"
     named = forecast.what in ("layer", "variance", "attention")
     return NaNEvent(kind, text, step, what=what, layer=forecast.name if named else "")
 
