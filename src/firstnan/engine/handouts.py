@@ -197,9 +197,9 @@ class Handouts:
         if not updates:
             with contextlib.suppress(AttributeError, TypeError):
                 self._first_dataset = weakref.ref(iterator._dataset)
+        if self.latest is not None:
+            self._count_updates(updates - self.latest.updates)
         if source.recent and (source.recent[-1].updates != updates or source.is_full()):
-            made = updates - source.recent[-1].updates
-            self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
             if self.number <= _TESTED or self.number % _EVERY == 0:
                 self._look_for_changes(source.recent[-1])
             source.carried = _known(source.recent[-1])
@@ -466,6 +466,26 @@ class Handouts:
     def batches_of_step(self) -> int:
         return sum(map(len, self.of_this_step()))
 
+    def _count_updates(self, made: int) -> None:
+        """So many updates were made with one batch."""
+        self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
+
+    def are_left(self, updates: int) -> bool:
+        """Whether more updates were made since the last batch than ever with one: steps get their data elsewhere.
+
+        `itertools.cycle(loader)` asks the loader in its first pass only, and a second stage may use none. The first
+        batch may be meant for all steps.
+        """
+        return self.latest is not None and self.number > 1 and updates - self.latest.updates > self.updates_per_batch
+
+    def leave(self, updates: int) -> None:
+        """The loop does not ask the loaders any more: from here on it is one without a loader."""
+        if self.latest is not None:
+            self._count_updates(updates - self.latest.updates)  # should it ask again: they were made with one batch
+        self.forget()
+        self._turns.clear()
+        self.number = 0
+
     def forget(self) -> None:
         """Drops every batch."""
         self.sources.clear()
@@ -476,11 +496,11 @@ class Handouts:
 
     # After a trip.
 
-    def settle_on_used(self, used: Iterable[Any]) -> bool:
+    def settle_on_used(self, used: Iterable[Any], updates: int) -> bool:
         """The step reads these values: if they are an earlier batch than the latest, that is the step's batch.
 
         Some loaders fetch a batch ahead, to know which is the last one, and some loops all batches of a step. False if
-        none is seen in use.
+        none is seen in use. It is the step after so many updates.
         """
         latest = self.latest
         if latest is None:
@@ -500,6 +520,8 @@ class Handouts:
             latest.batch, latest.index, latest.indices = known[found]
             latest.versions, latest.pristine = tensor_versions(latest.batch), None
         self._begin_at_part(latest)
+        if found is None and self.are_left(updates + 1):
+            self.leave(updates)
         return found is not None
 
     def _begin_at_part(self, latest: Handout) -> None:

@@ -199,6 +199,8 @@ class Session(Observer):
         self._meetings: Counter[int | None] = Counter()
         self._gathered: Any = None
         """The model whose weights are all on this rank, for a replay."""
+        self._weights = contextlib.ExitStack()
+        """Gives them back to their ranks."""
         self._deferred: StepFailure | None = None
         """How often the ranks have met in each step, and the failure to investigate when all of them have come."""
         self._explosions: dict[Alarm, History] = {}
@@ -328,6 +330,8 @@ class Session(Observer):
         self.hooks.moved_to_child()
 
     def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
+        if self.values is not None and self._replay is None and not self.in_child:
+            self.values.training_begins(optimizer, frame)
         if self.scope.optimizers is not None:
             if not self.scope.adopt(optimizer):
                 return
@@ -580,6 +584,9 @@ class Session(Observer):
             return
         if not told:
             self.streak = 0
+        by_us = self.through_loop and self.values is None  # each batch, or step, comes through the detector
+        if not by_us and self.handouts.are_left(self.gate.steps.total):
+            self.handouts.leave(self.gate.steps.total)
         if self.handouts.latest is None:
             self.handouts.turn_ended(self.gate.steps.total)
             if self.scope.optimizers:
@@ -1021,7 +1028,7 @@ class Session(Observer):
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
         self._holds = trip.noticed.what == "loss" and not world().is_alone
         try:
-            is_used = self.handouts.settle_on_used(values_around(sys._getframe()))
+            is_used = self.handouts.settle_on_used(values_around(sys._getframe()), self.gate.steps.total)
             if not is_used and self.values is None and not self.through_loop:
                 self.handouts.forget()  # it may be another model's
         except Exception as error:  # a variable of the program that does not like to be looked at
@@ -1095,7 +1102,7 @@ class Session(Observer):
         """The same, for weights that are spread over ranks: when all of them have come to the update."""
         if self._holds:
             self._deferred = failure
-            if isinstance(self.policy, EndProgram) and not self.in_worker and not self.is_detected:
+            if self._ends_program():
                 # The others come only if they get bad gradients, which this loss may not have. No update uses them.
                 for loss in failure.trip.tensors:
                     make_gradients_bad(loss)
@@ -1107,17 +1114,31 @@ class Session(Observer):
         answer = None
         self._meetings[failure.report.step] += 1
         where = f"step {failure.report.step}/{self._meetings[failure.report.step]}"
-        with gathered(where, list(self.gate.steps.done)) as model:
-            self._gathered = model
-            if model is not None:
-                answer = self._asked(failure)
+        self._gathered = model = self._weights.enter_context(gathered(where, list(self.gate.steps.done)))
+        if model is not None:
+            answer = self._asked(failure)
         if self.in_child:
             return None
-        self._gathered = self.failure = None  # a fix cannot be tried without the other ranks
+        if not self._ends_program():  # otherwise a fix is tried with these weights
+            self.scatter_weights()
         if answer is not None:
             return answer
         notes = () if model is not None else (_SHARDED,)
         return Answer(replace(failure.report, notes=(*failure.report.notes, *notes)), failure.trip.before_update)
+
+    def _ends_program(self) -> bool:
+        return isinstance(self.policy, EndProgram) and not self.in_worker and not self.is_detected
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether all of the weights are here, which are usually spread over ranks: for one step, not for an update."""
+        return self._gathered is not None
+
+    def scatter_weights(self) -> None:
+        """Each rank holds its own part again."""
+        if self._gathered is not None:
+            self._gathered = self.failure = None
+        self._weights.close()
 
     def _asked(self, failure: StepFailure) -> Answer | None:
         self.failure = failure
@@ -1394,7 +1415,7 @@ class Session(Observer):
     def settle_on_batch_of(self, error: BaseException) -> None:
         """The step that raised this has used the batch that its variables hold; a later one may be fetched already."""
         try:
-            self.handouts.settle_on_used(values_in_traceback(error))
+            self.handouts.settle_on_used(values_in_traceback(error), self.gate.steps.total)
         except Exception as trouble:  # a variable of the program that does not like to be looked at
             self.internal_error(trouble)
 

@@ -6,6 +6,7 @@ Also lets a loss have gradients that stop other ranks.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -146,3 +147,29 @@ class _Group:
 def make_gradients_bad(loss: Tensor) -> None:
     """Makes all gradients of this loss NaN."""
     loss.register_hook(lambda gradient: gradient * torch.nan)
+    # Not every derivative passes a NaN on: where all labels are ignored, that of cross entropy is 0 in any case.
+    for node in _nodes_of_leaves(loss.grad_fn):
+        _OnceBad(node)
+
+
+class _OnceBad:
+    """Makes the next gradient of a leaf NaN; its node may be that of later steps too."""
+
+    def __init__(self, node: Any) -> None:
+        self._handle = node.register_prehook(self)
+
+    def __call__(self, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        self._handle.remove()
+        return tuple(None if one is None else one * torch.nan for one in given)
+
+
+def _nodes_of_leaves(node: Any) -> Iterator[Any]:
+    """The nodes that write the gradients of what a result was computed from."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        one = waiting.pop()
+        if hasattr(one, "variable"):
+            yield one
+        new = {follower for follower, _ in getattr(one, "next_functions", ()) if follower is not None} - seen
+        seen |= new
+        waiting += new

@@ -34,7 +34,7 @@ from firstnan.observe.patches import Hook, Patches
 from firstnan.observe.sites import ends_at_origin
 from firstnan.records.errors import NonFiniteError
 from firstnan.tensors.finite import is_finite, unwrapped
-from firstnan.tensors.models import calls_closure_first, drop_gradients
+from firstnan.tensors.models import calls_closure_first, drop_gradients, is_torch_optimizer
 
 _NO_MODES = nullcontext()
 _function_modes = torch._C._len_torch_function_stack
@@ -59,6 +59,21 @@ def _nested_gradients(outputs: Any) -> int:
         depth += functorch.is_gradtrackingtensor(at)
         at = functorch.get_unwrapped(at)
     return depth
+
+
+def _without_parameters(optimizer: Any) -> Any:
+    """What stands in for an optimizer whose update is dropped; torch's own ones pass over parameters without gradients.
+
+    One that somebody has written may not. What its `step` counts is not counted either.
+    """
+    if is_torch_optimizer(optimizer):
+        return optimizer
+    empty = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        holds_tensors = isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value)
+        vars(empty)[name] = [] if holds_tensors else value
+    vars(empty)["param_groups"] = [{**group, "params": []} for group in optimizer.param_groups]
+    return empty
 
 
 class Hooks:
@@ -175,25 +190,25 @@ class Hooks:
         if torch.compiler.is_compiling():
             return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._update_begins(optimizer, closure=False)
-            return None
-        if self.idle or not calls_closure_first(optimizer):
-            self._update_begins(optimizer, closure=True)
-            return None
+        if closure is None or self.idle or not calls_closure_first(optimizer):
+            dropped = self._update_begins(optimizer, closure=closure is not None)
+            return ((_without_parameters(optimizer), *args[1:]), kwargs) if dropped else None
         # The update would begin with this call. Made here, its gradients can be judged before they are used.
         with torch.enable_grad():
             loss = closure()
-        self._update_begins(optimizer, closure=False)
+        dropped = self._update_begins(optimizer, closure=False)
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, lambda: loss, *args[2:]), rest
+        return (_without_parameters(optimizer) if dropped else optimizer, lambda: loss, *args[2:]), rest
 
-    def _update_begins(self, optimizer: Any, *, closure: bool) -> None:
+    def _update_begins(self, optimizer: Any, *, closure: bool) -> bool:
+        """Whether the update is dropped."""
         __tracebackhide__ = True
         if not closure and self._quickly(self.observer.passes_quickly, optimizer):
-            return
+            return False
         if self.guarded(self.observer.before_update, optimizer, closure, sys._getframe(2)) is Decision.DROP:
             drop_gradients(optimizer)
+            return True
+        return False
 
     def _after_update(self, optimizer: Any) -> None:
         __tracebackhide__ = True

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from firstnan.records import Histogram, TensorStat
+from firstnan.tensors.step_function import is_step_call
 
 # Packages whose containers read a table or a file when asked for `items()`.
 _TABLES = {"pandas", "polars", "pyarrow", "xarray", "h5py", "zarr", "dask", "shelve", "lmdb"}
@@ -45,7 +46,7 @@ def readable(t: Any) -> Tensor | None:
     if (kind is Tensor or kind is torch.nn.Parameter) and t.dtype in _USUAL and t.layout is torch.strided:
         if t.is_nested:
             return readable(nested_values(t))
-        return t.detach() if not (t.is_meta or _in_transform(t)) else None
+        return t.detach() if not (t.is_meta or _in_transform(t) or t._is_zerotensor()) else None
     if not isinstance(t, Tensor):
         return None
     if kind is Tensor or kind is torch.nn.Parameter:
@@ -86,6 +87,8 @@ def shape_of(t: Tensor) -> tuple[int, ...]:
 def _plain(t: Tensor) -> Tensor | None:
     dtype = t.dtype
     if not (dtype.is_floating_point or dtype.is_complex) or t.is_meta or t.is_nested or _in_transform(t):
+        return None
+    if t._is_zerotensor():  # zeros without memory, which forward-mode derivatives are made of
         return None
     plain: Tensor = t.detach()
     if plain.layout is torch.sparse_coo:
@@ -141,10 +144,16 @@ def surely_finite(t: Tensor) -> bool:
     kind = type(t)
     if (kind is not Tensor and kind is not Parameter) or t.dtype is not _FLOAT32:
         return False
-    if t.layout is not _STRIDED or not t.is_contiguous() or t.is_meta or t.is_nested:
+    if t.layout is not _STRIDED or not t.is_contiguous() or t.is_meta or t.is_nested or t._is_zerotensor():
         return False
     flat = (t.detach() if t.requires_grad else t).view(-1)
     return math.isfinite(own_item(torch.dot(flat, flat)))
+
+
+def has_nan(t: Tensor) -> bool:
+    """Whether it holds a NaN; infinities may be a mask."""
+    plain = readable(t) if not is_finite(t) else None
+    return plain is not None and bool(torch.isnan(plain).any())
 
 
 def has_nan_or_positive_inf(t: Tensor) -> bool:
@@ -377,6 +386,9 @@ def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str
     elif isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys")):
         for key, item in list(value.items()):
             yield from tensors_in(item, f"{path}[{key!r}]", depth - 1)
+    elif is_step_call(value):
+        for name, item in value[0].named(*value[1:], path):
+            yield from tensors_in(item, name, depth - 1)
     elif isinstance(value, list | tuple | deque):
         names: Iterable[str] | None = getattr(value, "_fields", None)
         for i, item in enumerate(value):

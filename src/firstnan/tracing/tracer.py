@@ -48,6 +48,8 @@ _new = tuple.__new__
 """Makes a named tuple of its fields in order, without the Python function that its class would call."""
 _name, _tensor, _requires_grad = itemgetter(0), itemgetter(1), attrgetter("requires_grad")
 _NOT_READ = (None, None)
+_MOST_LEVELS = 8
+"""Transforms of `torch.func` inside each other, and operators that one call becomes under `vmap`."""
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like have no usable sequence number.
 
 
@@ -96,6 +98,8 @@ class Tracer:
         """The first error of our own while recording."""
         self._sequence: dict[int, int] = {}
         """Sequence number of an autograd node -> the event that made it."""
+        self._levels: dict[int, int] = {}
+        """The same for nodes of an outer `torch.func` transform: each level makes one before the operator runs."""
         self._last_node = -1
         """Autograd nodes up to this number have their event, or have none."""
         self._nodes = self._detailed = self._created = 0
@@ -158,6 +162,7 @@ class Tracer:
         """Records this thread from now on: the program trains here, not in the thread recorded so far."""
         if self._mode is not None and self._mode.thread != threading.get_ident():
             self._mode.on = False
+            self._levels.clear()
             self._sequence.clear()  # Autograd numbers its nodes per thread.
             self._enter()
 
@@ -271,6 +276,7 @@ class Tracer:
         """Drops events that no later failure can depend on, so that tracing many steps uses bounded memory."""
         raised = [i for i, raw in enumerate(self.raws) if raw.finding is not None and raw.finding.raised]
         self._sequence.clear()
+        self._levels.clear()
         self._nodes = self._detailed = self._created = 0
         self._keep(self._ancestors(self.memory.roots() | set(raised[-_MAX_RAISED:])))
 
@@ -294,6 +300,7 @@ class Tracer:
         self.raws = [self.raws[i] for i in new]
         self.of_helpers = {new[i] for i in self.of_helpers if i in new}
         self._sequence = {n: new[i] for n, i in self._sequence.items() if i in new}
+        self._levels = {n: new[i] for n, i in self._levels.items() if i in new}
         self._calls.clear()
         self._stats.clear()
         for raw in self.raws:
@@ -384,8 +391,7 @@ class Tracer:
         self.raws.append(raw)
         if self._helpers and threading.get_ident() in self._helpers:
             self.of_helpers.add(index)
-        if grad or not enabled:
-            self._assign_node(index)
+        self._assign_node(index, grad or not enabled)
         memory = self.memory
         # A number may be infinite itself (`masked_fill(mask, -inf)`).
         unread = op.empty or op.view or (op.keeps_finite and not dirty and arguments_keep_finite(done.args))
@@ -454,14 +460,20 @@ class Tracer:
     def _in_step(self, writer: int | None) -> bool:
         return writer is not None and self.raws[writer].region == "step"
 
-    def _assign_node(self, index: int) -> None:
+    def _assign_node(self, index: int, certain: bool) -> None:
         """Assigns the autograd node that was just made to this event.
 
         A node without an event belongs to an `autograd.Function` whose forward, which runs without gradients, begins.
+        Under `torch.func` the operator itself sees no gradient, although nodes were made for it.
         """
         number = _sequence_number() - 1
         helper = self._helpers.get(threading.get_ident()) if self._helpers else None
-        if number > (self._last_node if helper is None else helper.last_node):
+        last = self._last_node if helper is None else helper.last_node
+        if number > last:
+            for other in range(max(last + 1, number - _MOST_LEVELS), number + (not certain)):
+                self._levels.setdefault(other, index)
+            if not certain:
+                return
             if helper is None:
                 self._last_node = number
             else:
@@ -491,7 +503,7 @@ class Tracer:
             phase = "forward" if recomputing else "backward"
             if node is not None:
                 name, sequence = node
-                raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
+                raw.forward = self._forward_of(name, sequence) if sequence < _NO_SEQUENCE else None
                 if raw.forward is not None and not recomputing:
                     module = self.raws[raw.forward].call.module
         elif self.in_optimizer and not (self.in_closure and torch.is_grad_enabled()):
@@ -506,6 +518,17 @@ class Tracer:
         inside = (id(inner[0]), inner[1]) if inner is not None else None
         key = (id(op), at, inside, phase, name, *module[:2], id(module[2]), python_backward, step, grad, names, forms)
         raw.call = self._calls.setdefault(key, call)
+
+    def _forward_of(self, name: str, sequence: int) -> int | None:
+        """The event that made the autograd node of this name and number."""
+        made = self._sequence.get(sequence)
+        if made is None or self.raws[made].call.func.view:  # `vmap` moves dimensions before it calls the operator
+            wanted = name.partition("Backward")[0].lower()
+            start = self._levels.get(sequence) if made is None else made
+            following = range(start, min(start + _MOST_LEVELS, len(self.raws))) if start is not None else ()
+            found = (i for i in following if self.raws[i].call.func.name.replace("_", "") == wanted)
+            return next(found, made)
+        return made
 
     def _node(self, ask: bool) -> tuple[tuple[str, int] | None, bool]:
         """Name and number of the autograd node that runs, and whether one does.
