@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from firstnan.observe.line_operations import LineOperation, line_operation
+from firstnan.observe.line_operations import LineOperation, line_operation, operation_of_comprehension
 from firstnan.observe.sites import Ownership, Spot, columns_read, names_read, names_written, resolve, statement_at
 from firstnan.tensors.finite import is_finite, readable
 
@@ -272,7 +272,8 @@ class LineWatch:
             known.spot = spot
             came = held[0] if held else self._source(known, part)
             if came is None:
-                came = self._made(known, spot, RETURNED, part, frame)
+                at = next((i for i, one in enumerate(value) if holds_bad(one)), None) if type(value) is list else None
+                came = self._made(known, spot, RETURNED, part, frame, at)
             self._note(spot, came, part)
             back = self._frames.get(id(frame.f_back))
             if back is not None:
@@ -280,13 +281,18 @@ class LineWatch:
         if not frame.f_code.co_flags & _GENERATORS:  # those will go on
             self._frames.pop(id(frame), None)
 
-    def _made(self, known: _Frame, spot: Spot, name: str, value: Any, frame: FrameType) -> tuple[int, ...]:
+    def _made(
+        self, known: _Frame, spot: Spot, name: str, value: Any, frame: FrameType, at: int | None = None
+    ) -> tuple[int, ...]:
         before = self._made_at.setdefault(spot, [])
         if len(before) < _MOST_VALUES:
             operation = None
-            if not isinstance(value, Tensor) and frame.f_code.co_name not in _COMPREHENSIONS:
+            if not isinstance(value, Tensor):
                 names = {**frame.f_globals, **frame.f_locals, **known.before}
                 operation = line_operation(statement_at(spot), names)
+                if frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
+                    names = {**frame.f_globals, **frame.f_back.f_locals, **frame.f_locals}
+                    operation = operation_of_comprehension(statement_at(spot), names, at)
             self.lines.append(BadLine(spot, name, _as_tensor(value), tuple(_wrapped(frame, spot)), operation))
             before.append(len(self.lines) - 1)
         return (before[-1],)
