@@ -767,6 +767,7 @@ def test_a_model_that_is_fed_by_another_ones_graph(caplog: pytest.LogCaptureFixt
             optimizer.step()
     assert "internal error" not in caplog.text
     assert caught.value.report.step == 2
+    assert caught.value.report.replay == "only the model's calls were replayed"
     assert "originated after them, in the loss code" in caught.value.report.notes[0]
 
 

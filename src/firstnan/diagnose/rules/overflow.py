@@ -49,6 +49,8 @@ NEAR = 1e-3
 JUST_BEFORE = 8
 """So many steps before the failure a rate may begin to rise that leaves no time for growth."""
 ABSURD_RATE = 10.0
+ABSURD_START = 1e20
+"""A first loss, and a gradient of it, that no data of an ordinary model has, not even data without any scaling."""
 SHOT_UP = 10.0
 """A loss that is so many times larger after a few updates was made so by them, or by its batch."""
 LOST = 1e3
@@ -286,6 +288,23 @@ def bad_init(failure: Failure) -> Explanation | None:
     if failure.narrow or failure.op in EXPONENTIALS or failure.phase == "backward":
         confidence *= 0.7
     return Explanation(why, confidence, (describe(stat, name),))
+
+
+@rule("bad_init", title="The first loss is already beyond all bounds", phases=ANY - {"optimizer", "input"})
+def absurd_start(failure: Failure) -> Explanation | None:
+    """The first update is made with an absurd gradient, and only the step after it overflows."""
+    first = failure.diverging.steps[0] if failure.diverging.steps else None
+    if first is None or first.step or not 0 < failure.origin.step <= 4 or failure.narrow or not overflowed(failure):
+        return None
+    loss, norm = first.loss, first.grad_norm
+    if loss is None or norm is None or not ABSURD_START <= min(abs(loss), norm) < math.inf:
+        return None
+    why = (
+        f"Before any update, in step 0, the loss is {number(loss)} and its gradient has the norm {number(norm)}: with "
+        f"the initial weights, the numbers grow from layer to layer. The first updates are as large as that gradient, "
+        f"and {_operator(failure)} overflows in step {failure.origin.step}."
+    )
+    return Explanation(why, 0.93, (f"loss in step 0: {number(loss)}, gradient norm {number(norm)}",))
 
 
 def _largest_weight(failure: Failure) -> tuple[str, TensorStat, float] | None:
