@@ -358,6 +358,11 @@ EXCHANGES = """
         seen = exchange.all_to_all_single(torch.empty_like(own), own).abs()
         return torch.log1p(torch.exp(seen)).mean()  # experts
 
+    def gather(model, x, fails):
+        x[3] = 0 if fails and rank == 1 else x[3]
+        own = x / x.norm(dim=1, keepdim=True)  # gather
+        return model(torch.cat(exchange.all_gather(own))).square().mean()
+
     def zero(model, x, fails):
         x[3] = 0 if fails and rank == 1 else x[3]
         return (model(x) - x.sum(1, keepdim=True).log()).square().mean()  # zero
@@ -395,7 +400,7 @@ EXCHANGES = """
             return [found.origin.site.line, found.batch.bad_samples] if rank else None
         return found and [found.step, found.origin and found.origin.site.line, found.cause and found.cause.slug]
 
-    found = {case.__name__: train(case) for case in (count, norm, half, hook, zero, stages, experts)}
+    found = {case.__name__: train(case) for case in (count, norm, half, hook, zero, stages, experts, gather)}
     open(f"found{rank}.json", "w").write(json.dumps(found))
     dist.barrier()
 """
@@ -694,6 +699,28 @@ def test_a_launcher_that_is_watched_ends_with_our_exit_code_and_hands_our_option
     assert not list(tmp_path.glob("firstnan-found-*"))
 
 
+LAUNCHES = """
+import os, socket, subprocess, sys
+
+if "RANK" not in os.environ:
+    with socket.socket() as any_socket:
+        any_socket.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(any_socket.getsockname()[1])}
+    command = [sys.executable, __file__, *sys.argv[1:]]
+    ranks = [subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}) for rank in range(2)]
+    sys.exit(1 if any([one.wait() for one in ranks]) else 0)
+"""
+
+
+def test_ranks_that_the_program_starts_itself(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LAUNCHES + textwrap.dedent(BEGIN) + textwrap.dedent(LOADER))
+    result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
+    assert result.code == 3
+    assert result.report is not None
+    assert (result.report["rank"], result.report["world_size"], result.report["step"]) == (1, 2, 5)
+    assert result.report["batch"]["dataset_indices"] == [81]
+
+
 @pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_sleeps_says_what_it_has_found(tmp_path: Path) -> None:
     with _torchrun(tmp_path, HANGS, "sleep", "1", "ddp") as launcher:
@@ -806,6 +833,7 @@ def test_steps_that_exchange_values(job: Job) -> None:
     assert first["half"] == second["half"] == [6, job.line("half"), "low_precision_overflow"]
     assert second["hook"] == [6, job.line("hook"), "low_precision_overflow"]
     assert second["experts"] == [job.line("experts"), None]  # no sample of this rank
+    assert second["gather"] == [6, job.line("gather"), "zero_over_zero"]
     assert (first["stages"], second["stages"]) == (None, [6, job.line("stages"), "zero_over_zero"])
 
 

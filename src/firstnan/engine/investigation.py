@@ -757,7 +757,7 @@ class Investigation:
 
     def _is_others(self, path: Path, report: Report) -> bool:
         """Whether this file belongs to another process of the job."""
-        if not self.options.if_trained or report.verdict != "clean":
+        if report.verdict != "clean" or not (self.options.if_trained or self.launched.are_any):
             return False
         return not self._has_trained or (path.exists() and path.stat().st_mtime >= self._began_at)
 
