@@ -107,6 +107,25 @@ FAULTS = """
         optimizer.step()  # optimizer
 """
 
+SERVER = """
+    from firstnan.engine import ranks
+    ranks._PATIENCE = 2.0  # rank 1 comes to no update
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3) if rank == 0 else None
+    for step in range(9):
+        for p in net.parameters():
+            dist.broadcast(p.data, 0)
+        if rank:
+            x = torch.rand(8, 6, generator=draw) + 0.1
+            x[3] = 0 if step == 6 else x[3]
+            net.zero_grad()
+            loss_of(net(x), x).backward()
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p) if rank == 0 else p.grad
+            dist.reduce(p.grad, 0)
+        if optimizer is not None:
+            optimizer.step()
+"""
+
 TENSOR_PARALLEL = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -603,6 +622,15 @@ def test_fixes_of_spread_weights_are_tried_in_the_failing_step(job: Job, fault: 
     assert "not tried beyond step 6: each rank holds a part of the weights" in " ".join(second.split())
 
 
+def test_a_rank_without_an_optimizer_is_named(job: Job) -> None:
+    (first, _), (second, told) = job(SERVER)
+    assert (first, second) == (3, 3)
+    found = job.answer()
+    assert (found["rank"], found["step"], found["origin"]["line"]) == (1, 6, job.line("forward"))
+    assert [one["what"] for one in found["ranks"]] == ["received", "created"]
+    assert "not tried: this rank had gone on with its step" in " ".join(told.split())
+
+
 def test_samples_of_spread_weights_are_confirmed(job: Job) -> None:
     """Each question is a child of its own, which needs no other rank."""
     spread = "model = sharded(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))"
@@ -954,7 +982,7 @@ def test_ranks_that_got_nothing_of_it_are_not_waited_for() -> None:
     """A loss may be bad while its gradients are finite: nobody else finds anything, however long one waits."""
     ranks = Ranks(World(1, 3, False), dist.HashStore())
     began = time.monotonic()
-    ranks.announce()
+    ranks.announce(finding(1, 3, 7, created=True))
     first = ranks.exchange(finding(1, 3, 7, created=True), by_all=False)
     assert first is not None
     assert [one.what for one in first.ranks] == ["unknown", "created", "unknown"]
