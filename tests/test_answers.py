@@ -461,7 +461,9 @@ LOGGED = """
     ("waits", "told"),
     [
         ("pass", ""),
-        ("if not ours.recv(2): raise ConnectionResetError(104, 'gone')", "there the program waits for a server or"),
+        ("if not ours.recv(2): raise ConnectionResetError(104, 'gone')", "there the program waits for a server,"),
+        ("ok = ours.recv(2) == b'ok' or socket.create_connection(('127.0.0.1', 9))", ""),
+        ("data = torch.ones(1) if ours.recv(2) else socket.create_connection(('127.0.0.1', 9))", "there the program"),
         ("assert ours.recv(2)[1]", "IndexError: index out of range, perhaps because no other process answers there"),
     ],
 )

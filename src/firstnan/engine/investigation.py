@@ -212,7 +212,7 @@ class Investigation:
 
     def end(self) -> int | None:
         try:
-            with timers_stopped():
+            with timers_stopped(over=True):
                 return self._end()
         finally:
             if self.watch is not None and self.watch.session.values is not None:

@@ -264,7 +264,7 @@ class Skip(Policy):
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         if session.streak > self.streak:
-            session.stop(f"{session.streak} steps in a row were non-finite")
+            session.stop(f"training ends: {session.streak} steps in a row were non-finite (streak={self.streak})")
         self.tell(session, report, session.updates_with_this_batch if before_update else 0)
         session.drop_rest_of_step(updated=not before_update)
 

@@ -482,7 +482,7 @@ class _Tried(_Work):
             if self._steps.are_as_asked:
                 return  # perhaps the program would not have come so far
             if isolation.is_of_isolation(error):
-                raise NotContinued("there the program waits for a server or another process") from error
+                raise NotContinued("there the program waits for a server, another process or a thread") from error
             said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             if self._watching.updates and isolation.is_cut_off():  # the program may have read the end of a pipe
                 raise NotContinued(f"{said}, perhaps because no other process answers there") from error

@@ -61,13 +61,15 @@ class GradientNorms:
 
     def split(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[float]]:
         """The gradients of these parameters that still have to be read, and the squared norms of the others."""
-        unread, squares = [], []
         measured = self._measured
+        if not measured:  # the usual case, kept fast
+            return [g for p in parameters if (g := p.grad) is not None], []
+        unread, squares = [], []
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            one = measured.get(id(parameter)) if measured else None
+            one = measured.get(id(parameter))
             if one is not None and one.version is not None and one.version.is_unchanged(gradient):
                 squares.append(one.square)
             else:

@@ -143,6 +143,10 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         where = f"in step {when}"
         if when > bad and reached:
             return True, None, f"{outcome.noticed} is non-finite {where}"
+        if when < (report.step or 0):
+            raised = outcome.noticed == described(Noticed("exception"))
+            what = "the program ends with an exception" if raised else f"{outcome.noticed} is non-finite"
+            return None, None, f"{what} {where} already"
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.not_continued and not reached:
         return None, None, f"step {bad} cannot be run to its end: {outcome.not_continued}"
