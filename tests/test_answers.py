@@ -300,6 +300,9 @@ def test_a_change_that_stops_learning_is_not_proven() -> None:
     result = judged(Remedy("a"), replace(outcome, frozen="all gradients are 0 with it"), report)
     assert (result.proven, result.failing_step_finite) == (False, True)
     assert result.note == "training stops learning: all gradients are 0 with it"
+    before = History(steps=(StepRecord(3, 1.0, 0.0), StepRecord(4, 1.0, 0.0)))
+    frozen = judged(Remedy("a"), replace(outcome, frozen="all gradients are 0 with it"), report.with_(history=before))
+    assert frozen.proven  # it did not learn anything without the change either
 
 
 @pytest.mark.parametrize(("after", "proven"), [(1900.0, False), (90.0, True)])

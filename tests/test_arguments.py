@@ -105,6 +105,10 @@ def test_what_would_be_misread_is_refused(tmp_path: Path) -> None:
         (lambda: firstnan.NaNDetector("x", OPTIMIZER), "model must be a torch.nn.Module, got 'x'"),
         (lambda: firstnan.NaNDetector(nn.Linear, OPTIMIZER), "model must be a torch.nn.Module, got the class Linear"),
         (
+            lambda: firstnan.NaNDetector(MODEL, torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)),
+            "optimizer must be a torch.optim.Optimizer, got the scheduler StepLR",
+        ),
+        (
             lambda: firstnan.NaNDetector(MODEL, capsule_dir=tmp_path / "file"),
             "capsule_dir must be a folder, got the file",
         ),

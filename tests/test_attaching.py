@@ -146,6 +146,22 @@ def test_attach_and_detach_by_hand_and_more_than_once() -> None:
     assert (detector.summary()["steps"], detector.report.step) == (3, 3)
 
 
+def test_a_block_inside_a_block_of_the_same_detector_does_not_end_the_outer_one() -> None:
+    model, optimizer = setup()
+    before = everything(model, optimizer)
+    with NaNDetector(model, optimizer, on_nonfinite="skip") as detector:
+        with detector:
+            train(detector, model, optimizer, batches())
+        assert "attached" in repr(detector)
+        train(detector, model, optimizer, with_bad_target(batches(), 2))
+    assert (detector.summary()["steps"], detector.summary()["skipped"]) == (11, 1)
+    assert "attached" not in repr(detector)
+    assert not left_behind(before, everything(model, optimizer))
+    with pytest.raises(KeyError), detector, detector:
+        raise KeyError
+    assert "attached" not in repr(detector)
+
+
 def test_used_again_a_detector_goes_on_counting(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = setup()
     detector = NaNDetector(model, optimizer, on_nonfinite="skip")

@@ -95,6 +95,23 @@ def test_what_came_from_outside_was_there_first() -> None:
     assert (origin.phase, origin.role, origin.op) == ("parameter", "parameter", "")
 
 
+def test_what_the_program_writes_over_a_weight_in_the_step_is_found_in_it_before_a_replay_writes_again() -> None:
+    weight = Operand("self", BAD, None, "parameter", "scale.weight", guilty=True)
+    trace = Trace((
+        event(0, "reciprocal", good(), born=1),
+        event(1, "mul", weight, bad(0), role="parameter", label="scale.weight"),
+        event(2, "addmm", bad(1), grad=True),
+    ))  # fmt: skip
+    origin = blame(trace, [2]).origin
+    assert origin is not None
+    assert (origin.phase, origin.op) == ("parameter", "reciprocal")
+    alone = Trace((event(0, "sub", weight, role="parameter", label="scale.weight"), event(1, "addmm", bad(0))))
+    origin = blame(alone, [1]).origin
+    assert origin is not None
+    assert (origin.phase, origin.op, origin.label) == ("parameter", "", "scale.weight")
+    assert "either this line made it, or it was there before" in explain(origin, alone, History())[0].why
+
+
 @pytest.mark.parametrize("role", ["parameter", "buffer"])
 def test_what_is_copied_from_a_file_into_a_model_is_no_data(role: Role) -> None:
     trace = Trace((

@@ -77,8 +77,11 @@ def test_check_says_what_where_and_how_much() -> None:
 
 def test_check_without_a_name_shows_the_expression() -> None:
     weights = torch.tensor([1.0, -inf])
-    with pytest.raises(NonFiniteError, match=r"firstnan: check\(weights \* 2\) at .*: -Inf 1 of 2, first at \[1\]"):
+    kept = {"w": weights}
+    with pytest.raises(NonFiniteError, match=r"firstnan: weights \* 2 at .*: -Inf 1 of 2, first at \[1\]"):
         check(weights * 2)
+    with pytest.raises(NonFiniteError, match=r"firstnan: kept\['w'\] at "):
+        check(x=kept)
 
 
 @pytest.mark.parametrize(

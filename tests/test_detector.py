@@ -54,6 +54,22 @@ def test_a_nan_of_the_loss_code_is_found_in_its_line() -> None:
     assert report.cause.slug == "log_of_negative"
 
 
+def test_a_weight_that_the_loop_itself_edits_before_the_model_is_called() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for i, (x, y) in detector.batches(enumerate(batches())):
+            with torch.no_grad():
+                model.last.weight.mul_(1 / torch.tensor(3.0 - i))  # born: edit of a weight
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+    report = caught.value.report
+    assert birthplace(report) == "edit of a weight"
+    assert (report.step, report.origin.phase, report.origin.op) == (3, "parameter", "reciprocal")
+    assert report.cause.slug == "div_by_zero"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_loader_with_and_without_workers(workers: int) -> None:
     model = seeded()
@@ -751,6 +767,7 @@ def test_a_model_that_is_fed_by_another_ones_graph(caplog: pytest.LogCaptureFixt
             optimizer.step()
     assert "internal error" not in caplog.text
     assert caught.value.report.step == 2
+    assert caught.value.report.replay == "only the model's calls were replayed"
     assert "originated after them, in the loss code" in caught.value.report.notes[0]
 
 
@@ -908,3 +925,42 @@ def test_a_batch_made_of_two_loaders_has_no_dataset_index() -> None:
     batch = found(model, sgd(model), ((x, y) for (x,), (y,) in zip(*halves, strict=True))).batch
     assert batch is not None
     assert batch.dataset_indices is None
+
+
+def test_the_arguments_of_a_step_function_have_their_names() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+
+    def train_step(images: Tensor, targets: Tensor, *, weight: Tensor) -> None:
+        optimizer.zero_grad()
+        ((model(images) - targets).square() * weight).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for i, (x, y) in enumerate(batches(size=3)):  # as many samples as a call has parts
+            x[1, 2] = torch.nan if i == 2 else x[1, 2]
+            detector.step(train_step, x, y, weight=torch.ones_like(y))
+    report = caught.value.report
+    assert (report.step, report.origin.phase, report.origin.label) == (2, "input", "images")
+    assert report.batch.bad_samples == (1,)
+    assert (report.batch.features[0].member, report.batch.features[0].index) == ("images", (2,))
+    assert {one.member for one in report.batch.values} == {"images", "targets", "weight"}
+    assert not any("detector.step" in edit.new for remedy in report.remedies for edit in remedy.edits)
+
+
+def test_the_only_argument_of_a_step_function_is_the_batch() -> None:
+    model = seeded()
+    optimizer = sgd(model)
+
+    def train_step(pair: tuple[Tensor, Tensor]) -> None:
+        optimizer.zero_grad()
+        (model(pair[0]) * pair[1].log()).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(model, optimizer) as detector:
+        for i, (x, y) in enumerate(batches()):
+            y[3] = 0 if i == 1 else y[3]
+            detector.step(train_step, (x, y))
+    report = caught.value.report
+    assert report.batch.bad_samples == (3,)
+    assert report.batch.features[0].member == "batch[1]"

@@ -498,7 +498,15 @@ def test_a_spike_is_reported_with_its_numbers() -> None:
     (alarm,) = alarms(GrowthGuard(), [*calm(), (1e4, 1.0), *calm()])
     assert (alarm.kind, alarm.step, alarm.norm) == ("spike", 100, 1e4)
     assert alarm.usual == pytest.approx(1.0, rel=0.2)
-    assert alarm.text == f"Step 100: the gradient norm jumped to 1e+04; it is usually {alarm.usual:.3g}."
+    assert alarm.text == f"step 100: the gradient norm jumped to 1e+04; it is usually {alarm.usual:.3g}."
+
+
+def test_growth_from_the_first_step_on_is_compared_with_the_first_norm() -> None:
+    norms = [54.0, 4e4, 2e13]
+    first, second = alarms(GrowthGuard(), [(norm, norm * norm) for norm in norms])
+    assert (first.kind, second.kind) == ("growth", "growth")
+    assert first.text.endswith("; it was 54 at first.")
+    assert second.text.endswith("; it was 54 at first.")
 
 
 def test_a_level_that_stays_high_is_reported_once_and_becomes_usual() -> None:
@@ -555,7 +563,7 @@ def test_exceeding_the_limit_is_reported_once_until_the_norm_has_come_down() -> 
     low, high = [(0.5, 1.0)] * 5, [(12.0, 1.0)] * 5
     found = alarms(GrowthGuard(limit=10.0), [*high, *low, *high, (200.0, 1.0)])
     assert [(alarm.kind, alarm.step) for alarm in found] == [("limit", 0), ("limit", 10), ("limit", 15)]
-    assert found[0].text == "Step 0: the gradient norm is 12, above the limit of 10."
+    assert found[0].text == "step 0: the gradient norm is 12, above the limit of 10."
     assert found[0].usual is None
 
 
@@ -576,4 +584,4 @@ def test_negative_and_tiny_losses_are_measured_by_their_size() -> None:
     assert alarms(GrowthGuard(), [*tiny, *[(1.0, 5.0)] * 20]) == []
     (alarm,) = alarms(GrowthGuard(), [*tiny, *[(1.0, -5e6)] * 20])
     assert (alarm.kind, alarm.step) == ("explosion", 102)
-    assert alarm.text == "Step 102: the loss has exploded to -5e+06 and stayed there for 3 steps; it is usually 1e-07."
+    assert alarm.text == "step 102: the loss has exploded to -5e+06 and stayed there for 3 steps; it is usually 1e-07."

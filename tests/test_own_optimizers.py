@@ -85,6 +85,30 @@ def test_raise_names_the_line_of_the_update_and_leaves_the_weights_of_before(bad
     assert birthplace(report) == "the update"
 
 
+class Scaled(Signs):
+    """Divides by the root of squares that it keeps, as Adam does, plus an eps."""
+
+    def __init__(self, parameters: Iterable[Tensor], eps: float) -> None:
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.01, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                denominator = (p.grad * p.grad).sqrt() + group["eps"]
+                p.sub_(group["lr"] * p.grad / (denominator if group["eps"] < 1e-9 else denominator - group["eps"]))
+
+
+@pytest.mark.parametrize(("eps", "slug"), [(0.0, "optimizer_eps"), (0, "optimizer_eps"), (0.125, "zero_over_zero")])
+def test_the_eps_of_an_own_optimizer_is_the_cause_if_it_is_zero(eps: float, slug: str) -> None:
+    run = Run()
+    run.optimizer = Scaled(run.model.parameters(), eps)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(run.model, run.optimizer) as detector:
+        run.train(detector.batches(data(3)))
+    assert caught.value.report.cause is not None
+    assert caught.value.report.cause.slug == slug
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_a_large_model_is_not_copied_but_looked_at(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_SMALL", 0)

@@ -367,6 +367,7 @@ def test_the_detector_keeps_the_state_before_the_step(tmp_path: Path, policy: st
     report = package.replay(path, step=step, model=other.net, optimizer=other.optimizer)
     assert report.origin is not None
     assert (report.verdict, report.step, report.origin.op) == ("nonfinite", 7, "sqrt")
+    assert report.reproduced == "deterministic"
     assert report.cause is not None
     assert report.cause.slug == "sqrt_of_negative"
     assert all(map(torch.equal, seen, before))

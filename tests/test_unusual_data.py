@@ -97,3 +97,25 @@ for x, target in DataLoader(TensorDataset(torch.rand(24, 1), y), batch_size=8):
     result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
     assert "Sample 5 has batch[1][0] = 2500" in " ".join(result.found["cause"]["why"].split())
     assert "+    keep = target[:, 0].abs() < 10" in result.found["remedies"][0]["diff"]
+
+
+@pytest.mark.slow
+def test_another_sample_with_such_a_number_does_not_make_it_usual(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(48, 4)
+x[29, 2], x[30, 2] = 60000.0, -60000.0
+net = torch.nn.Linear(4, 1)
+torch.nn.init.ones_(net.weight)
+optimizer = torch.optim.SGD(net.parameters(), 0.001)
+for (batch,) in DataLoader(TensorDataset(x), batch_size=16):
+    loss = torch.exp(net(batch)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""")
+    result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
+    assert result.found["batch"]["bad_samples"] == [13]
+    assert "Sample 13 has batch[0][2] = 60000, most others have" in " ".join(result.found["cause"]["why"].split())
+    assert "sample 13: batch[0][2] = 60000, most other samples" in " ".join(result.stderr.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,16 @@ def test_an_error_leaves_even_an_unexplained_failure_told() -> None:
     causes = explain(Origin("forward", "odd", "aten.odd.default", event=event), Trace((event,)), History())
     assert causes[0].slug == "unexplained"
     assert causes[0].evidence[-1].endswith("look raised KeyError: 'x'")
+
+
+def test_an_answer_that_is_no_sentence_is_told_and_is_no_cause() -> None:
+    @package.rule("mine", title="Mine")
+    def look(failure: Failure) -> Any:
+        return failure.op == "log"
+
+    causes = causes_of_log()
+    assert causes[0].slug == "log_of_zero"
+    assert causes[0].evidence[-1].endswith("raised TypeError: a rule must return a sentence or None, got True")
 
 
 @pytest.mark.parametrize("slug", ["", "Log of zero", "log-of-zero", "1st"])

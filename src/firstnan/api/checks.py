@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import sys
 import threading
@@ -134,12 +135,22 @@ def _report_of(bad: TensorStat, name: str, spot: Spot) -> Report:
     from firstnan.records.words import place
 
     site = resolve(spot)
-    label = (name or site.code or "a value") + bad.name
+    label = (name or _argument(site.code) or "a value") + bad.name
     message = f"{label} at {place(site)}: {_facts(bad)}"
     event = NaNEvent(
         "nonfinite", message, tensor=bad, rank=_rank(), thread=threading.current_thread().name, time=time.time()
     )
     return Report("nonfinite", noticed=Noticed("value", label), events=(event,), rank=event.rank, notes=(message,))
+
+
+def _argument(code: str) -> str:
+    """What was checked, as the program calls it: `x` of `firstnan.check(x)`."""
+    try:
+        call = ast.parse(code, mode="eval").body
+    except (SyntaxError, ValueError):
+        return code
+    given = [*call.args, *(k.value for k in call.keywords if k.arg == "x")] if isinstance(call, ast.Call) else []
+    return (ast.get_source_segment(code, given[0]) if given else None) or code
 
 
 def _facts(tensor: TensorStat) -> str:

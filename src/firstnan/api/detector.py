@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from torch.nn import Module
+from torch.optim.lr_scheduler import LRScheduler
 
 from firstnan.capsule import LIMIT, Wanted
 from firstnan.engine.capsule_writer import CapsuleWriter
@@ -39,6 +40,7 @@ from firstnan.records.words import count
 from firstnan.report import nonfinite_error
 from firstnan.tensors.models import Scope, TrainingObjects, parameters_of, unwrapped
 from firstnan.tensors.state import NamelessSource
+from firstnan.tensors.step_function import StepFunction, is_step_call
 
 OnNonfinite = Literal["raise", "warn", "skip", "rollback"]
 _MOST_CAPSULES = 3
@@ -138,6 +140,8 @@ class NaNDetector:
         """Stands for the loader of steps that are functions."""
         self._lock = threading.RLock()
         self._session: Session | None = None
+        self._blocks = 0
+        """How many `with` blocks of this detector are open, one inside the other."""
         self._last: Session | None = None
         self._counts, self._before = Counts(), Counts()
         """Like the events and the steps, these continue if the detector is attached again."""
@@ -252,10 +256,17 @@ class NaNDetector:
                 log.warning("firstnan: %s", _counted(self.summary()))
 
     def __enter__(self) -> NaNDetector:
-        return self.attach()
+        with self._lock:
+            self.attach()
+            self._blocks += 1
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         __tracebackhide__ = True
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks:
+                return  # the block around this one goes on
         session = self._session
         report, searching = None, session is not None and session.is_searching
         if session is not None and error is None:
@@ -303,7 +314,9 @@ class NaNDetector:
         return self.reports[0] if self.reports else None
 
     def summary(self) -> dict[str, int]:
-        """How many steps had their update (`steps`), and how many were non-finite, skipped, rolled back or clipped."""
+        """How many steps had their update (`steps`), and how many were non-finite, skipped, rolled back or clipped.
+
+        A step whose update a gradient scaler has left out, to find its scale, is among `steps`."""
         return {**asdict(self._counts), "events": len(self.events), "events_dropped": self.events.dropped}
 
     @property
@@ -359,7 +372,8 @@ class Batches:
             return next(iterator)
 
         while True:
-            session.hooks.guarded(session.batch_left, sys._getframe(1))
+            if not session.backward_called:  # otherwise it has used its loss
+                session.hooks.guarded(session.batch_left, sys._getframe(1))
             try:
                 batch = session.next_batch(source, following)
             except StopIteration:
@@ -369,18 +383,9 @@ class Batches:
             yield batch
 
 
-class StepFunction:
-    """The function of one step, among the arguments that it was called with."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, function: Any) -> None:
-        self.call = function
-
-
 def _arguments(batch: Any) -> Any:
     """What the function of a step was called with: its only argument, or all of them."""
-    if not (type(batch) is list and batch and isinstance(batch[0], StepFunction)):
+    if not is_step_call(batch):
         return batch
     _, given, named = batch
     if named:
@@ -420,6 +425,9 @@ def models_given(model: Any) -> dict[str, Module]:
 
 def optimizers_given(optimizer: Any) -> list[Any]:
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
+    for one in given:
+        if isinstance(one, LRScheduler):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got the scheduler {short(one)}")
     given = [unwrapped(one) for one in given]
     for one in given:
         if not hasattr(one, "register_step_pre_hook") or not hasattr(one, "param_groups"):

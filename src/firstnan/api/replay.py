@@ -37,8 +37,8 @@ def replay(
         report = firstnan.replay("firstnan-step000011.capsule", step=train_step, model=model, optimizer=optimizer)
 
     `step` is called once for each batch of the step (with None if no batch was captured). The report's verdict is
-    "clean" if everything was finite; if the model does not match the captured one, that raises CapsuleError instead.
-    Model and optimizer are left as the step leaves them.
+    "clean" if everything was finite; if it was finite with a model that does not match the captured one, this raises
+    CapsuleError, since nothing is known then. Model and optimizer are left as the step leaves them.
     """
     caller = sys._getframe(1)
     require_path("capsule", capsule)

@@ -108,7 +108,7 @@ class _Walk:
             event = self.trace.events[index]
             if event.raised and any(o.guilty for o in event.inputs):
                 refusals.append(OriginCandidate(event))
-            elif event.on_purpose and not self._is_data(event):
+            elif event.on_purpose and not self._is_data(event) and not self._is_weight(event):
                 on_purpose.append(OriginCandidate(event))
             elif event.born or event.raised or event.uninitialized or event.on_purpose:
                 accidents.append(OriginCandidate(self._written(event) if event.on_purpose else event))
@@ -120,7 +120,8 @@ class _Walk:
             if event.nan_from_inf:
                 nan_makers.append(OriginCandidate(event))
         if accidents:
-            return min(accidents, key=lambda c: c.order), False
+            first = min(accidents, key=lambda c: c.order)
+            return self._rewritten(first, accidents) or first, False
         if nan_makers:
             return self._log_of_zero(nan_makers[0].event, on_purpose) or nan_makers[0], False
         # What refuses a NaN has not made it; an intended infinity is a failure only where it is refused.
@@ -130,6 +131,15 @@ class _Walk:
             # The trail ends in the middle (memory written by something that was not seen): as far back as it goes.
             return (OriginCandidate(self.trace.events[min(self.consumer)]) if self.consumer else None), False
         return self._unmasked(on_purpose)
+
+    def _rewritten(self, first: OriginCandidate, accidents: list[OriginCandidate]) -> OriginCandidate | None:
+        """What the program computed and wrote over a weight in this step.
+
+        Weights are not restored for a replay: what the step has written into them is there before it writes again."""
+        if first.operand is None or not first.operand.label or first.operand.label != first.event.edits_weight:
+            return None
+        made = (c for c in accidents if c.operand is None and first.event in self.chain(c.event.index)[1:])
+        return min(made, key=lambda c: c.order, default=None)
 
     def _is_fed_in(self, event: OpEvent) -> bool:
         """Whether weights are multiplied with it: a mask is added or selected."""
@@ -147,6 +157,12 @@ class _Walk:
             return False
         read = (o for e in self.chain(event.index) for o in e.inputs)
         return self._is_fed_in(event) or any(o.guilty and o.role == "input" and not _intended(o) for o in read)
+
+    def _is_weight(self, event: OpEvent) -> bool:
+        """Whether weights were filled with it before the step: `normal_` with an infinite deviation."""
+        if event.region == "step":
+            return False
+        return any(o.guilty and o.role == "parameter" for e in self.chain(event.index) for o in e.inputs)
 
     def _written(self, constant: OpEvent) -> OpEvent:
         """What has put a constant into the data; alone it does nothing."""

@@ -42,8 +42,9 @@ def _factor(feature: Feature) -> float:
 def _doubt(feature: Feature, batch: Batch) -> str:
     where = feature.member + (str(list(feature.index)) if feature.index else "")
     spread = number(feature.low) + ("" if feature.low == feature.high else f" … {number(feature.high)}")
+    others = "most others" if feature.apart else "all others"
     return (
-        f"{batch.unit.capitalize()} {feature.sample} has {where} = {number(feature.value)}, all others have {spread} "
+        f"{batch.unit.capitalize()} {feature.sample} has {where} = {number(feature.value)}, {others} have {spread} "
         "there. If that number is wrong (another unit, a fill value), correct the data: a bound in the code only hides "
         "it."
     )

@@ -79,6 +79,9 @@ def told_by(restart: Restart, report: Report, program: str) -> Report:
     if not differences and before.batch is not None and report.batch is not None:
         # The same value in the same batch: the captured report knows the bad samples.
         report = replace(report, batch=before.batch if before.batch.size == report.batch.size else report.batch)
+    matches = restart.restorer is None or not restart.restorer.mismatch
+    if matches and before.origin is not None and report.origin is not None and not differences:
+        report = replace(report, reproduced="deterministic")
     notes += differences
     return replace(report, notes=tuple(notes), replay=HOW)
 

@@ -340,7 +340,8 @@ class CallReplay:
         if trip.noticed.what == "output":
             return report
         text = _GIVEN if given else self._why_finite(trip.noticed, calls)
-        return replace(report, cause=from_history(report.history), notes=(*report.notes, text, *outside))
+        notes, how = (*report.notes, text, *outside), report.replay or "only the model's calls were replayed"
+        return replace(report, cause=from_history(report.history), notes=notes, replay=how)
 
     def _why_finite(self, noticed: Noticed, calls: list[ModelCall]) -> str:
         if noticed.what in _KEPT:

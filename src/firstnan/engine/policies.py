@@ -162,8 +162,11 @@ class EndProgram(Policy):
     def explain(self, session: Session, report: Report) -> None:
         """Nothing more can be learned while the program is there."""
         self.known(session, report)
-        if not self.unresolved and not self.interrupted:
-            self._explained(report, session)
+        try:
+            if not self.unresolved and not self.interrupted:
+                self._explained(report, session)
+        finally:
+            session.scatter_weights()
 
     def known(self, session: Session, report: Report) -> None:
         """Saves it, and notes whether a second run would tell more."""
@@ -261,7 +264,7 @@ class Skip(Policy):
 
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
         if session.streak > self.streak:
-            session.stop(f"{session.streak} steps in a row were non-finite")
+            session.stop(f"training ends: {session.streak} steps in a row were non-finite (streak={self.streak})")
         self.tell(session, report, session.updates_with_this_batch if before_update else 0)
         session.drop_rest_of_step(updated=not before_update)
 

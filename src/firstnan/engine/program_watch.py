@@ -41,7 +41,7 @@ from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import kind, place
 from firstnan.repair.verdict import Reach, TrialOutcome
 from firstnan.report import nonfinite_error
-from firstnan.tensors.finite import is_finite, stat, tensors_in
+from firstnan.tensors.finite import has_nan, is_finite, stat, tensors_in
 from firstnan.tensors.models import TrainingObjects, parameters_of
 from firstnan.tensors.program_state import BadSince
 
@@ -355,12 +355,15 @@ class ProgramValues:
         seen = [tensor]
         if not tensor.requires_grad and self._ownership.owns(frame.f_code):
             # Detached, or the result of a test: usually about a number in the same frame.
-            seen = [t for t in frame.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
+            held = [t for t in frame.f_locals.values() if isinstance(t, Tensor)]
+            seen = [t for t in held if t.numel() == 1]
+            if not seen and tensor.dtype is torch.bool:  # as of `isnan(output).any()`, in a layer
+                seen = [t for t in held if t.requires_grad and has_nan(t)]
         tracer = self._session.microscope.tracer
         bad = [t for t in seen if t.requires_grad and not is_finite(t)]
         for t in bad:
             site = place(resolve((frame.f_code, frame.f_lasti)))
-            if len(self._reads) < _MOST_READS:
+            if len(self._reads) < _MOST_READS and t.numel() == 1:
                 self._reads.append((weakref.ref(t), self._session.gate.steps.current, site, frame.f_code))
             if self._handles_nan_itself:
                 break

@@ -301,9 +301,13 @@ class GrowthGuard:
             return None
         self._warned = norm
         if not usual:
-            return Alarm(kind, step, norm, None, f"Step {step}: {text}.")
-        text += f"; it was {usual:.3g} in the first steps" if kind == "growth" else f"; it is usually {usual:.3g}"
-        return Alarm(kind, step, norm, usual, f"Step {step}: {text}.")
+            return Alarm(kind, step, norm, None, f"step {step}: {text}.")
+        if kind != "growth":
+            text += f"; it is usually {usual:.3g}"
+        else:
+            early = len(self._norms) <= _BLOCK  # the usual norm is still changing
+            text += f"; it was {self._norms[0]:.3g} at first" if early else f"; it was {usual:.3g} in the first steps"
+        return Alarm(kind, step, norm, usual, f"step {step}: {text}.")
 
     def _is_spike(self, norm: float) -> bool:
         return self._spike < norm < math.inf and norm > self._norms[-2] * _OUTLIER
@@ -337,7 +341,7 @@ class GrowthGuard:
         weights, self._asked = self._weights(), loss
         if weights is None or not weights.are_lost:
             return None
-        text = f"Step {step}: the loss has exploded to {loss:.3g} and has been above {self._band:.3g} "
+        text = f"step {step}: the loss has exploded to {loss:.3g} and has been above {self._band:.3g} "
         text += f"since step {self.left}; it was at most {self._start:.3g} in the first steps, and {weights}."
         return self._exploded(step, norm, loss, self._start, text, weights)
 
@@ -363,7 +367,7 @@ class GrowthGuard:
         if self._steps_up < _STEPS_UP:
             return None
         usual = self._usual_loss
-        text = f"Step {step}: the loss has exploded to {loss:.3g} and stayed there for {_STEPS_UP} steps; "
+        text = f"step {step}: the loss has exploded to {loss:.3g} and stayed there for {_STEPS_UP} steps; "
         text += f"it is usually {usual:.3g}."
         return self._exploded(step, norm, loss, usual, text, self._weights())
 

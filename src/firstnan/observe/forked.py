@@ -98,9 +98,11 @@ _INDICES = "_firstnan_indices"
 
 def keep_indices(iterator: Any, indices: Any) -> None:
     """Keeps what a loader's sampler has chosen as long as its workers may be at it: a child computes it again."""
-    most = vars(iterator).get("_num_workers", 0) * (vars(iterator).get("_prefetch_factor") or 0)
-    if most:
-        vars(iterator).setdefault(_INDICES, deque(maxlen=most + 1)).append(indices)
+    state = vars(iterator)
+    if workers := state.get("_num_workers"):
+        most = workers * (state.get("_prefetch_factor") or 0)
+        if most:
+            state.setdefault(_INDICES, deque(maxlen=most + 1)).append(indices)
 
 
 def kept_indices(iterator: Any, handed_out: int, chosen: int) -> list[Any]:

@@ -215,10 +215,17 @@ class Hooks:
         if not self._quickly(self.observer.passed_quickly, optimizer):
             self.guarded(self.observer.after_update, optimizer)
 
+    def has_compiled_updates(self) -> bool:
+        """Whether compiled code has run an optimizer since `compiled_updates` was last asked."""
+        for after in self._after_updates:  # noqa: SIM110  # asked twice a step, and a generator costs more
+            if after.compiled:
+                return True
+        return False
+
     def compiled_updates(self) -> list[Any]:
         """The optimizers that were run by compiled code since this was last asked; None for one that is not known."""
         found = []
-        for after in self._after_updates:  # asked twice a step
+        for after in self._after_updates:
             if after.compiled:
                 after.compiled = False
                 found.append(after.optimizer())
@@ -262,7 +269,8 @@ class Hooks:
             roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
             if not self.observer.concerns(roots):
                 return original(tensors, *args, **kwargs)
-            self._training_begins()
+            if not self._trains:
+                self._training_begins()
             self.guarded(self.observer.before_backward, roots, sys._getframe(1))
             result = original(tensors, *args, **kwargs)
             if self.observer.needs_after_backward():
@@ -368,7 +376,7 @@ class Hooks:
     def _next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
             __tracebackhide__ = True
-            if self.idle:
+            if not self.installed or os.getpid() != self._process:  # `idle`, kept fast
                 return original(iterator)
             return self.observer.loader_asked(iterator, original)
 

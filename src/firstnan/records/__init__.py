@@ -165,6 +165,13 @@ class OpEvent:
     def bad(self) -> int:
         return sum(o.bad for o in self.outputs)
 
+    @property
+    def edits_weight(self) -> str:
+        """The name of the parameter that the program itself, not an optimizer, reads and writes here; or empty."""
+        mine = self.role == "parameter" and self.phase == "forward" and not self.grad
+        read = any(i.role == "parameter" and i.label == self.label for i in self.inputs)
+        return self.label if mine and read else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -510,6 +517,8 @@ class Feature:
     value: float
     low: float
     high: float
+    apart: int = 0
+    """How many other samples have numbers so extreme that they are left out of the range."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,10 @@ def sentence(forecast: Forecast) -> str:
     if f.what == "scale":
         return f"{subject(f)} has sunk to {f.now:g} and falls below {f.limit:g} in about {_steps(f)}"
     if f.what == "weights":
-        told = "after only a few updates" if f.kind == "jump" else "and the loss has not improved"
-        return f"{subject(f)} is {f.now:.3g} times its initial value, {told}: training is likely to diverge"
+        told = ", and the loss has not improved"
+        if f.kind == "jump":
+            told = "; it became that large within a few updates"
+        return f"{subject(f)} is {f.now:.3g} times its initial value{told}: training is likely to diverge"
     if f.what == "attention":
         told = f"its entropy is {1 / f.now:.2g} of the largest possible, and keeps falling"
         return f"the attention at {f.name} gives all weight to one position in about {_steps(f)}: {told}"

@@ -145,11 +145,16 @@ class LogDomain:
         for loop in (n for n in self._nodes if isinstance(n, _LOOPS)):
             for name in self.names:
                 uses = [n for n in ast.walk(loop) if isinstance(n, ast.Name) and n.id == name]
-                stores = [self._source.statement(n).lineno for n in uses if not isinstance(n.ctx, ast.Load)]
-                reads = [self._source.statement(n).lineno for n in uses if isinstance(n.ctx, ast.Load)]
+                stores = [self._begin(n) for n in uses if not isinstance(n.ctx, ast.Load)]
+                reads = [self._begin(n) for n in uses if isinstance(n.ctx, ast.Load)]
                 if stores and reads and min(reads) <= min(stores):
                     return True
         return False
+
+    def _begin(self, node: ast.AST) -> tuple[int, int]:
+        """Where its statement begins; several may share a line."""
+        statement = self._source.statement(node)
+        return statement.lineno, statement.col_offset
 
     # --- the logarithm of an expression ------------------------------------------------------------------------
 

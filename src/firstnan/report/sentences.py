@@ -92,7 +92,8 @@ def feature_line(feature: Feature, unit: str = "sample") -> str:
     where = feature.member + ("" if not feature.index else str(list(feature.index)))
     what = f"{where} = {number(feature.value)}" + (" everywhere" if feature.index is None else "")
     spread = number(feature.low) + ("" if feature.low == feature.high else f" … {number(feature.high)}")
-    return f"{unit} {feature.sample}: {what}, other {unit}s {spread}"
+    others = f"other {unit}s" if not feature.apart else f"most other {unit}s"
+    return f"{unit} {feature.sample}: {what}, {others} {spread}"
 
 
 def at_expression(origin: Origin) -> str:
@@ -116,6 +117,8 @@ def at_expression(origin: Origin) -> str:
             return f"the update produced {what}"
         case "input" if not origin.op and origin.read_at is None:
             return f"the non-finite {'buffer' if origin.role == 'buffer' else 'data'} enters the step here"
+        case "parameter" if not origin.op and origin.event and origin.event.edits_weight:
+            return f"this writes {what} into {origin.label}, unless {origin.label} held it before"
         case "parameter" if not origin.op:
             return f"{origin.label or 'this tensor'} already held {what} before this line ran"
         case _ if origin.event and origin.event.raised:
@@ -198,7 +201,9 @@ def _loss_change(remedy: Remedy) -> str:
         return ""
     if change <= 1e-3:
         return "healthy losses unchanged" + (f" (largest relative change {change:.0e})" if change else "")
-    return f"healthy losses change by up to {100 * change:.2g} %"
+    percent = 100 * change
+    text = f"{percent:.2g}" if percent < 99.5 else f"{percent:,.0f}" if percent < 1e6 else number(percent)
+    return f"healthy losses change by up to {text} %"
 
 
 def replay_line(report: Report) -> str:

@@ -38,7 +38,9 @@ def rule(slug: str, *, title: str, confidence: float = 1.0) -> Callable[[Reason]
 
         def look(failure: Failure) -> Explanation | None:
             why = reason(failure)
-            return Explanation(str(why), confidence, failure.input_lines()) if why else None
+            if why and not isinstance(why, str):
+                raise TypeError(f"a rule must return a sentence or None, got {why!r}")
+            return Explanation(why, confidence, failure.input_lines()) if why else None
 
         # Running a notebook cell again replaces its rule.
         RULES[:] = [known for known in RULES if (known.slug, known.user_function) != (slug, reason.__qualname__)]

@@ -21,12 +21,15 @@ from firstnan.observe.loaders import collate_of, dataset_of
 from firstnan.records import Batch, Element, Feature, Preview, SampleValues
 from firstnan.tensors.finite import tensors_in, unravel
 from firstnan.tensors.state import RandomState, copy_batch, rows_are_samples
+from firstnan.tensors.step_function import is_step_call
 
 _MOST_FEATURES = 3
 _MOST_SHOWN, _MOST_VALUES, _MOST_PIXELS = 4, 16, 64
 """Of how many bad samples values are kept, how many numbers of each tensor, and the side of a preview."""
 _FEW = 4
 _FAR, _VERY_FAR = 1.0, 10.0
+_EXTREME = 1000.0
+"""Times the median of the other samples: no range of healthy numbers includes that."""
 _ENOUGH = 8
 """Healthy samples from which on their range says something."""
 _SINGLE = (str, bytes, int, float, complex, type(None))
@@ -275,6 +278,10 @@ class _Made:
             return self._tensor(value, name)
         if type(value).__module__ == "numpy" and hasattr(value, "shape"):
             return self._array(value, name)
+        if is_step_call(value):
+            function, args, kwargs = value
+            made = [self.of(one, its_name) for its_name, one in function.named(args, kwargs, name)]
+            return [function, tuple(made[: len(args)]), dict(zip(kwargs, made[len(args) :], strict=True))]
         if isinstance(value, list | tuple | deque):
             return self._sequence(value, name)
         if isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys") and hasattr(value, "data")):
@@ -366,8 +373,10 @@ def _unusual(name: str, sample: int, rows: Tensor, healthy: list[int], shape: tu
     theirs = theirs[torch.isfinite(theirs).all(1)]
     if not len(theirs):
         return []
+    aside = _extreme_rows(theirs)
+    theirs, apart = theirs[~aside], int(aside.sum())
     if len(mine) > 1 and _alike(mine[None]).all() and not _alike(theirs).any():
-        return [Feature(sample, name, None, mine[0].item(), theirs.min().item(), theirs.max().item())]
+        return [Feature(sample, name, None, mine[0].item(), theirs.min().item(), theirs.max().item(), apart)]
     low, high = theirs.amin(0), theirs.amax(0)
     # The distance from the range at this position, in units of the range: chance alone exceeds it slightly.
     score = torch.maximum(mine - high, low - mine) / (high - low).clamp_min(1e-12)
@@ -380,10 +389,20 @@ def _unusual(name: str, sample: int, rows: Tensor, healthy: list[int], shape: tu
     score[~torch.isfinite(mine)] = math.inf
     order = score.argsort(descending=True, stable=True)[:_MOST_FEATURES].tolist()
     return [
-        Feature(sample, name, unravel(at, shape), mine[at].item(), low[at].item(), high[at].item())
+        Feature(sample, name, unravel(at, shape), mine[at].item(), low[at].item(), high[at].item(), apart)
         for at in order
         if score[at] >= (_FAR if len(theirs) >= _ENOUGH else _VERY_FAR)
     ]
+
+
+def _extreme_rows(rows: Tensor) -> Tensor:
+    """The few rows with a number far beyond those of the others: they say nothing about what is usual.
+
+    A step may fail because of one such sample and survive another, by the sign of the number or by chance.
+    """
+    usual = rows.abs().median(0).values
+    extreme = ((rows.abs() > _EXTREME * usual) & (usual > 0)).any(1)
+    return extreme if extreme.sum() * 8 <= len(rows) else torch.zeros_like(extreme)
 
 
 def _by_chance(rows: Tensor) -> tuple[float, bool]:
