@@ -1055,7 +1055,13 @@ class Session(Observer):
             self._journal.tripped(trip.noticed, trip.tensors, report.step, self.gate.norm)
         self._investigated += closely
         self._closely = closely
-        self.policy.known(self, report)
+        try:
+            with self._interruptible():
+                self.policy.known(self, report)
+        except KeyboardInterrupt:
+            if not isinstance(self.policy, EndProgram):
+                raise
+            self.policy.interrupt()
         self.keep_state(report, trip)
         calls = calls_around(sys._getframe(), owns) if closely else []
         if closely or self.policy.undoes:
