@@ -300,6 +300,9 @@ def test_a_change_that_stops_learning_is_not_proven() -> None:
     result = judged(Remedy("a"), replace(outcome, frozen="all gradients are 0 with it"), report)
     assert (result.proven, result.failing_step_finite) == (False, True)
     assert result.note == "training stops learning: all gradients are 0 with it"
+    before = History(steps=(StepRecord(3, 1.0, 0.0), StepRecord(4, 1.0, 0.0)))
+    frozen = judged(Remedy("a"), replace(outcome, frozen="all gradients are 0 with it"), report.with_(history=before))
+    assert frozen.proven  # it did not learn anything without the change either
 
 
 @pytest.mark.parametrize(("after", "proven"), [(1900.0, False), (90.0, True)])
@@ -458,7 +461,9 @@ LOGGED = """
     ("waits", "told"),
     [
         ("pass", ""),
-        ("if not ours.recv(2): raise ConnectionResetError(104, 'gone')", "there the program waits for a server or"),
+        ("if not ours.recv(2): raise ConnectionResetError(104, 'gone')", "there the program waits for a server,"),
+        ("ok = ours.recv(2) == b'ok' or socket.create_connection(('127.0.0.1', 9))", ""),
+        ("data = torch.ones(1) if ours.recv(2) else socket.create_connection(('127.0.0.1', 9))", "there the program"),
         ("assert ours.recv(2)[1]", "IndexError: index out of range, perhaps because no other process answers there"),
     ],
 )

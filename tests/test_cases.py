@@ -44,8 +44,8 @@ DRAWN = {"t05_masked_policy_entropy", "t15_balanced_class_weights", "u11_a2c_ent
 _draws = torch.multinomial(torch.ones(5), 4, generator=torch.Generator().manual_seed(0)).tolist()
 DRAWN_OTHERWISE = DRAWN if _draws != [2, 4, 1, 3] else set()
 
-# Nothing is proposed yet for a step size computed by hand and for scripted functions.
-WITHOUT_FIX = {"v17_polyak_step", "v34_script_similarity"}
+# Nothing is proposed yet for a step size or a deviation computed by hand and for scripted functions.
+WITHOUT_FIX = {"v17_polyak_step", "v34_script_similarity", "w03_infinite_deviation"}
 
 # Operators that do the same and go by several names, depending on how the program was written.
 SAME = [

@@ -127,10 +127,17 @@ def test_an_operator_is_named() -> None:
     assert origin.site.code == "torch.log(scaled)"
 
 
-def test_a_variable_is_named_where_there_is_no_operator() -> None:
+def test_an_operation_of_numpy_and_its_variable_are_named() -> None:
     origin = maker(Arrays(), BATCH)
     assert origin is not None
-    assert (origin.op, origin.label, origin.role) == ("", "logs", "input")
+    assert (origin.op, origin.label, origin.role) == ("log", "logs", "input")
+    assert [(s.name, s.negative) for s in origin.inputs] == [("self", 1)]
+
+
+def test_a_variable_is_named_where_there_is_no_operator() -> None:
+    origin = maker(Helper(), BATCH)
+    assert origin is not None
+    assert (origin.op, origin.label, origin.role) == ("", "result", "input")
 
 
 def test_only_the_suspects_are_fetched() -> None:

@@ -43,6 +43,8 @@ from effects.stage import (
     lines,
     table,
 )
+from firstnan.observe.ending import Stopped
+from firstnan.observe.standstill import timers_stopped
 from zygote import Zygote
 
 pytest_plugins = ["zygote"]
@@ -345,6 +347,24 @@ def test_an_alarm_clock_stands_still_during_the_investigation(stage: MakeStage) 
     read = lines("steps.log")
     wrong = differences(read(on.project), read(bare), 9) + outcome.wrong_answer(9)
     check(wrong, on.new_files(), outcome.leftovers())
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_alarm_clock_does_not_ring_while_a_stopped_program_ends(
+    stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At python's end it would end the process, which has no handler any more, by a signal."""
+    monkeypatch.setattr(Stopped, "process", os.getpid() if stopped else 0)
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    try:
+        with timers_stopped():
+            pass
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+        with timers_stopped(over=True):
+            pass
+        assert (signal.getitimer(signal.ITIMER_REAL)[0] == 0) is stopped
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_a_program_that_swallows_every_exception_goes_on(stage: MakeStage) -> None:

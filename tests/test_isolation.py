@@ -16,10 +16,11 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from firstnan.engine import isolation, second_run
 from firstnan.engine.isolation import Channel, IsolationError, Started
 from firstnan.engine.second_run import Start
-from firstnan.observe import manifest
+from firstnan.observe import forked, manifest
 from firstnan.observe.forked import NotContinued, end_thread_pools, keep_indices
 from firstnan.observe.runner import Program
 from firstnan.repair.verdict import Reach
@@ -268,6 +269,45 @@ def test_nobody_waits_for_threads_that_are_gone(place: Path) -> None:
         began = time.monotonic()
         assert in_child(work) == (2, 7)
         assert time.monotonic() - began < 10
+
+
+def test_a_queue_is_emptied_by_nobody_though_a_pool_has_threads_again(place: Path) -> None:
+    waiting: queue.Queue[int] = queue.Queue(maxsize=2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def work() -> tuple[int, list[int]]:
+            pool.submit(lambda: 7).result()
+            for i in range(5):
+                waiting.put(i)
+            new: queue.Queue[int] = queue.Queue(maxsize=1)
+            threading.Thread(target=lambda: [new.put(i) for i in range(4)], daemon=True).start()
+            return waiting.qsize(), [new.get() for _ in range(4)]
+
+        assert in_child(work) == (2, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("pool_is_busy", [False, True])
+def test_what_a_thread_of_the_parent_would_give_ends_a_wait_at_once(
+    place: Path, pool_is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked, "_PATIENCE", 0.2)
+    items: queue.Queue[int] = queue.Queue()
+    event, result = threading.Event(), Future[int]()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+
+        def work() -> list[str]:
+            if pool_is_busy:
+                pool.submit(int).result()
+            told = []
+            for wait in (items.get, event.wait, result.result):
+                with contextlib.suppress(TimeoutError):
+                    wait()
+                    told.append(str(wait))
+            return told
+
+        assert in_child(work) == []
 
 
 def test_worker_processes_stay_with_the_parent(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,6 +607,47 @@ def test_a_filtered_child_changes_no_file_and_goes_on(filtered: Path) -> None:
     assert os.listdir(filtered) == ["kept"]
     assert (filtered / "kept" / "old.txt").read_text() == "old"
     assert os.listdir(filtered / "kept") == ["old.txt"]
+
+
+def test_a_filtered_child_mounts_nothing(filtered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares the system's view: root would mount there, and that would stay."""
+
+    def mount(*args: Any) -> None:
+        raise AssertionError("mounted")
+
+    monkeypatch.setattr(isolation, "_mount", mount)
+    assert in_child(lambda: 7) == 7
+
+
+def _errors_of_isolation() -> list[bool]:
+    found = []
+    for act in (
+        lambda: os.waitpid(os.fork() or os._exit(0), 0),
+        lambda: subprocess.check_call(["true"]),
+        lambda: os.chdir(os.mkdir("new") or "new"),
+    ):
+        try:
+            act()
+            found.append(False)
+        except OSError as error:
+            found.append(isolation.is_of_isolation(error))
+    return found
+
+
+def test_what_a_filtered_child_is_refused_is_no_error_of_the_program(filtered: Path) -> None:
+    assert in_child(_errors_of_isolation) == [True] * 3
+
+
+def test_a_missing_file_is_an_error_of_the_program(place: Path) -> None:
+    def missing() -> bool:
+        try:
+            os.chdir("missing")
+        except OSError as error:
+            return isolation.is_of_isolation(error)
+        return True
+
+    assert in_child(_errors_of_isolation) == [False] * 3
+    assert in_child(missing) is False
 
 
 def test_a_filtered_child_reaches_nobody(filtered: Path) -> None:

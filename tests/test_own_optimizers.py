@@ -85,6 +85,30 @@ def test_raise_names_the_line_of_the_update_and_leaves_the_weights_of_before(bad
     assert birthplace(report) == "the update"
 
 
+class Scaled(Signs):
+    """Divides by the root of squares that it keeps, as Adam does, plus an eps."""
+
+    def __init__(self, parameters: Iterable[Tensor], eps: float) -> None:
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": 0.01, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                denominator = (p.grad * p.grad).sqrt() + group["eps"]
+                p.sub_(group["lr"] * p.grad / (denominator if group["eps"] < 1e-9 else denominator - group["eps"]))
+
+
+@pytest.mark.parametrize(("eps", "slug"), [(0.0, "optimizer_eps"), (0, "optimizer_eps"), (0.125, "zero_over_zero")])
+def test_the_eps_of_an_own_optimizer_is_the_cause_if_it_is_zero(eps: float, slug: str) -> None:
+    run = Run()
+    run.optimizer = Scaled(run.model.parameters(), eps)
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(run.model, run.optimizer) as detector:
+        run.train(detector.batches(data(3)))
+    assert caught.value.report.cause is not None
+    assert caught.value.report.cause.slug == slug
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_a_large_model_is_not_copied_but_looked_at(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_SMALL", 0)
@@ -193,3 +217,48 @@ def test_gradients_that_the_program_adds_up_and_clears_itself() -> None:
     assert report.batch is not None
     assert (report.step, report.batch.index, report.batch.bad_samples) == (3, 7, (1,))
     assert report.origin.op == "exp"
+
+
+class WithoutChecks(torch.optim.Optimizer):
+    """Expects a gradient of every parameter, as many an optimizer of one's own does."""
+
+    def __init__(self, parameters: Any, *, listed: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.listed = [p for group in self.param_groups for p in group["params"]] if listed else None
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        self.updates += 1
+        for p in self.listed if self.listed is not None else self.param_groups[0]["params"]:
+            p -= self.defaults["lr"] * p.grad
+        return loss
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_a_dropped_update_needs_no_gradients(listed: bool, by_closure: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = WithoutChecks(model.parameters(), listed=listed)
+    data = [torch.rand(4, 3) + 0.1 for _ in range(6)]
+    data[3][0, 0] = 0.0
+    with NaNDetector(model, optimizer, on_nonfinite="skip") as detector:
+        for x in detector.batches(data):
+
+            def loss_of(x: torch.Tensor = x) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(torch.log(x)).pow(2).mean()
+                loss.backward()
+                return loss
+
+            if by_closure:
+                optimizer.step(loss_of)
+            else:
+                loss_of()
+                optimizer.step()
+    assert [event.kind for event in detector.events] == ["nonfinite", "skipped"]
+    assert optimizer.updates == (6 if by_closure else 5)  # by then the update has begun
+    assert bool(model.weight.isfinite().all())

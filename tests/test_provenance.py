@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from zygote import Zygote
 
 pytest_plugins = ["zygote"]
 INF = float("inf")
+COMPUTED = INF - INF
 
 SENTENCES: list[tuple[str, Make]] = [
     (
@@ -62,6 +64,7 @@ SENTENCES: list[tuple[str, Make]] = [
     ("The 0 is a sum of terms that cancel or are all 0.", lambda t: 1 / t(1.0, -1.0).sum()),
     ("The 0 is the difference of two equal numbers.", lambda t: (lambda p: 1 / (p[0] - p[1]))(t(1.0, 1.0).sigmoid())),
     ("The 0 is the mean squared error of equal numbers.", lambda t: functional.mse_loss(t(1.0), torch.ones(1)).sqrt()),
+    ("computes with a Python number that is NaN already (other is nan)", lambda t: t(1.0) * COMPUTED),
     ("The argument is the output of mm, which is unbounded.", lambda t: (t(200.0)[None] @ torch.ones(1, 1)).exp()),
     (
         "A division made the argument large: before it, the numbers reached only 2.",
@@ -110,6 +113,11 @@ def test_large_weights_are_the_initialisers_or_the_first_updates() -> None:
     assert overflowing(10.0, 1, steps(1.0, lr=1.0)) == ["overflow"]
     other = replace(healthy, others=(OptimizerHistory(steps(1.0, lr=1e12).steps, "Adam", (("lr", 1e12),)),))
     assert overflowing(1e12, 1, other) == ["divergence_lr", "overflow"]
+
+
+def test_a_first_loss_beyond_all_bounds_is_not_the_learning_rates_fault() -> None:
+    assert overflowing(1e30, 1, steps(1e33, lr=0.01)) == ["bad_init", "divergence_lr", "overflow"]
+    assert overflowing(1e10, 1, steps(1e12, lr=0.01)) == ["divergence_lr", "overflow"]  # data without any scaling
 
 
 def test_the_range_of_weights_is_known_although_another_operator_fails() -> None:
@@ -212,6 +220,52 @@ def test_a_step_without_a_loader_is_no_data_preparation(firstnan: Zygote, tmp_pa
     )
     result = firstnan(["run", program], cwd=tmp_path)
     assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "bad_init")
+
+
+def test_initial_weights_that_another_file_writes(firstnan: Zygote, tmp_path: Path) -> None:
+    """The first update is finite, and the step after it overflows; the initialiser is in a file without a step."""
+    files = {
+        "train.py": """
+            import torch
+            from model.net import build
+
+            torch.manual_seed(0)
+            net = build()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            for _ in range(4):
+                loss = net(torch.randn(8, 64)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        """,
+        "model/net.py": """
+            from torch import nn
+            from .tools import init_weights
+
+
+            def build():
+                net = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.ReLU())))
+                init_weights(net, 2.0)
+                return net
+        """,
+        "model/tools.py": """
+            from torch import nn
+
+
+            def init_weights(net, gain):
+                for m in net:
+                    if isinstance(m, nn.Linear):
+                        nn.init.normal_(m.weight, std=gain * m.in_features**0.5)
+        """,
+    }
+    (tmp_path / "model").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    result = firstnan(["run", "--verify", "4", "train.py"], cwd=tmp_path)
+    assert (result.cause, result.report["step"]) == ("bad_init", 1)
+    best = result.report["remedies"][0]
+    assert best["failing_step_finite"] is True
+    assert best["edits"][0]["file"] == str(tmp_path / "model" / "tools.py")
 
 
 def test_a_negative_number_that_the_optimizer_keeps_is_not_a_rounding_error() -> None:

@@ -98,7 +98,10 @@ FAULTS = """
         extra = torch.log(torch.zeros(())) if bad == "constant" else 0.0  # constant
         spread = (out * 0 if bad == "backward" else out).square().sum(1).sqrt().mean()  # backward
         optimizer.zero_grad()
-        (loss_of(out, x) + 0.01 * spread + extra).backward()
+        loss = loss_of(out, x) + 0.01 * spread + extra
+        if bad == "ignored":
+            loss = nn.functional.cross_entropy(torch.cat([out, -out], 1), torch.full((8,), -100))  # ignored
+        loss.backward()
         if bad == "optimizer":
             optimizer.param_groups[0]["lr"] = float("nan")
         optimizer.step()  # optimizer
@@ -560,12 +563,13 @@ def test_a_fault_on_one_rank(job: Job, wrapper: str, ranks: int, fault: str) -> 
     assert set(what.values()) == {"unknown" if fault == "optimizer" else "received"}
 
 
-def test_a_bad_loss_with_finite_gradients_of_spread_weights(job: Job) -> None:
+@pytest.mark.parametrize("fault", ["constant", "ignored"])
+def test_a_bad_loss_with_finite_gradients_of_spread_weights(job: Job, fault: str) -> None:
     """The others get nothing bad from it, but have to come to gather the weights."""
-    job(FAULTS, "fsdp", "constant", "1", options="--verify 0")
+    job(FAULTS, "fsdp", fault, "1", options="--verify 0")
     found = job.answer()
     assert (found["rank"], found["step"], found["noticed"]["what"]) == (1, 6, "loss")
-    assert (found["origin"]["line"], found["reproduced"]) == (job.line("constant"), "deterministic")
+    assert (found["origin"]["line"], found["reproduced"]) == (job.line(fault), "deterministic")
 
 
 def test_a_part_of_a_gradient_is_not_compared_with_the_whole() -> None:
@@ -584,13 +588,23 @@ def test_a_part_of_a_gradient_is_not_compared_with_the_whole() -> None:
         dist.destroy_process_group()
 
 
-def test_fixes_of_spread_weights_are_said_not_to_be_tried(job: Job) -> None:
-    (_, first), (_, second) = job(FAULTS, "fsdp", "forward", "1")
-    remedies = job.answer()["remedies"]
-    assert [one["tried"] for one in remedies] == [False] * len(remedies)
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+def test_fixes_of_spread_weights_are_tried_in_the_failing_step(job: Job, fault: str) -> None:
+    """An update needs the parts of all ranks, so it is where the trial ends."""
+    (_, first), (_, second) = job(FAULTS, "fsdp", fault, "1")
+    best = job.answer()["remedies"][0]
+    assert (best["tried"], best["failing_step_finite"], best["steps_finite_after"]) == (True, True, 0)
     assert "firstnan" not in first
-    text = " ".join(second.split())
-    assert "not tried: each rank holds a part of the weights, so a fix would have to be tried by all ranks" in text
+    assert "not tried beyond step 6: each rank holds a part of the weights" in " ".join(second.split())
+
+
+def test_samples_of_spread_weights_are_confirmed(job: Job) -> None:
+    """Each question is a child of its own, which needs no other rank."""
+    spread = "model = sharded(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))"
+    job(LOADER.replace("model = DDP(net)", spread), options="--verify 0")
+    found = job.answer()
+    assert (found["rank"], found["step"], found["batch"]["dataset_indices"]) == (1, 5, [81])
+    assert found["batch"]["confirmed"]
 
 
 @pytest.mark.parametrize(("fault", "guilty"), [("forward", -1), ("hidden", 1), ("gradient", 1), ("weight", 1)])
@@ -661,6 +675,23 @@ def test_the_launcher_ends_a_rank_that_has_found_something(tmp_path: Path, how: 
     assert (found["rank"], found["world_size"], found["step"], found["verdict"]) == (guilty, 2, 6, "nonfinite")
     if how == "raise":
         assert "ValueError: the disk is full" in told
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_watched_ends_with_our_exit_code_and_hands_our_options_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(BEGIN) + textwrap.dedent(LOADER))
+    (tmp_path / "firstnan.pth").write_bytes((SOURCE.parent / "firstnan.pth").read_bytes())
+    begin = f"import site; site.addsitedir({str(tmp_path)!r})"  # what an installed firstnan.pth does
+    (tmp_path / "sitecustomize.py").write_text(begin)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    options = ["run", "--verify", "0", "--json", "out.json", "-o", "out.md"]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCE}", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "firstnan", *options, *launch, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 3
+    assert json.loads((tmp_path / "out.json").read_text())["remedies"][0]["tried"] is False
+    assert "created on rank 1" in (tmp_path / "out.md").read_text()
+    assert not list(tmp_path.glob("firstnan-found-*"))
 
 
 @pytest.mark.slow
@@ -864,6 +895,22 @@ def test_ranks_that_do_not_come() -> None:
     assert [one is not None for one in found] == [False, False, True, False]
     assert found[2] is not None
     assert [one.what for one in found[2].ranks] == ["unknown", "received", "created", "unknown"]
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_rank_that_still_investigates_is_waited_for(begun: bool) -> None:
+    store = dist.HashStore()
+    received, created = (Ranks(World(rank, 2, False), store) for rank in range(2))
+    received.begin()
+    if begun:
+        created.begin()
+        created.begin()
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(received.exchange, finding(0, 2, 7))
+        time.sleep(1.5 * module._PATIENCE)
+        late = created.exchange(finding(1, 2, 7, created=True))
+        assert [early.result() is None, late is not None] == [begun, begun]
 
 
 def test_a_failure_that_others_get_nothing_of_is_answered_at_once(job: Job) -> None:

@@ -99,6 +99,26 @@ def test_the_literal_in_another_file_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ("pkg/settings.py", "from .settings import RATE\nopt = SGD(p, lr=RATE)"),
+        ("pkg/settings.py", "from . import settings as s\nopt = SGD(p, lr=s.RATE)"),
+        ("settings.py", "from ..settings import RATE as rate\nopt = SGD(p, lr=rate)"),
+        ("settings.py", "from settings import RATE\nopt = SGD(p, lr=RATE)"),
+        ("settings.py", "import settings\nopt = SGD(p, lr=settings.RATE)"),
+        ("settings/__init__.py", "from settings import RATE\nopt = SGD(p, lr=RATE)"),
+    ],
+)
+def test_also_in_a_package_or_the_folder_around_it(tmp_path: Path, settings: str, text: str) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / settings).parent.mkdir(exist_ok=True)
+    (tmp_path / settings).write_text("RATE = 0.5\n")
+    found = find_literal(SourceFiles(), rate_of(text, str(tmp_path / "pkg" / "train.py")), expected=0.5)
+    assert found is not None
+    assert found.source.file == str(tmp_path / settings)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         'parser.add_argument("--lr", default=0.1)\nopt = SGD(p, lr=args.lr)',  # the command line said something else

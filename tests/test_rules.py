@@ -342,6 +342,10 @@ POSITIVE: dict[str, list[Callable[[], Case]]] = {
         lambda: one("mm", r("self", 900.0, dtype="float16"), out=w(INF, dtype="float16")),
         lambda: one("to", r("self", 1e6), out=w(INF, dtype="float16")),
         lambda: one("exp", r("self", 20.0, dtype="float16"), out=w(INF, dtype="float16")),
+        lambda: derivative(  # gradients that a hook compresses
+            r("self", 1.0), "mm", w(1.0), "MmBackward0", "to", r("self", 1e6), made=w(INF, dtype="float16"),
+            in_python_backward=True,
+        ),
     ],
     "bad_init": [
         lambda: one(

@@ -288,6 +288,84 @@ def test_a_program_that_catches_everything_goes_on(firstnan: Zygote, tmp_path: P
     ]
 
 
+GIVES_UP = """
+    import torch
+
+    class Lost(Exception):
+        pass
+
+    def fit(model, data):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in data.split(4):
+            loss = model(torch.log(x)).pow(2).mean()  # <-
+            if not torch.isfinite(loss):
+                {reaction}
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    torch.manual_seed(0)
+    data = torch.rand(40, 4) + 0.5
+    bad = data.clone()
+    bad[21] = -1.0
+    for name, rows in (("first", bad), ("second", data)):
+        try:
+            print(name, fit(torch.nn.Linear(4, 1), rows))
+        except Lost:
+            print(name, "lost")
+"""
+
+
+def test_a_training_that_the_program_gives_up_is_explained_and_the_next_one_runs_as_it_would(
+    firstnan: Zygote, tmp_path: Path
+) -> None:
+    path = script(tmp_path, GIVES_UP.format(reaction="raise Lost"))
+    plain = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=True)
+    result = firstnan(["run", "--verify", "3", path], cwd=tmp_path)
+    assert (result.origin["line"], result.cause) == (marked(path), "log_of_negative")
+    assert result.found["step"] == 5
+    assert result.stdout == plain.stdout
+    assert result.stdout.startswith("first lost\nsecond ")
+    assert result.found["notes"] == ["the program ended this training itself and began another, which was not watched"]
+    assert result.found["remedies"][0]["failing_step_finite"]
+
+
+def test_a_training_that_skips_a_bad_loss_is_not_given_up(firstnan: Zygote, tmp_path: Path) -> None:
+    path = script(tmp_path, GIVES_UP.format(reaction="continue"))
+    result = firstnan(["run", path], cwd=tmp_path)
+    assert (result.code, result.stderr) == (0, "")
+
+
+def test_ctrl_c_while_the_first_finding_is_saved_skips_the_replay(firstnan: Zygote, tmp_path: Path) -> None:
+    text = """
+        import os
+        import torch
+
+        real, pressed = os.replace, []
+
+        def replace(source, target):
+            if not pressed and str(target).endswith(".json"):
+                pressed.append(target)
+                raise KeyboardInterrupt
+            return real(source, target)
+
+        os.replace = replace
+        weight = torch.ones(4, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        data = torch.rand(40, 4) + 0.5
+        data[21] = -1.0
+        for x in data.split(4):
+            loss = (weight * torch.log(x)).sum()
+            loss.backward()
+            optimizer.step()
+    """
+    result = firstnan(["run", script(tmp_path, text)], cwd=tmp_path)
+    assert "Traceback" not in result.stderr
+    assert result.found["step"] == 5
+    assert result.found["notes"] == ["the replay of the failing step was ended by Ctrl-C"]
+
+
 # --- options and files --------------------------------------------------------------------------------------------
 
 

@@ -57,10 +57,11 @@ def test_a_launcher_is_followed_or_said_not_to_be(
     assert not is_launcher("train.py", module=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setenv("FIRSTNAN", "0")  # so that what `follow` sets is removed again
+    monkeypatch.setenv("FIRSTNAN_OPTIONS", "")
     monkeypatch.delenv("FIRSTNAN")
-    follow("torchrun", "out.json")
+    follow("torchrun", ["--json", "out.json"])
     assert "are not watched" in capsys.readouterr().err
     assert "FIRSTNAN" not in os.environ
     (tmp_path / "firstnan.pth").touch()
-    follow("torchrun", "out.json")
-    assert os.environ["FIRSTNAN"] == "out.json"
+    follow("torchrun", ["--if-trained", "--json", "a b.json", "--verify", "0"])
+    assert (os.environ["FIRSTNAN"], os.environ["FIRSTNAN_OPTIONS"]) == ("1", "--json 'a b.json' --verify 0")

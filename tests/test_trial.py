@@ -688,6 +688,18 @@ def test_a_failure_noticed_late_has_to_be_outlived() -> None:
     assert judged(Remedy("", "x"), TrialOutcome(passed=28), report).steps_finite_after == 20
 
 
+@pytest.mark.parametrize(
+    ("noticed", "note"),
+    [
+        ("the loss", "the loss is non-finite in step 1 already"),
+        ("an exception", "the program ends with an exception in step 1 already"),
+    ],
+)
+def test_a_change_that_fails_earlier_says_nothing_of_the_failing_step(noticed: str, note: str) -> None:
+    result = judged(Remedy("", "x"), TrialOutcome(passed=1, noticed=noticed, bad_step=1), failing(3))
+    assert (result.failing_step_finite, result.note) == (None, note)
+
+
 def test_a_server_that_a_trial_does_not_have_refutes_nothing() -> None:
     alone = TrialOutcome(passed=0, error="ConnectionRefusedError: no", not_continued="there is no server")
     result = judged(Remedy("", "x"), alone, failing(3))

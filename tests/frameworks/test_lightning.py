@@ -373,3 +373,43 @@ def test_of_two_loaders_no_index_of_the_wrong_one_is_named(run: Callable[..., An
     report = run(TWO).report
     assert (report.origin.site.line, report.step) == (line_of(TWO, "born"), 5)
     assert report.batch.dataset_indices in (None, (21,))
+
+
+RANKS = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.layer(x).squeeze(1) - y.log()).square().mean()  # born
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    x, y = torch.randn(48, 4), torch.rand(48) + 0.5
+    y[41] = 0.0
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    ranks = dict(accelerator="cpu", devices=2, strategy="ddp", use_distributed_sampler=False)
+    trainer = L.Trainer(max_epochs=2, **ranks, **quiet)
+    data = torch.utils.data.Subset(TensorDataset(x, y), range(trainer.global_rank * 24, trainer.global_rank * 24 + 24))
+    trainer.fit(Net(), DataLoader(data, batch_size=4))
+"""
+
+
+def test_ranks_that_the_trainer_starts_itself_are_watched(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Near the end of an epoch, where the trainer's loop does not ask for enough batches to search for samples."""
+    ended = run(RANKS)
+    found = ended.report
+    assert (ended.code, found.rank, found.world_size, found.step) == (3, 1, 2, 4)
+    assert found.origin.site.line == line_of(tmp_path / "train.py", "born")
+    assert (found.cause.slug, found.batch.bad_samples, found.batch.confirmed) == ("log_of_zero", (1,), True)

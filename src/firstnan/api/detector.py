@@ -372,7 +372,8 @@ class Batches:
             return next(iterator)
 
         while True:
-            session.hooks.guarded(session.batch_left, sys._getframe(1))
+            if not session.backward_called:  # otherwise it has used its loss
+                session.hooks.guarded(session.batch_left, sys._getframe(1))
             try:
                 batch = session.next_batch(source, following)
             except StopIteration:

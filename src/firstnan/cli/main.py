@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Import nothing heavy here: `run` starts before the user's program has imported torch, and `show` never needs it.
 
+_FILES = ("--json", "-o", "--output", "--csv", "--capsule")
 _VALUED = [
     "--json", "-o", "--output", "--csv", "--replay", "--verify", "--isolation",
     "--capsule", "--capsule-limit", "--check-replicas", "--annotate",
@@ -68,19 +69,20 @@ def _run(words: list[str]) -> int:
         what = "module" if parsed.module else "script"
         taken = f" ({options[-1]!r} is the value of {options[-2]})" if options[-2:-1] and options[-2] in _VALUED else ""
         raise UsageError(f"no {what} given{taken}: firstnan run [options] {'-m ' * parsed.module}{what} [arguments]")
-    given = [word for word in options if word != "-m"]
+    given = _with_absolute_paths([word for word in options if word != "-m"])
 
     def watched(words: list[str]) -> list[str] | None:
         command = startup.Command.of(words[1:])
         return [words[0], *command.watched_with(given)] if command is not None else None
 
-    return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module), watched)
+    return _investigate(parsed, runner.Program(program[0], tuple(program[1:]), module=parsed.module), watched, given)
 
 
 def _investigate(
     parsed: argparse.Namespace,
     program: runner.Program,
     watched: Callable[[list[str]], list[str] | None] = lambda words: None,
+    given: Sequence[str] = (),
 ) -> int:
     # Absolute paths, since the program may change its working directory.
     json, output = _writable(parsed.json), _writable(_known_format(parsed.output))
@@ -88,9 +90,7 @@ def _investigate(
 
     launches = startup.is_launcher(program.target, module=program.module)
     if launches:
-        startup.follow(program.target, str(json or output or 1))
-        if parsed.check_replicas:
-            os.environ[_CHECK_REPLICAS] = str(parsed.check_replicas)
+        startup.follow(program.target, given)
     fix = _writable(str((json or output or Path("firstnan")).with_suffix(".patch"))) if parsed.fix else None
     options = Options(
         json=json,
@@ -106,8 +106,9 @@ def _investigate(
         isolation=parsed.isolation == "auto" and os.environ.get("FIRSTNAN_ISOLATION") != "off",
         check_replicas=parsed.check_replicas,
         if_trained=parsed.if_trained or launches,
+        launches=launches,
         logs=_csv_log(parsed.csv),
-        live=parsed.live,
+        live=parsed.live and _is_first_rank(),
         watched=watched,
     )
     return runner.run(program, Investigation(options))
@@ -472,12 +473,30 @@ def _capsule_request(parsed: argparse.Namespace) -> Wanted | None:
 
 def _csv_log(name: str | None) -> StepLog | None:
     path = _writable(name)
-    if path is None or os.environ.get("RANK", "0") not in ("", "0"):  # of several ranks, the first writes it
+    if path is None or not _is_first_rank():
         return None
     from firstnan.engine.step_log import StepLog
     from firstnan.integrations.csv_file import CsvFile
 
     return StepLog(CsvFile(path))
+
+
+def _with_absolute_paths(options: Sequence[str]) -> list[str]:
+    """The same options for a process that may begin in another folder."""
+    words, before = [], ""
+    for word in options:
+        name, is_joined, value = word.partition("=")
+        if before in _FILES:
+            word = os.path.abspath(word)
+        elif name in _FILES and is_joined:
+            word = f"{name}={os.path.abspath(value)}"
+        words.append(word)
+        before = word
+    return words
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") in ("", "0")
 
 
 def _known_format(name: str | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ _LAUNCHERS = (
     "deepspeed.launcher.runner",
 )
 _LAUNCHER_SCRIPTS = ("torchrun", "accelerate", "deepspeed")
+_OPTIONS = "FIRSTNAN_OPTIONS"
+"""The options of `firstnan run` for every process of a launcher that was started with them."""
 
 
 def begin() -> None:
@@ -27,8 +30,10 @@ def begin() -> None:
     if setting != "1" and not setting.lower().endswith(_SUFFIXES):
         _say(f"FIRSTNAN must be 1 or the name of a .json or .txt file, got {setting!r}")
         return
+    given = os.environ.get(_OPTIONS)
+    words = command.watched(setting) if given is None else command.watched_with(["--if-trained", *shlex.split(given)])
     try:
-        os.execv(sys.executable, [sys.executable, *command.watched(setting)])
+        os.execv(sys.executable, [sys.executable, *words])
     except OSError as error:
         _say(f"can't start {sys.executable} again: {error.strerror}")
 
@@ -38,15 +43,14 @@ def is_launcher(target: str, *, module: bool) -> bool:
     return target in _LAUNCHERS if module else os.path.basename(target) in _LAUNCHER_SCRIPTS
 
 
-def follow(launcher: str, setting: str) -> None:
-    """Has every python that this process starts watched, as with FIRSTNAN in its environment."""
+def follow(launcher: str, options: Sequence[str]) -> None:
+    """Has every python that this process starts watched with these options, as with FIRSTNAN in its environment."""
     if any(os.path.isfile(os.path.join(folder, "firstnan.pth")) for folder in sys.path):
-        os.environ["FIRSTNAN"] = setting
-    else:
-        text = (
-            f"the processes that {launcher} starts are not watched, because firstnan.pth is missing: install firstnan"
-        )
-        print(f"firstnan: {text}", file=sys.stderr)
+        os.environ["FIRSTNAN"] = "1"
+        os.environ[_OPTIONS] = shlex.join(word for word in options if word != "--if-trained")
+        return
+    text = f"the processes that {launcher} starts are not watched, because firstnan.pth is missing: install firstnan"
+    print(f"firstnan: {text}", file=sys.stderr)
 
 
 def _say(why: str) -> None:

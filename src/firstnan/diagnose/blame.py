@@ -108,7 +108,7 @@ class _Walk:
             event = self.trace.events[index]
             if event.raised and any(o.guilty for o in event.inputs):
                 refusals.append(OriginCandidate(event))
-            elif event.on_purpose and not self._is_data(event):
+            elif event.on_purpose and not self._is_data(event) and not self._is_weight(event):
                 on_purpose.append(OriginCandidate(event))
             elif event.born or event.raised or event.uninitialized or event.on_purpose:
                 accidents.append(OriginCandidate(self._written(event) if event.on_purpose else event))
@@ -157,6 +157,12 @@ class _Walk:
             return False
         read = (o for e in self.chain(event.index) for o in e.inputs)
         return self._is_fed_in(event) or any(o.guilty and o.role == "input" and not _intended(o) for o in read)
+
+    def _is_weight(self, event: OpEvent) -> bool:
+        """Whether weights were filled with it before the step: `normal_` with an infinite deviation."""
+        if event.region == "step":
+            return False
+        return any(o.guilty and o.role == "parameter" for e in self.chain(event.index) for o in e.inputs)
 
     def _written(self, constant: OpEvent) -> OpEvent:
         """What has put a constant into the data; alone it does nothing."""

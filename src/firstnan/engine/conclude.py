@@ -403,6 +403,8 @@ def _bad_samples(origin: Origin, trace: Trace, batch: Any, size: int) -> tuple[i
     rows: tuple[int, ...] = ()
     if origin.phase in ("parameter", "optimizer"):
         return None  # rows of a weight are not samples
+    if origin.event is not None and any(e.op in _COUNTS for e in trace.feeding(origin.event, 4)):
+        return None  # nor are classes
     if batch is not None and origin.event is not None and not _reads_batch(origin.event, trace):
         return None
     if size == 1 and origin.phase in ("forward", "backward"):
@@ -446,6 +448,8 @@ def _reads_batch(event: OpEvent, trace: Trace) -> bool:
     return not any(operand.role == "input" for e in trace.events for operand in e.inputs)
 
 
+_COUNTS = ("bincount", "histc")
+"""What has a row for each class or range of numbers."""
 _LEARNED = ("parameter", "buffer", "state")
 
 

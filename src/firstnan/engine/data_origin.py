@@ -17,7 +17,7 @@ from firstnan.engine import isolation
 from firstnan.observe.forked import as_worker
 from firstnan.observe.line_watch import RETURNED, BadLine, LineWatch, holds_bad
 from firstnan.observe.loaders import collate_of, dataset_of
-from firstnan.observe.sites import Ownership, resolve, whole_statement
+from firstnan.observe.sites import Ownership, resolve, site_of_expression, whole_statement
 from firstnan.records import Origin, Trace
 from firstnan.tensors.finite import histogram, is_finite, stat, tensors_in
 from firstnan.tensors.state import Handout, RandomState
@@ -122,5 +122,9 @@ def made_by(line: BadLine) -> Origin:
     s = replace(stat(line.name, line.value), histogram=histogram(line.value))
     site = whole_statement(resolve(line.spot))
     label = "" if line.name == RETURNED else line.name
-    read = tuple(stat(name, value) for name, value in line.wrapped)
-    return Origin("input", "", "", site=site, inputs=read or (s,), produced=s, role="input", label=label)
+    operation = line.operation if not line.wrapped else None
+    read = tuple(stat(name, value) for name, value in (operation.read if operation else line.wrapped))
+    op = operation.name if operation else ""
+    if operation is not None and operation.node is not None and site is not None:
+        site = site_of_expression(site, operation.node)
+    return Origin("input", op, "", site=site, inputs=read or (s,), produced=s, role="input", label=label)

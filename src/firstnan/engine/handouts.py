@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import weakref
 from collections import deque
@@ -140,7 +141,8 @@ class Handouts:
         """How many batches were handed out."""
         self._draws = False
         """Whether steps draw random numbers."""
-        self._testing: RandomState | None = None
+        self.testing: RandomState | None = None
+        """The state at the start of a step whose end shows whether steps draw random numbers."""
         self._generators: list[Any] = []
         """Random generators of the program's own."""
         self.state = ProgramState()
@@ -149,6 +151,8 @@ class Handouts:
         self._kept: list[tuple[Slot, Tensor, Tensor]] = []
         self._kept_lists: tuple[list[Tensor], list[Tensor]] = [], []
         """Copies of buffers, with the buffers themselves."""
+        self._kept_places: tuple[list[dict[str, Any]], list[str]] | None = None
+        """Where the modules hold these buffers; None if one of them has no ordinary dict of them."""
         self._kept_at: int | None = None
         self._turns: deque[tuple[RandomState, list[tuple[Slot, Tensor, Tensor]]]] = deque(maxlen=2)
         """Random state and buffers at the ends of the last steps, in a loop without a loader."""
@@ -163,6 +167,8 @@ class Handouts:
         """What loaders of torch have fetched for another iterator: their iterators, the batches and the indices."""
         self._at_end: tuple[Handout, RandomState, list[tuple[Slot, Tensor, Tensor]]] | None = None
         """The last batch of a loader, with random state and buffers from when the loader was asked for one more."""
+        self._repeats = False
+        """Whether batches may come again, for a replay."""
         self.is_ahead = False
         """Whether the loader was asked for a batch more than the step uses."""
         self.in_parts = False
@@ -191,9 +197,9 @@ class Handouts:
         if not updates:
             with contextlib.suppress(AttributeError, TypeError):
                 self._first_dataset = weakref.ref(iterator._dataset)
+        if self.latest is not None:
+            self._count_updates(updates - self.latest.updates)
         if source.recent and (source.recent[-1].updates != updates or source.is_full()):
-            made = updates - source.recent[-1].updates
-            self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
             if self.number <= _TESTED or self.number % _EVERY == 0:
                 self._look_for_changes(source.recent[-1])
             source.carried = _known(source.recent[-1])
@@ -258,9 +264,9 @@ class Handouts:
 
     def body_ended(self) -> None:
         """The program is done with the batch: checks whether it drew random numbers."""
-        if self._testing is not None:
-            self._draws = self._draws or self._testing != RandomState.now(self._generators)
-            self._testing = None
+        if self.testing is not None:
+            self._draws = self._draws or self.testing != RandomState.now(self._generators)
+            self.testing = None
 
     def _random(self) -> RandomState:
         """The state of the generators; an older copy if steps draw no random numbers."""
@@ -273,7 +279,7 @@ class Handouts:
         if last is not None and self._draws_nothing():
             return last
         now = self._last_random = RandomState.now(self._generators)
-        self._testing = None if self._draws else now
+        self.testing = None if self._draws else now
         return now
 
     def _draws_nothing(self) -> bool:
@@ -338,6 +344,11 @@ class Handouts:
 
     def recognise(self, iterator: Any, batch: Any) -> None:
         """Looks for the batch that this iterator is about to hand out among those that were fetched for it."""
+        if len(self.unclaimed) == 1 and self.unclaimed[0][1] is batch:  # the usual case, kept fast
+            source = self._source(iterator, fetched=1)
+            source.fetches, _, indices = self.unclaimed.popleft()
+            source.pending_indices.append(indices)
+            return
         fetched = [one for _, one, _ in self.unclaimed]
         found = 0 if fetched[0] is batch else _used_of(fetched, [batch])  # mostly nothing is done to it
         if found is None or any(fetches is not self.unclaimed[0][0] for fetches, _, _ in self.unclaimed):
@@ -407,13 +418,26 @@ class Handouts:
         if updates == self._kept_at and self._kept:
             return self._kept
         self._kept_at = updates
-        if not self._kept or updates % _TESTED == 0 or any(slot.tensor() is not b for slot, b, _ in self._kept):
+        if not self._kept or updates % _TESTED == 0 or not self._are_in_place():
             self._kept = self.copied_buffers()
             self._kept_lists = [copy for *_, copy in self._kept], [buffer for _, buffer, _ in self._kept]
+            holders = [slot.holder() for slot, _, _ in self._kept]
+            known = [holder for holder in holders if holder is not None]
+            self._kept_places = (known, [s.name for s, _, _ in self._kept]) if len(known) == len(holders) else None
         else:
-            with torch.no_grad():
+            recording = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # a context manager costs as much as the copies
+            try:
                 torch._foreach_copy_(*self._kept_lists)
+            finally:
+                torch._C._set_grad_enabled(recording)
         return self._kept
+
+    def _are_in_place(self) -> bool:
+        """Whether the modules still hold the buffers that are kept."""
+        if self._kept_places is None:
+            return all(slot.tensor() is buffer for slot, buffer, _ in self._kept)
+        return all(map(operator.is_, map(dict.get, *self._kept_places), self._kept_lists[1]))
 
     def copied_buffers(self) -> list[tuple[Slot, Tensor, Tensor]]:
         """Copies of the buffers that a step may change: all small ones, and large ones that have changed before."""
@@ -441,6 +465,26 @@ class Handouts:
     def batches_of_step(self) -> int:
         return sum(map(len, self.of_this_step()))
 
+    def _count_updates(self, made: int) -> None:
+        """So many updates were made with one batch."""
+        self.updates_per_batch = max(self.updates_per_batch, min(made, _MOST_UPDATES))
+
+    def are_left(self, updates: int) -> bool:
+        """Whether more updates were made since the last batch than ever with one: steps get their data elsewhere.
+
+        `itertools.cycle(loader)` asks the loader in its first pass only, and a second stage may use none. The first
+        batch may be meant for all steps.
+        """
+        return self.latest is not None and self.number > 1 and updates - self.latest.updates > self.updates_per_batch
+
+    def leave(self, updates: int) -> None:
+        """The loop does not ask the loaders any more: from here on it is one without a loader."""
+        if self.latest is not None:
+            self._count_updates(updates - self.latest.updates)  # should it ask again: they were made with one batch
+        self.forget()
+        self._turns.clear()
+        self.number = 0
+
     def forget(self) -> None:
         """Drops every batch."""
         self.sources.clear()
@@ -451,11 +495,11 @@ class Handouts:
 
     # After a trip.
 
-    def settle_on_used(self, used: Iterable[Any]) -> bool:
+    def settle_on_used(self, used: Iterable[Any], updates: int) -> bool:
         """The step reads these values: if they are an earlier batch than the latest, that is the step's batch.
 
         Some loaders fetch a batch ahead, to know which is the last one, and some loops all batches of a step. False if
-        none is seen in use.
+        none is seen in use. It is the step after so many updates.
         """
         latest = self.latest
         if latest is None:
@@ -475,6 +519,8 @@ class Handouts:
             latest.batch, latest.index, latest.indices = known[found]
             latest.versions, latest.pristine = tensor_versions(latest.batch), None
         self._begin_at_part(latest)
+        if found is None and self.are_left(updates + 1):
+            self.leave(updates)
         return found is not None
 
     def _begin_at_part(self, latest: Handout) -> None:
@@ -562,6 +608,7 @@ class Handouts:
         if latest is None or source is None or not source.recent or source.recent[-1].updates != latest.updates:
             raise ReplayError
         first = source.recent[0]
+        self._repeats = True
         for s in self.sources.values():
             s.again = [h for h in s.recent if h.updates == latest.updates]
             for h in s.again:
@@ -574,6 +621,7 @@ class Handouts:
     def hand_out_again(self) -> None:
         """The batches of the current step come again, to whoever asks for them."""
         latest = self.latest
+        self._repeats = True
         for source in self.sources.values():
             source.again = [h for h in source.recent if latest is not None and h.updates == latest.updates]
 
@@ -643,6 +691,7 @@ class Handouts:
 
     def stop_again(self) -> None:
         """Ends a replay: its remaining batches are not handed out."""
+        self._repeats = False
         for source in self.sources.values():
             source.again = []
 
@@ -653,7 +702,7 @@ class Handouts:
 
     def has_more(self, iterator: Any) -> bool:
         """Whether this loader has batches of a replay left to hand out."""
-        source = self.sources.get(iterator)
+        source = self.sources.get(iterator) if self._repeats else None
         return source is not None and bool(source.again)
 
     def again(self, iterator: Any) -> Handout:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import isclose, isfinite
 from pathlib import Path
@@ -17,6 +17,7 @@ from firstnan.capsule import Wanted
 from firstnan.diagnose.rules import transient
 from firstnan.engine import trials
 from firstnan.engine.isolation import IsolationError, is_of_isolation, kept_waiting
+from firstnan.engine.launched import LaunchedProcesses
 from firstnan.engine.ranks import HeldRank, Ranks
 from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
@@ -103,6 +104,8 @@ class Options:
     if_trained: bool = False
     """Whether this may be any process of a job, such as its launcher: a clean report is written only if it trained,
     and not over the report of another process."""
+    launches: bool = False
+    """Whether this is a launcher, whose processes are watched because of their environment."""
     watched: Callable[[list[str]], list[str] | None] = lambda words: None
     """The words that start and watch the program which these words of python start; None if there is none."""
 
@@ -128,7 +131,7 @@ class Investigation:
         self._interrupted = self._tried = self._over = self._first_part_printed = self._all_printed = False
         self._capsule_is_finished = False
         self._replicas: Replicas | None = None
-        self.workers, self.ranks = WorkerReports(), Ranks()
+        self.workers, self.ranks, self.launched = WorkerReports(), Ranks(), LaunchedProcesses()
         self._held_rank: HeldRank | None = None
         self._answer: Report | None = None
         """The answer of the first of several ranks, if that is another one."""
@@ -148,6 +151,8 @@ class Investigation:
     def begin(self) -> None:
         if self.order is not None:
             self.start.follow(self.order)
+        if self.options.launches:
+            os.environ.update(self.launched.environment())
         before_leaving(self._left_at_once)
         if not self.options.if_trained:  # otherwise python watches the next program too, if it is one of python's
             before_replacing(self._replaced_by_program)
@@ -180,11 +185,18 @@ class Investigation:
         if self.watch is not None:
             self.watch.values.program_failed(error)
 
-    def _started_by_program(self, words: list[str]) -> None:
+    def _started_by_program(self, words: list[str], env: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
+        """What to start instead of these words, and what to add to its environment."""
+        is_rank = any(env.get(name) not in (None, os.environ.get(name)) for name in ("RANK", "LOCAL_RANK"))
+        is_same = words and os.path.abspath(words[0]) == os.path.abspath(sys.executable)
+        again = self.options.watched(words) if is_rank and is_same and self.order is None else None
+        if again is not None:
+            return again, self.launched.environment()
         scripts = [word for word in words[1:] if word.endswith(".py")]
         programs = [os.path.basename(word) for word in words]
         if any("python" in name or name in _STARTERS for name in programs) and scripts and not self._not_watched:
             self._not_watched = scripts[0]
+        return None
 
     def _left_at_once(self, code: int) -> int:
         """The program calls `os._exit`; returns the exit code to use."""
@@ -199,7 +211,7 @@ class Investigation:
 
     def end(self) -> int | None:
         try:
-            with timers_stopped():
+            with timers_stopped(over=True):
                 return self._end()
         finally:
             if self.watch is not None and self.watch.session.values is not None:
@@ -243,13 +255,16 @@ class Investigation:
                 self._answer_order(self.report)
             return 0
         self._deliver()
+        if self.launched.have_found() or self.report.verdict != "clean":
+            self.launched.note()
+            code = FOUND
         self.ranks.termination.obey(goes_on=False)
         if self.ranks.hangs_in_store and self.report.verdict != "clean":
             # If the store answers while Python is torn down, the thread that waits for it ends the process by SIGABRT.
             atexit._run_exitfuncs()
             sys.stdout.flush()
             os._exit(FOUND)
-        return FOUND if self.report.verdict != "clean" else code
+        return code
 
     def _finish_capsule(self) -> None:
         watch = self.watch
@@ -555,7 +570,8 @@ class Investigation:
             self.ranks.termination.obey(goes_on=session.is_detected)
             return
         spread = are_gathered(list(session.gate.steps.done))
-        at_step = StepTrials(session, session.failure) if session.failure is not None and not spread else None
+        here = session.failure is not None and (session.has_gathered or not spread)
+        at_step = StepTrials(session, session.failure) if here and session.failure is not None else None
         self._try_remedies(self.report if self.ranks.are_many else report, at_step, _SPREAD if spread else "")
         saved = self.options.json or self.options.output
         if self.ranks.are_many:  # the launcher may end this process as soon as another one ends
@@ -717,6 +733,9 @@ class Investigation:
             self.ranks.join()
             if self.ranks.are_many:
                 self.ranks.termination.put_off()
+                self.ranks.begin()
+        if report.verdict == "nonfinite":
+            self.launched.note()
         self._write(report, own=self.ranks.are_many)
 
     def _write(self, report: Report, *, own: bool = False) -> None:

@@ -51,6 +51,8 @@ _because: list[str] = []
 """Why isolation cannot be had here, once that is known."""
 _runs_again = False
 _is_cut_off = False
+_is_filtered = False
+"""Whether the kernel refuses this child whatever would change something."""
 
 
 def unavailable() -> str:
@@ -87,15 +89,17 @@ _NOBODY_THERE = {
     errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENOTCONN, errno.ENETDOWN,
     errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT,
 }  # fmt: skip
+_REFUSED = {errno.EPERM, errno.EROFS, errno.EAGAIN, errno.ENOSYS, errno.ENOENT, errno.ECHILD}
+"""What a filtered child may get: a file that it wrote or a folder that it made is not there either."""
 
 
 def is_of_isolation(error: BaseException | None) -> bool:
-    """Whether an error in a child, or one that led to it, tells that a server or another process does not answer."""
+    """Whether an error in a child, or one that led to it, is about somebody who does not answer or a refused call."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         if isinstance(error, EOFError | TimeoutError | socket.gaierror):
             return True
-        if isinstance(error, OSError) and error.errno in _NOBODY_THERE:
+        if isinstance(error, OSError) and error.errno in (_NOBODY_THERE | _REFUSED if _is_filtered else _NOBODY_THERE):
             return True
         if isinstance(error, RuntimeError) and "attached to a different loop" in str(error):  # of asyncio
             return True
@@ -553,12 +557,14 @@ def fork() -> Fork | Channel | None:
         os.close(reading)
         _die_with_parent()
         has_view = _has_view()
-        _move_on(writing)
+        _move_on(has_view)
         _separate_descriptors(writing)
         _separate_memory()
         random.setstate(numbers)
         alone_after_fork(threads=pools_ended)
         if not has_view:
+            global _is_filtered
+            _is_filtered = True
             pretend_to_write()
             change_nothing()
         _because.append(_IN_CHILD)
@@ -612,16 +618,18 @@ def _die_with_parent() -> None:
         file.write("1000")  # where memory runs out, the child goes first
 
 
-def _move_on(keep: int) -> None:
+def _move_on(has_view: bool) -> None:
     """Goes on in the first process of the new process namespace: when that ends, so do all that it started.
 
-    A process that has made such a namespace could itself start no thread any more.
+    A process that has made such a namespace could itself start no thread any more. Without its own view, a mount would
+    be one of the whole system.
     """
     process = _fork()
     if not process:
         _libc("prctl", _DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(IsolationError):  # otherwise /proc has the numbers of the parent's processes
-            _mount("proc", "/proc", "proc")
+            if has_view:
+                _mount("proc", "/proc", "proc")
         return
     os.closerange(3, 1 << 16)
     _, status = os.waitpid(process, 0)
@@ -701,7 +709,7 @@ class Started:
             folders, since = without_new or ((), 0.0)
             devices = {one: os.stat(one).st_dev for one in folders if os.path.isdir(one)}
             _enter_view(shared)
-            _move_on(writing)
+            _move_on(has_view=True)
             _hide_new(devices, since, shared)
         for number in _MUTED:
             os.dup2(given if number == 0 else null, number)

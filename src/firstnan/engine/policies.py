@@ -162,8 +162,11 @@ class EndProgram(Policy):
     def explain(self, session: Session, report: Report) -> None:
         """Nothing more can be learned while the program is there."""
         self.known(session, report)
-        if not self.unresolved and not self.interrupted:
-            self._explained(report, session)
+        try:
+            if not self.unresolved and not self.interrupted:
+                self._explained(report, session)
+        finally:
+            session.scatter_weights()
 
     def known(self, session: Session, report: Report) -> None:
         """Saves it, and notes whether a second run would tell more."""

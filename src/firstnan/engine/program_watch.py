@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import time
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,13 +35,14 @@ from firstnan.engine.turn import Turn, turns_around, turns_in_traceback
 from firstnan.gate.gate import Gate, Trip
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, resolve
+from firstnan.observe.standstill import timers_stopped
 from firstnan.records import Forecast, NaNEvent, Noticed, Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.records.words import kind, place
 from firstnan.repair.verdict import Reach, TrialOutcome
 from firstnan.report import nonfinite_error
-from firstnan.tensors.finite import is_finite, stat, tensors_in
-from firstnan.tensors.models import TrainingObjects
+from firstnan.tensors.finite import has_nan, is_finite, stat, tensors_in
+from firstnan.tensors.models import TrainingObjects, parameters_of
 from firstnan.tensors.program_state import BadSince
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 
 P = TypeVar("P", bound=EndProgram)
+_GIVEN_UP = "the program ended this training itself and began another, which was not watched"
 _MOST_SKIPPED, _MOST_READS = 1000, 32
 _TRUSTED = 3
 """So many times it is tried whether the program leaves out the update of a bad loss; an update is seen anyway."""
@@ -284,6 +286,8 @@ class ProgramValues:
         self._ownership, self._outputs_decide = ownership, outputs_decide
         self._suspect: tuple[Noticed, int | None, Sequence[Turn]] | None = None
         """The last bad value that the program read: if it stops now, that is the reason."""
+        self._read_in: FrameType | None = None
+        """The function that has read it."""
         self._handles_nan_itself = False
         self._reads: list[tuple[weakref.ref[Tensor], int, str, CodeType]] = []
         """The bad losses read since the last backward: each with its step, its place, and the function there."""
@@ -311,12 +315,12 @@ class ProgramValues:
 
     def forget(self) -> None:
         """The program made a step in spite of it."""
-        self._suspect, self._left_out_in_a_row = None, 0
+        self._suspect, self._read_in, self._left_out_in_a_row = None, None, 0
 
     def trains_on(self) -> None:
         """The program read a non-finite value and trains on, so it handles such values itself."""
         if self._suspect is not None:
-            self._handles_nan_itself, self._suspect = True, None
+            self._handles_nan_itself, self._suspect, self._read_in = True, None, None
         reads, self._reads = self._reads, []
         for loss, step, site, code in reads:
             _refresh(code)
@@ -351,17 +355,21 @@ class ProgramValues:
         seen = [tensor]
         if not tensor.requires_grad and self._ownership.owns(frame.f_code):
             # Detached, or the result of a test: usually about a number in the same frame.
-            seen = [t for t in frame.f_locals.values() if isinstance(t, Tensor) and t.numel() == 1]
+            held = [t for t in frame.f_locals.values() if isinstance(t, Tensor)]
+            seen = [t for t in held if t.numel() == 1]
+            if not seen and tensor.dtype is torch.bool:  # as of `isnan(output).any()`, in a layer
+                seen = [t for t in held if t.requires_grad and has_nan(t)]
         tracer = self._session.microscope.tracer
         bad = [t for t in seen if t.requires_grad and not is_finite(t)]
         for t in bad:
             site = place(resolve((frame.f_code, frame.f_lasti)))
-            if len(self._reads) < _MOST_READS:
+            if len(self._reads) < _MOST_READS and t.numel() == 1:
                 self._reads.append((weakref.ref(t), self._session.gate.steps.current, site, frame.f_code))
             if self._handles_nan_itself:
                 break
             turns = () if tracer else turns_around(frame, self._ownership.owns)
             self._suspect = (Noticed("value"), tracer.last_bad(t) if tracer else None, turns)
+            self._read_in = frame
         return bad
 
     def module_returned(self, module: Any, output: Any) -> None:
@@ -410,10 +418,31 @@ class ProgramValues:
             self._stopped_by_read()
             self._explain_left()
 
+    def training_begins(self, optimizer: Any, frame: FrameType) -> None:
+        """The program makes an optimizer. Explains a training that it has given up before, by an error that it caught.
+
+        It has if the function that read a bad loss was left, and the new optimizer has other parameters.
+        """
+        session, caller = self._session, cast("FrameType | None", frame)
+        if self._suspect is None or session.phase is not WATCHING or session.live.on:
+            return
+        while caller is not None:
+            if caller is self._read_in:
+                return
+            caller = caller.f_back
+        trained = {id(p) for one in list(session.gate.steps.done) for p in parameters_of(one)}
+        if trained and not any(id(p) in trained for p in parameters_of(optimizer)):
+            with timers_stopped():
+                self._stopped_by_read()
+                if session.report is not None:
+                    session.report = replace(session.report, notes=(*session.report.notes, _GIVEN_UP))
+                self._explain_left()
+            session.let_go_of = True
+
     def _stopped_by_read(self) -> None:
         """The program has read a bad value, and stops."""
         assert self._suspect is not None
-        (noticed, event, turns), self._suspect = self._suspect, None
+        (noticed, event, turns), self._suspect, self._read_in = self._suspect, None, None
         self._stopped_by(noticed, [], [] if event is None else [event], turns)
 
     def _explain_left(self) -> None:

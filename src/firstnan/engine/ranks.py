@@ -27,6 +27,8 @@ from firstnan.records import RankFinding, Report
 
 _PATIENCE = 20.0
 """Seconds that a process which has found something waits for what the others have found."""
+_BUSY = 3
+"""How many times as long if one of them still investigates: a search for samples takes up to 30 seconds."""
 _RANKS_PER_SECOND = 1000
 """One second more for so many ranks: the store takes what they say one after the other."""
 _LONGEST = 900.0
@@ -43,7 +45,7 @@ _AT_MOST = 4
 _MOST_LISTED = 64
 _READ_AT_ONCE = 1024
 _FOUND, _COUNT, _DECIDES, _FIRST = "firstnan/found/{}", "firstnan/count", "firstnan/decides", "firstnan/first"
-_HELD = "firstnan/held"
+_HELD, _BEGUN = "firstnan/held", "firstnan/begun"
 _LIST, _ANSWER, _WRITTEN, _OVER = "firstnan/list", "firstnan/answer", "firstnan/written", "firstnan/over"
 RECEIVED = "collective"
 """The cause where a value came from another rank."""
@@ -136,6 +138,7 @@ class Ranks:
         self.termination = Termination()
         self._listed: tuple[RankFinding, ...] = ()
         """What the ranks have found, as far as they have said so; only the first to fail knows it."""
+        self._has_begun = False
         self.is_first = self._has_settled = False
         """Whether the failure of this rank was the first of all, and whether the others have the answer."""
 
@@ -183,6 +186,14 @@ class Ranks:
     def placed(self, report: Report) -> Report:
         return replace(report, rank=self._world.rank, world_size=self._world.size)
 
+    def begin(self) -> None:
+        """Tells the others that this rank investigates something."""
+        if not self._has_begun:
+            self._has_begun = True
+            with contextlib.suppress(Exception):
+                if self._store is not None:
+                    self._store.add(_BEGUN, 1)
+
     def announce(self) -> None:
         """Tells the others that this rank has found something in its own loss, before they get anything of it."""
         with contextlib.suppress(Exception):
@@ -217,8 +228,11 @@ class Ranks:
         self._store.set(_FOUND.format(self.rank), json.dumps(found))
         awaited = self._world.size if by_all else self._store.add(_HELD, 0)
         is_last = self._store.add(_COUNT, 1) >= awaited
-        if not is_last and (first := self._awaited(_FIRST, self.patience)) is not None:
-            return int(first)
+        for _ in range(0 if is_last else _BUSY):
+            if (first := self._awaited(_FIRST, self.patience)) is not None:
+                return int(first)
+            if self.termination.asked or self._store.add(_BEGUN, 0) <= self._store.add(_COUNT, 0):
+                break
         # The last to come, or the first that has waited too long, decides; it may be gone before it has.
         if self._store.compare_set(_DECIDES, "", str(self.rank)) == str(self.rank).encode():
             self._decide()

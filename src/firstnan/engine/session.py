@@ -174,7 +174,7 @@ class Session(Observer):
         """Whether the failure at hand is investigated."""
         self._is_computed = False
         """Whether the next step's loss was already computed with the current weights when the last one ended."""
-        self._unused_losses, self._backward_called = UnusedLosses(ownership.owns), False
+        self._unused_losses, self.backward_called = UnusedLosses(ownership.owns), False
         """Looks for bad losses that the loop skips; and whether backward was called since the last batch."""
         self.backwards = self._batches_at_backward = self._backwards_at_update = 0
         self._kept_turns = KeptTurns()
@@ -199,6 +199,8 @@ class Session(Observer):
         self._meetings: Counter[int | None] = Counter()
         self._gathered: Any = None
         """The model whose weights are all on this rank, for a replay."""
+        self._weights = contextlib.ExitStack()
+        """Gives them back to their ranks."""
         self._deferred: StepFailure | None = None
         """How often the ranks have met in each step, and the failure to investigate when all of them have come."""
         self._explosions: dict[Alarm, History] = {}
@@ -328,6 +330,8 @@ class Session(Observer):
         self.hooks.moved_to_child()
 
     def optimizer_made(self, optimizer: Any, frame: FrameType) -> None:
+        if self.values is not None and self._replay is None and not self.in_child:
+            self.values.training_begins(optimizer, frame)
         if self.scope.optimizers is not None:
             if not self.scope.adopt(optimizer):
                 return
@@ -348,7 +352,9 @@ class Session(Observer):
             self.gate.gradient_norms.watch(optimizer)
 
     def passes_quickly(self, optimizer: Any) -> bool:
-        if self.phase is not WATCHING or self._told or self._clip_at is not None or len(_active) > 1:
+        if not self.gate.frugal or self.phase is not WATCHING or self._told or self._clip_at is not None:
+            return False
+        if len(_active) > 1:
             return False
         if self.scope.superseded:
             self.scope.revive(optimizer)
@@ -558,8 +564,9 @@ class Session(Observer):
         if self._replay is not None:
             self._replay.update_ended()
             return
-        self._kept_turns.end()
-        if self._kept_turns.is_on is None and self.backwards_since_update > 1 and self.handouts.latest is None:
+        if self._kept_turns.is_on:
+            self._kept_turns.end()
+        elif self.handouts.latest is None and self._kept_turns.is_on is None and self.backwards_since_update > 1:
             self._kept_turns.is_on = not world().is_alone
         self._backwards_at_update = self.backwards
         if self.gate.news:
@@ -573,6 +580,9 @@ class Session(Observer):
             return
         if not told:
             self.streak = 0
+        by_us = self.through_loop and self.values is None  # each batch, or step, comes through the detector
+        if not by_us and self.handouts.are_left(self.gate.steps.total):
+            self.handouts.leave(self.gate.steps.total)
         if self.handouts.latest is None:
             self.handouts.turn_ended(self.gate.steps.total)
             self._settings.update_ended()
@@ -582,7 +592,7 @@ class Session(Observer):
             self.calls.forget()
         if self.layers is not None:
             self.layers.new_step()
-        if self.recovery is not None:
+        if self.recovery is not None and self.recovery.every is not None:
             self.recovery.after_update(self.gate.steps.current)
         if self.values is not None:
             self._whole_program_step_ended()
@@ -592,7 +602,8 @@ class Session(Observer):
             self.samples.step_ended(self.gate.steps.total)
         if self._on_step is not None:
             self._on_step(self)
-        self.live.step_ended(by_hand, self.gate.steps)
+        if self.live.on:
+            self.live.step_ended(by_hand, self.gate.steps)
         self.policy.step_ended(self)
         if self._restart is not None:
             self._restart.step_ended(by_hand)
@@ -618,24 +629,25 @@ class Session(Observer):
     # Backward.
 
     def concerns(self, roots: list[Tensor]) -> bool:
-        if self.scope.optimizers is None:
+        if self._busy or self.scope.optimizers is None:
             return not self._busy
-        if self._busy or not self._is_training_thread():
+        if self.training_thread is not None and self.training_thread != threading.get_ident():
             return False
-        called = self.calls is not None and self.calls.were_made()
-        return called or bool(self.scope.optimizers)
+        return bool(self.scope.optimizers) or (self.calls is not None and self.calls.were_made())
 
     def before_backward(self, roots: list[Tensor], frame: FrameType) -> None:
         if self.samples is not None and self.samples.active:
             self.samples.stop(self.gate.steps.current)
-        if self._was_stopped():
+        if (self.let_go_of or self.phase is SETTLED) and self._was_stopped():
             return
-        if not self.gate.call_sites.backward:
-            self.gate.call_sites.called_backward(frame)
-        if self.gate.optimizers > 1:
-            self.gate.steps.backward_from(place_of(frame))
+        gate = self.gate
+        if not gate.call_sites.backward:
+            gate.call_sites.called_backward(frame)
+        if gate.optimizers > 1:
+            gate.steps.backward_from(place_of(frame))
         self.policy.before_backward(self, roots)
-        self._count_compiled_updates()
+        if self.hooks.has_compiled_updates():
+            self._count_compiled_updates()
         if self.phase is SETTLED and self._is_discarded():
             self.resume()
         if not self.through_loop:
@@ -648,20 +660,22 @@ class Session(Observer):
             self._capsules.backward_begins()
         if self._restart is not None:
             self._restart.backward_begins()
-        self.live.backward_begins()
-        self._backward_called = True
+        if self.live.on:
+            self.live.backward_begins()
+        self.backward_called = True
         if self._kept_turns.is_on and self._replay is None:
             self._kept_turns.backward_begins(frame)
         self.backwards += 1
         if self._bad_after is not None and not self.bad_gradients():
             self._bad_after = None  # The program has cleared them: what is bad at the end comes from a later batch.
-        for trip in self.gate.backward_begins(roots):
+        for trip in gate.backward_begins(roots):
             self._trip(trip, None)
         if self.layers is not None:
             self.layers.drop_notes()
-        if self.handouts.in_parts or self._batches_at_backward == self.handouts.number > 0:
-            self.handouts.part_ended()
-        self._batches_at_backward = self.handouts.number
+        handouts = self.handouts
+        if handouts.in_parts or self._batches_at_backward == handouts.number > 0:
+            handouts.part_ended()
+        self._batches_at_backward = handouts.number
 
     def _is_discarded(self) -> bool:
         """Whether the program has cleared the gradients of a bad step itself: no update with them is left to drop."""
@@ -672,10 +686,13 @@ class Session(Observer):
         return not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
     def needs_after_backward(self) -> bool:
-        if not self._compiled and self.gate.steps.total == 0 and compiles():
+        gate = self.gate
+        if gate.steps.total == 0 and not self._compiled and compiles():
             # Not known yet; the first update shows it. Where reads wait for a device, one more would cost too much.
-            self._compiled = [o for o in list(self.gate.steps.done) if self.gate.reads_freely(o)]
-        return self.gate.uses_gradients_at_once or bool(self._compiled) or self._judges_backward()
+            self._compiled = [o for o in list(gate.steps.done) if gate.reads_freely(o)]
+        if self._compiled or gate.uses_gradients_at_once:
+            return True
+        return (self._replay is not None or self.microscope.tracer is not None) and self._judges_backward()
 
     def _judges_backward(self) -> bool:
         """Whether the gradients are read after each backward call: if several accumulate, this tells which was bad."""
@@ -714,7 +731,7 @@ class Session(Observer):
     ) -> None:
         if self._was_stopped():
             return
-        self._backward_called = True
+        self.backward_called = True
         if not self.gate.is_step(place_of(frame), losses, targets):
             self.policy.before_backward(self, losses)
             self.gate.differentiated(losses, targets)
@@ -814,8 +831,8 @@ class Session(Observer):
         before = self.handouts.latest.updates if self.handouts.latest is not None else None
         if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
             self.forget_backwards()
-        self._backward_called = False
-        if not self.backwards:  # before the first one of a step, or none of them is for training
+        self.backward_called = False
+        if not self.backwards and self.scope.optimizers:  # before the first one of a step, or none is for training
             self._settings.batch_taken()
 
     def forget_backwards(self) -> None:
@@ -837,12 +854,13 @@ class Session(Observer):
                 return again[0]
         if self.handouts.has_more(iterator):  # Training continues in the middle of a replay.
             return self.handouts.again(iterator).batch
-        self.hooks.guarded(self._turn_ended)
+        if self.phase is not WATCHING or self.handouts.testing is not None or self.hooks.has_compiled_updates():
+            self.hooks.guarded(self._turn_ended)
         if self._restart is not None and self.phase is WATCHING and torch.is_grad_enabled():
             fetch = self._restart.around(fetch, self.unseen)
         self._fetching = iterator
         try:
-            batch = self.live.fetched(fetch, iterator)
+            batch = self.live.fetched(fetch, iterator) if self.live.on else fetch(iterator)
         except StopIteration:
             self.hooks.guarded(self.handouts.exhausted, iterator, self.gate.steps.total)
             raise
@@ -865,7 +883,8 @@ class Session(Observer):
             self._restart.label(self.handouts.latest)
         if self._capsules is not None:
             self._capsules.handed_out()
-        self.live.handed_out(batch)
+        if self.live.on:
+            self.live.handed_out(batch)
 
     def through_the_loop(self) -> None:
         """The loop gets its batches or runs its steps through us, so a failing step can be replayed completely."""
@@ -884,7 +903,7 @@ class Session(Observer):
             self._tell_unused_loss(frame)
 
     def _tell_unused_loss(self, frame: FrameType | None, *, only_losses: bool = False) -> None:
-        if self.phase is not WATCHING or self._journal is None or self._backward_called or self._replay is not None:
+        if self.phase is not WATCHING or self._journal is None or self.backward_called or self._replay is not None:
             return
         caller = self.calls.caller if self.calls is not None else None
         found = self._unused_losses.find(caller, frame, only_losses=only_losses)
@@ -1004,7 +1023,7 @@ class Session(Observer):
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
         self._holds = trip.noticed.what == "loss" and not world().is_alone
         try:
-            is_used = self.handouts.settle_on_used(values_around(sys._getframe()))
+            is_used = self.handouts.settle_on_used(values_around(sys._getframe()), self.gate.steps.total)
             if not is_used and self.values is None and not self.through_loop:
                 self.handouts.forget()  # it may be another model's
         except Exception as error:  # a variable of the program that does not like to be looked at
@@ -1062,9 +1081,9 @@ class Session(Observer):
             return
         if self.calls.first is None:
             self._settings.model_called()
-        elif not self._backward_called:  # maybe in the turn before
+        elif not self.backward_called:  # maybe in the turn before
             self._tell_unused_loss(sys._getframe(1), only_losses=True)
-        self._backward_called = False
+        self.backward_called = False
 
     def asked(self, failure: StepFailure) -> Answer | None:
         """What children find out about a failure; None if there can be none, or in a child."""
@@ -1078,7 +1097,7 @@ class Session(Observer):
         """The same, for weights that are spread over ranks: when all of them have come to the update."""
         if self._holds:
             self._deferred = failure
-            if isinstance(self.policy, EndProgram) and not self.in_worker and not self.is_detected:
+            if self._ends_program():
                 # The others come only if they get bad gradients, which this loss may not have. No update uses them.
                 for loss in failure.trip.tensors:
                     make_gradients_bad(loss)
@@ -1090,17 +1109,31 @@ class Session(Observer):
         answer = None
         self._meetings[failure.report.step] += 1
         where = f"step {failure.report.step}/{self._meetings[failure.report.step]}"
-        with gathered(where, list(self.gate.steps.done)) as model:
-            self._gathered = model
-            if model is not None:
-                answer = self._asked(failure)
+        self._gathered = model = self._weights.enter_context(gathered(where, list(self.gate.steps.done)))
+        if model is not None:
+            answer = self._asked(failure)
         if self.in_child:
             return None
-        self._gathered = self.failure = None  # a fix cannot be tried without the other ranks
+        if not self._ends_program():  # otherwise a fix is tried with these weights
+            self.scatter_weights()
         if answer is not None:
             return answer
         notes = () if model is not None else (_SHARDED,)
         return Answer(replace(failure.report, notes=(*failure.report.notes, *notes)), failure.trip.before_update)
+
+    def _ends_program(self) -> bool:
+        return isinstance(self.policy, EndProgram) and not self.in_worker and not self.is_detected
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether all of the weights are here, which are usually spread over ranks: for one step, not for an update."""
+        return self._gathered is not None
+
+    def scatter_weights(self) -> None:
+        """Each rank holds its own part again."""
+        if self._gathered is not None:
+            self._gathered = self.failure = None
+        self._weights.close()
 
     def _asked(self, failure: StepFailure) -> Answer | None:
         self.failure = failure
@@ -1377,7 +1410,7 @@ class Session(Observer):
     def settle_on_batch_of(self, error: BaseException) -> None:
         """The step that raised this has used the batch that its variables hold; a later one may be fetched already."""
         try:
-            self.handouts.settle_on_used(values_in_traceback(error))
+            self.handouts.settle_on_used(values_in_traceback(error), self.gate.steps.total)
         except Exception as trouble:  # a variable of the program that does not like to be looked at
             self.internal_error(trouble)
 

@@ -51,6 +51,7 @@ _KEPT = 1000
 """How many losses of a trial are kept."""
 _NEWS = 1.0
 """Seconds after which a trial says how far it is."""
+_SPREAD = "each rank holds a part of the weights, so the update needs all ranks"
 _NOT_REPEATED = ("__init__", "__new__", "__init_subclass__", "__post_init__", "setUp", "setup")
 
 
@@ -302,6 +303,8 @@ class _Watching(Policy):
             self.learns = self.learns or any(bool(g.any()) for g in gradients)
             if not self._updates:
                 self.norms.append(session.gate.norm)
+            if session.has_gathered:
+                raise NotContinued(_SPREAD)
         return Decision.RUN if self._updates or closure else Decision.DROP
 
     def step_ended(self, session: Session) -> None:
@@ -434,6 +437,7 @@ class _Tried(_Work):
             pass
         except NotContinued as reason:
             seen.not_continued = str(reason)
+            seen.turns = seen.turns or int(self.session.has_gathered)  # finite up to its update
         trip = self.session.gate.remaining_nonfinite()
         if trip is not None and not seen.noticed:
             seen.noticed = described(trip.noticed)
@@ -478,7 +482,7 @@ class _Tried(_Work):
             if self._steps.are_as_asked:
                 return  # perhaps the program would not have come so far
             if isolation.is_of_isolation(error):
-                raise NotContinued("there the program waits for a server or another process") from error
+                raise NotContinued("there the program waits for a server, another process or a thread") from error
             said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             if self._watching.updates and isolation.is_cut_off():  # the program may have read the end of a pipe
                 raise NotContinued(f"{said}, perhaps because no other process answers there") from error

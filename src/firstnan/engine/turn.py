@@ -282,7 +282,7 @@ class Turn:
     def run(self, code: CodeType) -> None:
         """Runs one turn; raises what the body raises, and `LeftLoop` if it leaves its loop."""
         self.names["__firstnan_left__"], self.names[_ITERATE] = LeftLoop, _iterated
-        self.names.setdefault(_EXCUSE, Excuses()).begin()
+        self.names.setdefault(_EXCUSE, Excuses(self.names)).begin()
         with torch._C._EnableTorchFunction():  # it is off while we work inside of a mode of the program's
             body = eval(code, self.names)
             if inspect.iscoroutine(body):
@@ -325,7 +325,8 @@ class Excuses:
     would have gone on. The same error is excused later, too, and so is one that says that nobody answers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
         self._places: set[tuple[CodeType, int]] = set()
         self._turns = 0
 
@@ -344,6 +345,15 @@ class Excuses:
         if before and self._turns == 1:
             self._places.add(place)
         return place in self._places or is_of_isolation(error)
+
+    def answer(self, *names: str) -> bool:
+        """Whether variables keep what the last turn has assigned to them, since nobody answers here.
+
+        Never data: in the failing turn a number or a status, in later turns only a status.
+        """
+        error, kept = sys.exc_info()[1], [self._names.get(name, ...) for name in names]
+        kinds = (bool, str, type(None), int, float) if self._turns == 1 else (bool, str, type(None))
+        return all(isinstance(value, kinds) for value in kept) and is_of_isolation(error)
 
 
 def _iterated(values: Any) -> Any:
@@ -447,9 +457,23 @@ class _Adapted(ast.NodeTransformer):
         fails = node.lineno <= self._before <= (node.end_lineno or node.lineno)
         return node if fails else self._excused(node)
 
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        """What a server or another process answers after the failing statement: `ok = server.send(loss)`."""
+        self.generic_visit(node)
+        names = [one.id for one in node.targets if isinstance(one, ast.Name)]
+        asks = any(isinstance(one, ast.Call) for one in ast.walk(node.value))
+        if node.lineno <= self._before or len(names) < len(node.targets) or not asks:
+            return node
+        answer = ast.Attribute(ast.Name(_EXCUSE, ast.Load()), "answer", ast.Load())
+        given: list[ast.expr] = [ast.Constant(name) for name in names]
+        return self._unless(ast.Call(answer, given, []), node)
+
     def _excused(self, node: ast.Expr | ast.Assert) -> ast.AST:
         before = ast.Constant((node.end_lineno or node.lineno) < self._before)
-        excuse = ast.Call(ast.Name(_EXCUSE, ast.Load()), [before], [])
+        return self._unless(ast.Call(ast.Name(_EXCUSE, ast.Load()), [before], []), node)
+
+    def _unless(self, excuse: ast.expr, node: ast.stmt) -> ast.AST:
+        """The statement; an error is raised unless it is excused."""
         otherwise = ast.If(ast.UnaryOp(ast.Not(), excuse), [ast.Raise(None, None)], [])
         handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [otherwise])
         return ast.copy_location(ast.Try([node], [handler], [], []), node)

@@ -34,7 +34,7 @@ def with_samples(session: Session, failure: StepFailure, answer: Answer) -> Answ
     if not answer.before_update and answer.part is None:
         return answer
     for turn in islice(_candidates(session, failure), _MOST):
-        search = begin_search(report, session.handouts, only_latest=True)
+        search = begin_search(report, session.handouts, in_children=True)
         if search is None:
             break
         while search.goes_on():

@@ -26,6 +26,8 @@ _STEADY = 0.7
 """A rise slows down if the second half of it is flatter than this many times the first."""
 _TURNED, _IN_A_ROW = 4.0, 3
 """A rise has turned if it is this many times below its peak for three values in a row: series are noisy."""
+_STEEP = 16.0
+"""A rise gets steeper if it shows that over this factor at least."""
 _CERTAIN = 6.0
 """The latest step that a forecast names is at most this many times as far away as the earliest."""
 _HORIZON = 3.0
@@ -65,7 +67,8 @@ def reach(
         some = thinned(part)
         base = min(value for _, value in some) / 2
         scales = (lambda value, base=base: math.log2(math.log2(value / base))), math.log2, float
-        for scale in scales[0 if steepens and len(some) >= _ENOUGH else 1 :]:  # a few points get steeper by chance
+        by_chance = len(some) < _ENOUGH or some[-1][1] < _STEEP * 2 * base  # a few points, or a small rise
+        for scale in scales[0 if steepens and not by_chance else 1 :]:
             found = _line([(step, scale(value)) for step, value in some], scale(limit))
             vague = found is None or found.high > _CERTAIN * max(found.low, 1.0)
             if found is not None and not vague and found.steps <= horizon * found.span:

@@ -20,7 +20,7 @@ from firstnan.gate.step_counter import ROTATION, ParameterRotation, StepCounter
 from firstnan.observe.gradient_hooks import GradientNorms
 from firstnan.observe.sites import CallSites, Ownership, optimizer_name
 from firstnan.records import Forecast, History, Noticed, OptimizerHistory, StepRecord
-from firstnan.tensors.finite import is_finite, is_plain, norms, plain_norm, readable, reads_are_free
+from firstnan.tensors.finite import is_finite, is_plain, norms, own_item, plain_norm, readable, reads_are_free
 from firstnan.tensors.models import (
     Models,
     Slot,
@@ -147,12 +147,13 @@ class Gate:
                 self._histories.take_back(None)
             else:
                 trips += self._check_leaves()
-        elif self.awaits_first_update and (updates := self._by_hand.backward_without_step()) is not None:
-            self.steps.manual = updates
+        elif not self.steps.total and self.awaits_first_update:
+            updates = self._by_hand.backward_without_step()
+            self.steps.manual = self.steps.manual if updates is None else updates
         before = len(trips)
         for root in roots if self._scaled is None else self._unscaled(self._scaled, roots):
-            if reads_are_free(root) and root.numel() == 1 and type(root) is Tensor and root.is_floating_point():
-                self._loss, self._is_half = root.item(), root.dtype is torch.float16
+            if type(root) is Tensor and reads_are_free(root) and root.numel() == 1 and root.is_floating_point():
+                self._loss, self._is_half = own_item(root), root.dtype is torch.float16
                 if not math.isfinite(self._loss):
                     trips.append(Trip(_LOSS, [root], before_update=True))
                 continue

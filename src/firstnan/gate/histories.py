@@ -115,8 +115,7 @@ class Histories:
         self._tracks.pop(id(optimizer), None)
 
     def add(self, optimizer: Any, numbers: Numbers) -> None:
-        track = self._tracks.get(id(optimizer))
-        (track if track is not None else self.track(optimizer)).add(numbers)
+        (self._tracks.get(id(optimizer)) or self.track(optimizer)).add(numbers)
 
     def take_back(self, optimizer: Any) -> None:
         """Drops the last step of this optimizer."""

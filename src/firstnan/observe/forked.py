@@ -98,9 +98,11 @@ _INDICES = "_firstnan_indices"
 
 def keep_indices(iterator: Any, indices: Any) -> None:
     """Keeps what a loader's sampler has chosen as long as its workers may be at it: a child computes it again."""
-    most = vars(iterator).get("_num_workers", 0) * (vars(iterator).get("_prefetch_factor") or 0)
-    if most:
-        vars(iterator).setdefault(_INDICES, deque(maxlen=most + 1)).append(indices)
+    state = vars(iterator)
+    if workers := state.get("_num_workers"):
+        most = workers * (state.get("_prefetch_factor") or 0)
+        if most:
+            state.setdefault(_INDICES, deque(maxlen=most + 1)).append(indices)
 
 
 def kept_indices(iterator: Any, handed_out: int, chosen: int) -> list[Any]:
@@ -171,17 +173,23 @@ def _set_random_state(state: tuple[Any, ...]) -> None:
 
 def _forget_threads() -> None:
     """Queues that a thread of the parent empties are emptied by nobody; pools of threads start new ones."""
-    original = queue.Queue.put
+    original, begin = queue.Queue.put, queue.Queue.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._firstnan_is_new = True
+        begin(self, *args, **kwargs)
 
     def put(self: Any, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        if threading.active_count() == 1:
+        # Only a queue that was made here may be emptied by a thread that was started here.
+        if threading.active_count() == 1 or "_firstnan_is_new" not in vars(self):
             with self.mutex:
                 if 0 < self.maxsize <= self._qsize():
                     self._get()
         original(self, item, block, timeout)
 
-    queue.Queue.put = put  # type: ignore[method-assign]
+    queue.Queue.put, queue.Queue.__init__ = put, made  # type: ignore[method-assign]
     queue.Queue.join = lambda self: None  # type: ignore[method-assign]
+    _wait_for_nobody()
     pools = sys.modules.get("concurrent.futures.thread")
     if pools is not None:
         submit = pools.ThreadPoolExecutor.submit
@@ -193,6 +201,30 @@ def _forget_threads() -> None:
             return submit(self, *args, **kwargs)
 
         pools.ThreadPoolExecutor.submit = submit_anew
+
+
+_PATIENCE = 3.0
+"""Seconds for which a thread of the child may let others wait that were made before the fork."""
+
+
+def _wait_for_nobody() -> None:
+    """Who waits for a thread of the parent (an item, an event, a result) gets an error instead of waiting forever."""
+    kind = threading.Condition
+    begin, wait = kind.__init__, kind.wait
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._firstnan_is_new = True
+        begin(self, *args, **kwargs)
+
+    def wait_for_others(self: Any, timeout: float | None = None) -> bool:
+        alone, is_new = threading.active_count() == 1, "_firstnan_is_new" in vars(self)
+        if timeout is not None or (is_new and not alone):
+            return wait(self, timeout)
+        if not alone and wait(self, _PATIENCE):
+            return True
+        raise TimeoutError("the thread that would answer is gone here")
+
+    kind.__init__, kind.wait = made, wait_for_others  # type: ignore[method-assign]
 
 
 def _forget_ranks() -> None:

@@ -6,6 +6,7 @@ Also lets a loss have gradients that stop other ranks.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -60,13 +61,15 @@ class GradientNorms:
 
     def split(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[float]]:
         """The gradients of these parameters that still have to be read, and the squared norms of the others."""
-        unread, squares = [], []
         measured = self._measured
+        if not measured:  # the usual case, kept fast
+            return [g for p in parameters if (g := p.grad) is not None], []
+        unread, squares = [], []
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            one = measured.get(id(parameter)) if measured else None
+            one = measured.get(id(parameter))
             if one is not None and one.version is not None and one.version.is_unchanged(gradient):
                 squares.append(one.square)
             else:
@@ -144,3 +147,29 @@ class _Group:
 def make_gradients_bad(loss: Tensor) -> None:
     """Makes all gradients of this loss NaN."""
     loss.register_hook(lambda gradient: gradient * torch.nan)
+    # Not every derivative passes a NaN on: where all labels are ignored, that of cross entropy is 0 in any case.
+    for node in _nodes_of_leaves(loss.grad_fn):
+        _OnceBad(node)
+
+
+class _OnceBad:
+    """Makes the next gradient of a leaf NaN; its node may be that of later steps too."""
+
+    def __init__(self, node: Any) -> None:
+        self._handle = node.register_prehook(self)
+
+    def __call__(self, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        self._handle.remove()
+        return tuple(None if one is None else one * torch.nan for one in given)
+
+
+def _nodes_of_leaves(node: Any) -> Iterator[Any]:
+    """The nodes that write the gradients of what a result was computed from."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        one = waiting.pop()
+        if hasattr(one, "variable"):
+            yield one
+        new = {follower for follower, _ in getattr(one, "next_functions", ()) if follower is not None} - seen
+        seen |= new
+        waiting += new

@@ -34,7 +34,7 @@ from firstnan.observe.patches import Hook, Patches
 from firstnan.observe.sites import ends_at_origin
 from firstnan.records.errors import NonFiniteError
 from firstnan.tensors.finite import is_finite, unwrapped
-from firstnan.tensors.models import calls_closure_first, drop_gradients
+from firstnan.tensors.models import calls_closure_first, drop_gradients, is_torch_optimizer
 
 _NO_MODES = nullcontext()
 _function_modes = torch._C._len_torch_function_stack
@@ -59,6 +59,21 @@ def _nested_gradients(outputs: Any) -> int:
         depth += functorch.is_gradtrackingtensor(at)
         at = functorch.get_unwrapped(at)
     return depth
+
+
+def _without_parameters(optimizer: Any) -> Any:
+    """What stands in for an optimizer whose update is dropped; torch's own ones pass over parameters without gradients.
+
+    One that somebody has written may not. What its `step` counts is not counted either.
+    """
+    if is_torch_optimizer(optimizer):
+        return optimizer
+    empty = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        holds_tensors = isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value)
+        vars(empty)[name] = [] if holds_tensors else value
+    vars(empty)["param_groups"] = [{**group, "params": []} for group in optimizer.param_groups]
+    return empty
 
 
 class Hooks:
@@ -175,35 +190,42 @@ class Hooks:
         if torch.compiler.is_compiling():
             return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._update_begins(optimizer, closure=False)
-            return None
-        if self.idle or not calls_closure_first(optimizer):
-            self._update_begins(optimizer, closure=True)
-            return None
+        if closure is None or self.idle or not calls_closure_first(optimizer):
+            dropped = self._update_begins(optimizer, closure=closure is not None)
+            return ((_without_parameters(optimizer), *args[1:]), kwargs) if dropped else None
         # The update would begin with this call. Made here, its gradients can be judged before they are used.
         with torch.enable_grad():
             loss = closure()
-        self._update_begins(optimizer, closure=False)
+        dropped = self._update_begins(optimizer, closure=False)
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, lambda: loss, *args[2:]), rest
+        return (_without_parameters(optimizer) if dropped else optimizer, lambda: loss, *args[2:]), rest
 
-    def _update_begins(self, optimizer: Any, *, closure: bool) -> None:
+    def _update_begins(self, optimizer: Any, *, closure: bool) -> bool:
+        """Whether the update is dropped."""
         __tracebackhide__ = True
         if not closure and self._quickly(self.observer.passes_quickly, optimizer):
-            return
+            return False
         if self.guarded(self.observer.before_update, optimizer, closure, sys._getframe(2)) is Decision.DROP:
             drop_gradients(optimizer)
+            return True
+        return False
 
     def _after_update(self, optimizer: Any) -> None:
         __tracebackhide__ = True
         if not self._quickly(self.observer.passed_quickly, optimizer):
             self.guarded(self.observer.after_update, optimizer)
 
+    def has_compiled_updates(self) -> bool:
+        """Whether compiled code has run an optimizer since `compiled_updates` was last asked."""
+        for after in self._after_updates:  # noqa: SIM110  # asked twice a step, and a generator costs more
+            if after.compiled:
+                return True
+        return False
+
     def compiled_updates(self) -> list[Any]:
         """The optimizers that were run by compiled code since this was last asked; None for one that is not known."""
         found = []
-        for after in self._after_updates:  # asked twice a step
+        for after in self._after_updates:
             if after.compiled:
                 after.compiled = False
                 found.append(after.optimizer())
@@ -247,7 +269,8 @@ class Hooks:
             roots = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if isinstance(t, Tensor)]
             if not self.observer.concerns(roots):
                 return original(tensors, *args, **kwargs)
-            self._training_begins()
+            if not self._trains:
+                self._training_begins()
             self.guarded(self.observer.before_backward, roots, sys._getframe(1))
             result = original(tensors, *args, **kwargs)
             if self.observer.needs_after_backward():
@@ -353,7 +376,7 @@ class Hooks:
     def _next(self, original: Any) -> Any:
         def following(iterator: Any) -> Any:
             __tracebackhide__ = True
-            if self.idle:
+            if not self.installed or os.getpid() != self._process:  # `idle`, kept fast
                 return original(iterator)
             return self.observer.loader_asked(iterator, original)
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from firstnan.observe.sites import Ownership, Spot, columns_read, names_read, names_written, resolve
+from firstnan.observe.line_operations import LineOperation, line_operation
+from firstnan.observe.sites import Ownership, Spot, columns_read, names_read, names_written, resolve, statement_at
 from firstnan.tensors.finite import is_finite, readable
 
 _MOST_PARTS = 1024
@@ -45,6 +46,8 @@ class BadLine(NamedTuple):
     value: Tensor
     wrapped: tuple[tuple[str, Tensor], ...] = ()
     """Arrays of integers that it read and that probably hold a product too large for their type."""
+    operation: LineOperation | None = None
+    """The operation of numpy that made it, if it is found."""
 
     @property
     def is_number(self) -> bool:
@@ -79,6 +82,10 @@ class _Frame:
     """In a comprehension: the lines that what the statement around it reads comes from."""
     trail: deque[Spot] = field(default_factory=lambda: deque(maxlen=3))
     """The last lines before."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """The variables that the statement which runs reads, as they were before it."""
+    module: _Frame | None = None
+    """What is known of the module whose variables a function reads as globals."""
 
 
 class LineWatch:
@@ -98,6 +105,8 @@ class LineWatch:
         self._unseen = unseen
         self.lines: list[BadLine] = []
         self._frames: dict[int, _Frame] = {}
+        self._modules: dict[int, _Frame] = {}
+        """The same for modules, by the identity of their variables."""
         self._made_at: dict[Spot, list[int]] = {}
         self._sources: dict[tuple[str, int], tuple[int, ...]] = {}
         """File and line of a statement that made or passed on a non-finite value -> where that comes from."""
@@ -186,13 +195,20 @@ class LineWatch:
         before = self._frames.get(id(frame))
         goes_on = frame.f_code.co_flags & _GENERATORS and before is not None and before.spot[0] is frame.f_code
         if not goes_on:
-            known = self._frames[id(frame)] = _Frame((frame.f_code, frame.f_lasti))
+            known = self._new(frame)
             # What comes in bad is what the statement that calls has read, or what another function returned to it.
             caller = self._frames.get(id(frame.f_back))
             came = None if caller is None else self._read_by(caller)
             came = caller.returned if came is None and caller is not None else came
             known.around = came if frame.f_code.co_name in _COMPREHENSIONS else None
             self._begin(frame, known, came or ())
+
+    def _new(self, frame: FrameType) -> _Frame:
+        known = self._frames[id(frame)] = _Frame((frame.f_code, frame.f_lasti))
+        if frame.f_locals is frame.f_globals:
+            self._modules[id(frame.f_globals)] = known
+        known.module = self._modules.get(id(frame.f_globals))
+        return known
 
     def _begin(self, frame: FrameType, known: _Frame, came: tuple[int, ...]) -> None:
         """Notes what is non-finite before the first line of a function that is watched."""
@@ -216,7 +232,7 @@ class LineWatch:
         """A line, or a function, has ended."""
         known = self._frames.get(id(frame))
         if known is None:
-            known = self._frames[id(frame)] = _Frame((frame.f_code, frame.f_lasti))
+            known = self._new(frame)
             self._begin(frame, known, ())
         self._assigned(frame, known)
         if event == "return":
@@ -224,6 +240,7 @@ class LineWatch:
             self._returns(frame, known, arg)
         known.trail.append(known.spot)
         known.spot = frame.f_code, frame.f_lasti
+        known.before = _before(frame, known.spot) if event == "line" else known.before
         if known.line != frame.f_lineno:  # each turn of a comprehension is an event of the same line
             known.line, known.noted, known.returned = frame.f_lineno, len(self._values), None
 
@@ -236,7 +253,7 @@ class LineWatch:
         for name in new:
             came = self._source(known, bad[name], name)
             if came is None:
-                came = self._made(known.spot, name, bad[name], frame)
+                came = self._made(known, known.spot, name, bad[name], frame)
             found[name] = came
             self._note(known.spot, came, bad[name])
             if len(self._objects) < _MOST_OBJECTS:
@@ -255,7 +272,7 @@ class LineWatch:
             known.spot = spot
             came = held[0] if held else self._source(known, part)
             if came is None:
-                came = self._made(spot, RETURNED, part, frame)
+                came = self._made(known, spot, RETURNED, part, frame)
             self._note(spot, came, part)
             back = self._frames.get(id(frame.f_back))
             if back is not None:
@@ -263,10 +280,14 @@ class LineWatch:
         if not frame.f_code.co_flags & _GENERATORS:  # those will go on
             self._frames.pop(id(frame), None)
 
-    def _made(self, spot: Spot, name: str, value: Any, frame: FrameType) -> tuple[int, ...]:
+    def _made(self, known: _Frame, spot: Spot, name: str, value: Any, frame: FrameType) -> tuple[int, ...]:
         before = self._made_at.setdefault(spot, [])
         if len(before) < _MOST_VALUES:
-            self.lines.append(BadLine(spot, name, _as_tensor(value), tuple(_wrapped(frame, spot))))
+            operation = None
+            if not isinstance(value, Tensor) and frame.f_code.co_name not in _COMPREHENSIONS:
+                names = {**frame.f_globals, **frame.f_locals, **known.before}
+                operation = line_operation(statement_at(spot), names)
+            self.lines.append(BadLine(spot, name, _as_tensor(value), tuple(_wrapped(frame, spot)), operation))
             before.append(len(self.lines) - 1)
         return (before[-1],)
 
@@ -288,6 +309,9 @@ class LineWatch:
             came = self._read_by(known, _in_table(name)[1])
         if came is None:
             came = known.around
+        if came is None and known.module is not None and known.module is not known:
+            globals_read = set(names_read(known.spot)) & known.module.bad.keys() - set(known.spot[0].co_varnames)
+            came = tuple(dict.fromkeys(i for n in sorted(globals_read) for i in known.module.bad[n])) or None
         if came is None:
             return self._noted_in(value, known.noted)
         # A table is passed on with all its columns, and this may be one of them.
@@ -384,6 +408,20 @@ def _plain_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
         for name, value in list(members.items()) if isinstance(members, dict) else ():
             if not isinstance(value, dict) or not isinstance(owner, torch.nn.Module):
                 yield f"{code.co_varnames[0]}.{name}", value
+
+
+def _before(frame: FrameType, spot: Spot) -> dict[str, Any]:
+    """The variables that a statement reads, before it runs; a copy of an array that it writes into."""
+    written, kept = names_written(spot), {}
+    for name in names_read(spot):
+        if name in frame.f_locals:
+            value = frame.f_locals[name]
+            if name in written and type(value).__name__ == "ndarray":
+                if value.size > _SMALL:
+                    continue
+                value = value.copy()
+            kept[name] = value
+    return kept
 
 
 def _wrapped(frame: FrameType, spot: Spot) -> Iterator[tuple[str, Tensor]]:

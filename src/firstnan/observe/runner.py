@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import tokenize
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
@@ -525,17 +525,25 @@ def retrieve_from_tasks(error: BaseException) -> None:
                 task.exception()
 
 
-def before_starting(act: Callable[[list[str]], None]) -> None:
-    """Has `act` called with the words of each command that this process starts by `subprocess`."""
+def before_starting(act: Callable[[list[str], Mapping[str, str]], tuple[list[str], dict[str, str]] | None]) -> None:
+    """Has `act` called with the words of each command that this process starts by `subprocess`, and its environment.
+
+    It returns the words to use instead and what to add to the environment, or None.
+    """
 
     def follow() -> None:
         popen: Any = sys.modules["subprocess"].Popen
         start, process = popen._execute_child, os.getpid()
+        env_at = start.__code__.co_varnames.index("env") - 2
 
         def _execute_child(self: Any, args: Any, *others: Any) -> Any:
             words = args.split() if isinstance(args, str) else args  # a string is a command of the shell
             if os.getpid() == process and isinstance(words, list | tuple):
-                act([word for word in words if isinstance(word, str)])
+                env = os.environ if others[env_at] is None else others[env_at]
+                instead = act([word for word in words if isinstance(word, str)], env)
+                if instead is not None and not isinstance(args, str):
+                    args, more = instead
+                    others = (*others[:env_at], {**env, **more}, *others[env_at + 1 :])
             return start(self, args, *others)
 
         popen._execute_child = _execute_child

@@ -146,6 +146,20 @@ def resolve(spot: Spot) -> Site:
     return _resolve(code.co_filename, code, lasti)
 
 
+def _expression(lines: list[str], line: int, column: int, end_line: int, end_column: int) -> tuple[int, int, str]:
+    """The columns of an expression in characters, and its code."""
+    # The compiler counts columns in UTF-8 bytes, not characters.
+    column = len(lines[line - 1].encode()[:column].decode(errors="replace"))
+    end_column = len(lines[end_line - 1].encode()[:end_column].decode(errors="replace"))
+    if line == end_line:
+        text = lines[line - 1][column:end_column].rstrip("\n")
+    else:
+        text = " ".join(
+            s.strip() for s in [lines[line - 1][column:], *lines[line : end_line - 1], lines[end_line - 1][:end_column]]
+        )
+    return column, end_column, text
+
+
 # The name is part of the key: Python treats equal code objects from two files as equal.
 @lru_cache(maxsize=4096)
 def _resolve(name: str, code: CodeType, lasti: int) -> Site:
@@ -162,15 +176,7 @@ def _resolve(name: str, code: CodeType, lasti: int) -> Site:
     if not lines or column is None or end_column is None or end_line is None or end_line > len(lines):
         text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
         return Site(name, line, function=code.co_name, code=text, source=source, source_line=first)
-    # The compiler counts columns in UTF-8 bytes, not characters.
-    column = len(lines[line - 1].encode()[:column].decode(errors="replace"))
-    end_column = len(lines[end_line - 1].encode()[:end_column].decode(errors="replace"))
-    if line == end_line:
-        text = lines[line - 1][column:end_column].rstrip("\n")
-    else:
-        text = " ".join(
-            s.strip() for s in [lines[line - 1][column:], *lines[line : end_line - 1], lines[end_line - 1][:end_column]]
-        )
+    column, end_column, text = _expression(lines, line, column, end_line, end_column)
     return Site(name, line, column, end_line, end_column, code.co_name, text, source, first)
 
 
@@ -232,6 +238,20 @@ def _statement(name: str, line: int, end_line: int) -> tuple[int, int]:
             if line <= end:
                 first, last, depth = node.lineno, end, node.lineno
     return first, last
+
+
+def statement_at(spot: Spot) -> ast.stmt | None:
+    """The statement with this instruction; None if it has others inside, or shares its line with others."""
+    code, lasti = spot
+    line, end_line, _, _ = _positions(code, lasti)
+    return _simple_statement(code.co_filename, line, end_line or line) if line is not None else None
+
+
+@lru_cache(maxsize=1024)
+def _simple_statement(name: str, line: int, end_line: int) -> ast.stmt | None:
+    tree, (first, last) = _tree(name), _statement(name, line, end_line)
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno == first] if tree else []
+    return nodes[0] if len(nodes) == 1 and nodes[0].end_lineno == last and not hasattr(nodes[0], "body") else None
 
 
 def names_read(spot: Spot) -> frozenset[str]:
@@ -374,6 +394,15 @@ def whole_statement(site: Site) -> Site:
         end_column=len(last.rstrip()),
         code=" ".join(text.strip() for text in site.source),
     )
+
+
+def site_of_expression(site: Site, node: ast.expr) -> Site:
+    """The site of an expression in the statement of another site."""
+    lines, last = linecache.getlines(site.file), node.end_lineno or node.lineno
+    if last > len(lines) or node.end_col_offset is None:
+        return site
+    column, end_column, code = _expression(lines, node.lineno, node.col_offset, last, node.end_col_offset)
+    return replace(site, line=node.lineno, column=column, end_line=last, end_column=end_column, code=code)
 
 
 _DEEPEST = 64

@@ -17,8 +17,11 @@ _standing: dict[int, int] = {}
 
 
 @contextlib.contextmanager
-def timers_stopped() -> Iterator[None]:
+def timers_stopped(*, over: bool = False) -> Iterator[None]:
     """Stops `signal.alarm` and `setitimer`: an investigation takes longer than the step that they are set for.
+
+    For good if the program is `over` and we have stopped it: the alarm was set for its next step, and python's end, in
+    which there is no handler any more, may take longer than what is left.
 
     The clock of `faulthandler`, which ends the process, cannot be asked what is left of its time.
     """
@@ -32,7 +35,9 @@ def timers_stopped() -> Iterator[None]:
         yield
     finally:
         _standing[me] -= 1
-        if left and os.getpid() == process:  # a forked child has none
+        ended = sys.modules.get("firstnan.observe.ending")
+        is_over = over and ended is not None and ended.Stopped.is_here()
+        if left and os.getpid() == process and not is_over:  # a forked child has none
             signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 

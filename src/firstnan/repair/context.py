@@ -46,25 +46,29 @@ class SourceFiles:
             self._texts[file] = SourceFile.text_of(file)
         return self._texts[file]
 
-    def imported(self, source: SourceFile) -> Iterator[SourceFile]:
-        """The program's own files that a file imports: those in its folder, or in a folder around it."""
-        folder = os.path.dirname(source.file)
-        above = [os.path.join(folder, *[".."] * depth) for depth in range(4)]
+    def imported(self, source: SourceFile) -> list[SourceFile]:
+        """The program's own files that a file imports, each once."""
+        found: dict[SourceFile, None] = {}
         for node in source.nodes:
+            names: list[str] = []
             if isinstance(node, ast.ImportFrom):
-                around = above[node.level - 1 : node.level] if node.level else above
                 before = f"{node.module}." if node.module else ""
                 names = [*([node.module] if node.module else []), *(before + alias.name for alias in node.names)]
             elif isinstance(node, ast.Import):
-                around, names = above, [alias.name for alias in node.names]
-            else:
-                continue
-            for name in names:
-                paths = (os.path.normpath(os.path.join(at, *name.split(".")) + ".py") for at in around)
-                file = next((p for p in paths if "site-packages" not in p and os.path.isfile(p)), None)
-                found = self.get(file) if file is not None else None
-                if found is not None:
-                    yield found
+                names = [alias.name for alias in node.names]
+            level = node.level if isinstance(node, ast.ImportFrom) else 0
+            found.update((other, None) for name in names if (other := self.module(source, name, level)) is not None)
+        found.pop(source, None)
+        return list(found)
+
+    def module(self, source: SourceFile, name: str, level: int = 0) -> SourceFile | None:
+        """A module that a file imports from its own folder or a folder around it; `level`: of a relative import."""
+        folder = os.path.dirname(source.file)
+        above = [os.path.join(folder, *[".."] * depth) for depth in range(4)]
+        paths = (os.path.join(at, *name.split(".")) for at in (above[level - 1 : level] if level else above))
+        files = (os.path.normpath(path + end) for path in paths for end in (".py", f"{os.sep}__init__.py"))
+        file = next((f for f in files if "site-packages" not in f and os.path.isfile(f)), None)
+        return self.get(file) if file is not None else None
 
 
 @dataclass(frozen=True)

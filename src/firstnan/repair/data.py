@@ -340,8 +340,11 @@ def _step(context: FailureContext) -> list[OpEvent]:
 def _by_slices(context: FailureContext) -> Iterator[BatchBinding]:
     """`x, y = data[rows], target[rows]`: where the bad tensor is taken out of the data, or read first after that."""
     event = next((e for e in _step(context) if e.bad and any(i.guilty for i in e.inputs)), None)
-    location = context.location_of(event.site) if event is not None else None
-    if event is None or location is None:
+    if event is None:  # a line was found, not an operator
+        yield from _by_function(context)
+        return
+    location = context.location_of(event.site)
+    if location is None:
         return
     source, statement = location.source, location.source.statement(location.node)
     rows = bool(event.outputs) and len(event.outputs[0].shape) > 1
@@ -353,6 +356,39 @@ def _by_slices(context: FailureContext) -> Iterator[BatchBinding]:
             before = taking.lineno < statement.lineno and isinstance(part, ast.Subscript) and name in names
             if here or before:
                 yield BatchBinding(source, last, target, name, rows)
+    for target, at, call in _returned(source, statement, location.node) if loop is None else ():
+        yield BatchBinding(source, call, target, source.code(target.elts[at]), rows)
+
+
+def _by_function(context: FailureContext) -> Iterator[BatchBinding]:
+    """`return data[rows], target[rows]` in a function that the loop calls for its batches."""
+    location, stat = context.location, _bad(context)
+    statement = location.source.statement(location.node) if location is not None else None
+    value = statement.value if isinstance(statement, ast.Return) else None
+    if location is None or statement is None or not isinstance(value, ast.Tuple) or stat is None:
+        return
+    # Features usually come first and targets last.
+    bad = value.elts[0 if context.cause.slug == "nan_input" else -1]
+    for target, at, call in _returned(location.source, statement, bad):
+        yield BatchBinding(location.source, call, target, location.source.code(target.elts[at]), len(stat.shape) > 1)
+
+
+def _returned(source: SourceFile, statement: ast.stmt, node: ast.AST) -> Iterator[tuple[ast.Tuple, int, ast.Assign]]:
+    """`x, y = get_batch()`: where the loop takes what this statement of a function returns, or assigns to return it."""
+    function = next((p for p in source.parents(statement) if isinstance(p, ast.FunctionDef)), None)
+    if function is None:
+        return
+    returns = [s for s in source.within(statement) if isinstance(s, ast.Return) and isinstance(s.value, ast.Tuple)]
+    given = {t.id for t in getattr(statement, "targets", ()) if isinstance(t, ast.Name)}
+    for parts in (r.value.elts for r in returns if isinstance(r.value, ast.Tuple)):
+        at = [i for i, p in enumerate(parts) if node in ast.walk(p) or (isinstance(p, ast.Name) and p.id in given)]
+        for taking in source.nodes:
+            if not isinstance(taking, ast.Assign) or not isinstance(taking.value, ast.Call) or len(at) != 1:
+                continue
+            target = taking.targets[0]
+            called = ast.unparse(taking.value.func).rsplit(".", 1)[-1]
+            if called == function.name and isinstance(target, ast.Tuple) and len(target.elts) == len(parts):
+                yield target, at[0], taking
 
 
 def _taken(

@@ -329,8 +329,16 @@ def alike(found: FailingOperation, op: str) -> list[Guard]:
     like = [e for e in like if e.op == op and e.args and (op != found.expr.op or e.library == found.expr.library)]
     if op == "div":
         like = [e for e in like if _divides_by_a_tensor(found, e)]
-    firsts = [next(GUARDS[e.op](replace(found, expr=e)), None) for e in like]
-    return list({(guard.edit.line, guard.edit.column): guard for guard in firsts if guard is not None}.values())
+    firsts = [(e, next(GUARDS[e.op](replace(found, expr=e)), None)) for e in like]
+    wanted = [g for e, g in firsts if g is not None and (e.node is found.expr.node or not _has_floor(source, g.node))]
+    return list({(guard.edit.line, guard.edit.column): guard for guard in wanted}.values())
+
+
+def _has_floor(source: SourceFile, node: ast.expr) -> bool:
+    """Whether the program keeps it above 0 already: `x.clamp(min=1e-5)`."""
+    expr = source.expr(node)
+    low = literal_value(expr.arg(1, CLAMPS[expr.op])) if expr.op in CLAMPS else None
+    return low is not None and low > 0
 
 
 def _divides_by_a_tensor(found: FailingOperation, expr: Expr) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-import os
 from collections.abc import Iterator
 
 from firstnan.records import Edit
@@ -43,13 +42,13 @@ def _assigned(files: SourceFiles, at: Location[ast.expr]) -> Iterator[Location[a
         yield from _assigned_to_name(files, source, node)
     elif isinstance(node, ast.Attribute):
         yield from _members(source, node)
-        if isinstance(node.value, ast.Name) and (path := source.imported(node.value.id, node)):
-            yield from _in_module(files, source, path, node.attr)
-        for other in imported_files(files, source):
+        if isinstance(node.value, ast.Name):
+            yield from _in_modules(_imported_modules(files, source, node.value.id), node.attr)
+        for other in files.imported(source):
             yield from _members(other, node)
     elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         yield from dictionary_values(source, node.slice.value)
-        for other in imported_files(files, source):
+        for other in files.imported(source):
             yield from dictionary_values(other, node.slice.value)
     elif isinstance(node, ast.Call):
         called = source.called(node)
@@ -89,9 +88,8 @@ def _assigned_to_name(files: SourceFiles, source: SourceFile, node: ast.Name) ->
         for target, value in _bound(statement):
             if isinstance(target, ast.Name) and target.id == node.id:
                 yield Location(source, value)
-    path = source.imported(node.id, node)
-    if path is not None and "." in path:
-        yield from _in_module(files, source, *path.rsplit(".", 1))
+    for name, modules in _imported_from(files, source, node.id):
+        yield from _in_modules(modules, name)
 
 
 def _turns(source: SourceFile, target: ast.expr, values: ast.expr, name: str) -> Iterator[Location[ast.expr]]:
@@ -198,31 +196,35 @@ def dictionary_values(source: SourceFile, key: object) -> Iterator[Location[ast.
                     yield Location(source, value)
 
 
-def _in_module(files: SourceFiles, source: SourceFile, module: str, name: str) -> Iterator[Location[ast.expr]]:
-    """The values of a name in another file of the same folder."""
-    other = _module_file(files, source, module)
-    for statement in other.tree.body if other is not None else ():
-        for target, value in _bound(statement):
-            if isinstance(target, ast.Name) and target.id == name and other is not None:
-                yield Location(other, value)
+def _imported_from(files: SourceFiles, source: SourceFile, name: str) -> Iterator[tuple[str, list[SourceFile]]]:
+    """What a name stands for that `from module import name` has bound: its name there, and the module."""
+    for node in source.nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in (a for a in node.names if (a.asname or a.name) == name):
+                other = files.module(source, node.module, node.level)
+                yield alias.name, [other] if other is not None else []
 
 
-def _module_file(files: SourceFiles, source: SourceFile, module: str) -> SourceFile | None:
-    here = os.path.dirname(source.file)
-    path = os.path.join(here, *module.split("."))
-    return next((s for p in (f"{path}.py", os.path.join(path, "__init__.py")) if (s := files.get(p))), None)
-
-
-def imported_files(files: SourceFiles, source: SourceFile) -> list[SourceFile]:
-    """The other files of the same folder that this one imports."""
-    names: list[str] = []
+def _imported_modules(files: SourceFiles, source: SourceFile, name: str) -> list[SourceFile]:
+    """The module that a name stands for: `import config`, `from . import config`, `from package import config as c`."""
+    found: list[SourceFile | None] = []
     for node in source.nodes:
         if isinstance(node, ast.Import):
-            names += [a.name for a in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.append(node.module)
-    found = [_module_file(files, source, n) for n in dict.fromkeys(names)]
-    return [s for s in found if s is not None and s is not source]
+            found += [files.module(source, a.name) for a in node.names if (a.asname or a.name) == name]
+        elif isinstance(node, ast.ImportFrom):
+            before = f"{node.module}." if node.module else ""
+            bound = [a.name for a in node.names if (a.asname or a.name) == name]
+            found += [files.module(source, before + one, node.level) for one in bound]
+    return [other for other in found if other is not None]
+
+
+def _in_modules(modules: list[SourceFile], name: str) -> Iterator[Location[ast.expr]]:
+    """The values of a name in other files."""
+    for other in modules:
+        for statement in other.tree.body:
+            for target, value in _bound(statement):
+                if isinstance(target, ast.Name) and target.id == name:
+                    yield Location(other, value)
 
 
 def scale_number(

@@ -133,7 +133,7 @@ def repaired_copy(context: FailureContext) -> Iterator[Remedy]:
 def _loading(context: FailureContext) -> list[tuple[SourceFile, ast.Call]]:
     """The calls of `load_state_dict` of models, the one at the origin first."""
     found: list[tuple[SourceFile, ast.Call]] = []
-    for source in OptimizerSetup(context).sources:
+    for source in OptimizerSetup(context).surroundings:
         for call in source.calls:
             if source.called(call) == ".load_state_dict":
                 receiver = source.code(call.func).lower()
@@ -158,7 +158,7 @@ def smaller_weights(context: FailureContext) -> Iterator[Remedy]:
 def _initialisers(context: FailureContext) -> Iterator[tuple[SourceFile, ast.AST]]:
     """Where the largest of these weights are written: by an initialiser, a method, a factor or a constructor."""
     names = _names(context)
-    for source in OptimizerSetup(context).sources:
+    for source in OptimizerSetup(context).surroundings:
         for node in source.nodes:
             target = _written_weight(source, node)
             if target is None:
@@ -212,27 +212,29 @@ def _smaller(context: FailureContext, source: SourceFile, node: ast.AST) -> Iter
     if isinstance(node, ast.Assign):
         assert isinstance(node.value, ast.Call)
         for edit in _smaller_factor(context, source, node.value):
-            yield context.remedy("Use smaller initial weights", why, edit)
+            yield context.remedy("Use smaller initial weights", why, edit, kind="setting")
         return
     if isinstance(node, ast.AugAssign):
         edit = replace_number(context.files, Location(source, node.value), 1.0)
-        yield context.remedy("Do not scale the initial weights", why, edit)
+        yield context.remedy("Do not scale the initial weights", why, edit, kind="setting")
         return
     assert isinstance(node, ast.Call)
     called = source.called_name(node).rstrip("_")
     weight = node.args[0] if source.called(node).startswith("torch.nn.init.") else None
     gain = next((k.value for k in node.keywords if k.arg == "gain"), None)
     if gain is not None:
-        yield context.remedy("Use gain 1", why, replace_number(context.files, Location(source, gain), 1.0))
+        yield context.remedy(
+            "Use gain 1", why, replace_number(context.files, Location(source, gain), 1.0), kind="setting"
+        )
         return
     if isinstance(node.func, ast.Attribute) and weight is None:
         weight = node.func.value
     code = source.code(weight) if weight is not None else ""
     if called in INITIALISERS and code.endswith((".weight", ".weight.data")):
         text = f"{_init(source, node, 'kaiming_normal_')}({code})"
-        yield context.remedy("Use Kaiming initialisation", why, replace_node(source, node, text))
+        yield context.remedy("Use Kaiming initialisation", why, replace_node(source, node, text), kind="setting")
     for edit in _smaller_scale(context, source, node, called):
-        yield context.remedy("Use smaller initial weights", why, edit)
+        yield context.remedy("Use smaller initial weights", why, edit, kind="setting")
 
 
 def _smaller_scale(context: FailureContext, source: SourceFile, call: ast.Call, name: str) -> Iterator[Edit]:

@@ -93,10 +93,11 @@ def mean_of_nothing(context: FailureContext) -> Iterator[Remedy]:
     plain = parenthesized(source, inner)
     if dim is None:
         count = f"{plain}.size" if found.writer.numpy else f"{plain}.numel()"
-    elif literal_value(dim) is not None:
-        count = f"{plain}.shape[{source.code(dim)}]"
     else:
-        return
+        dims = dim.elts if isinstance(dim, ast.Tuple | ast.List) else [dim]
+        if not dims or any(literal_value(one) is None for one in dims):
+            return
+        count = " * ".join(f"{plain}.shape[{source.code(one)}]" for one in dims)
     yield context.remedy(
         "Divide the sum by the count, at least 1",
         "The mean of an empty selection and its gradients are 0; any other mean is unchanged.",

@@ -17,7 +17,6 @@ from firstnan.repair.literals import (
     dictionary_values,
     find_literal,
     format_number,
-    imported_files,
     nonfinite_constants,
     replace_number,
     scale_number,
@@ -47,6 +46,11 @@ from firstnan.repair.source import (
 # --- how the program trains: where the optimizer is created, and where it steps ----------------------------------
 
 
+_MOST_EVENTS = 20_000
+"""Operators of the step whose files are looked up."""
+_MOST_FILES = 40
+
+
 class OptimizerSetup:
     """The optimizer of a failing step in the user's source."""
 
@@ -64,6 +68,17 @@ class OptimizerSetup:
         sites = [s for s in (h.stepped_at, h.backward_at, h.made_at, origin.site) if s is not None]
         found = [self.context.files.get(name) for name in dict.fromkeys(s.file for s in sites)]
         return [s for s in found if s is not None]
+
+    @cached_property
+    def surroundings(self) -> list[SourceFile]:
+        """These files, then those of the step's operators, then those that are imported by them, and by these."""
+        events = self.context.failure.trace.events[:_MOST_EVENTS]
+        names = dict.fromkeys(e.site.file for e in events if e.site is not None)
+        found = list(dict.fromkeys([*self.sources, *filter(None, map(self.context.files.get, names))]))
+        for source in found:  # which grows
+            if len(found) < _MOST_FILES:
+                found += [other for other in self.context.files.imported(source) if other not in found]
+        return found
 
     @cached_property
     def call(self) -> tuple[SourceFile, ast.Call] | None:
@@ -572,7 +587,7 @@ def _written_rate(setup: OptimizerSetup, factor: float, expected: float | None) 
     if expected is None:
         return [], None
     files = setup.context.files
-    sources = dict.fromkeys(s for one in setup.sources for s in (one, *imported_files(files, one)))
+    sources = dict.fromkeys(s for one in setup.sources for s in (one, *files.imported(one)))
     given = [Location(s, k.value) for s in sources for c in s.calls for k in c.keywords if _is_rate_name(k.arg)]
     given += [v for s in sources for name in RATES for v in dictionary_values(s, name)]
     numbers = {found.node: found for at in given if (found := find_literal(files, at, expected)) is not None}

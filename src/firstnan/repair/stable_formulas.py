@@ -458,7 +458,8 @@ def positive_by_construction(context: FailureContext) -> Iterator[Remedy]:
     source = found.location.source
     parameter = source.value(without_constants(source, found.expr.args[0]))  # of `nu = self.df`, where it gets its name
     code = source.code(parameter)
-    reads = [n for n in ast.walk(source.statement(parameter)) if isinstance(n, ast.Name | ast.Attribute)]
+    named = ast.Name | ast.Attribute | ast.Subscript  # `self.sigmas[name]` too
+    reads = [n for n in ast.walk(source.statement(parameter)) if isinstance(n, named)]
     reads = [n for n in reads if isinstance(n.ctx, ast.Load) and source.code(n) == code]
     positive = f"{source.spell('torch.nn.functional', parameter)}.softplus({code})"
     yield context.remedy(

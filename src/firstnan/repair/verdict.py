@@ -143,6 +143,10 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         where = f"in step {when}"
         if when > bad and reached:
             return True, None, f"{outcome.noticed} is non-finite {where}"
+        if when < (report.step or 0):
+            raised = outcome.noticed == described(Noticed("exception"))
+            what = "the program ends with an exception" if raised else f"{outcome.noticed} is non-finite"
+            return None, None, f"{what} {where} already"
         return False, None, outcome.noticed + ("" if when == report.step else f" {where}")
     if outcome.not_continued and not reached:
         return None, None, f"step {bad} cannot be run to its end: {outcome.not_continued}"
@@ -150,7 +154,7 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return reached or None, None, f"the program stopped in step {passed}: {outcome.error}"
     if report.verdict == "diverged" and not outcome.exploded and reached and outcome.latest:
         return _verdict_on_loss(outcome, report)
-    if outcome.frozen and reached:
+    if outcome.frozen and reached and not _was_frozen(report):
         return True, None, f"training stops learning: {outcome.frozen}"
     if outcome.exploded and reached:
         return True, None, f"{DIVERGES} ({outcome.exploded[:1].lower()}{outcome.exploded[1:].rstrip('.')})"
@@ -165,6 +169,12 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return True, 0, f"with less data the program ends after {steps}, all of them finite"
     how = f" with {outcome.exit}" if outcome.exit else ""
     return None, None, f"the program ended{how} after {steps}, before the failing one"
+
+
+def _was_frozen(report: Report) -> bool:
+    """Whether training has learned nothing before it failed either."""
+    norms = [r.grad_norm for r in report.history.steps if r.step < last_bad_step(report) and r.grad_norm is not None]
+    return bool(norms) and not any(norms)
 
 
 def _far_beyond(outcome: TrialOutcome, report: Report) -> str:

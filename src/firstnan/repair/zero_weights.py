@@ -10,7 +10,6 @@ from firstnan.diagnose.rules.overflow import weights_feeding
 from firstnan.records import Edit, OpEvent, Remedy, TensorStat
 from firstnan.records.operator_families import NORMS, WEIGHT_NORMS
 from firstnan.repair.context import FailureContext, remedies_for
-from firstnan.repair.literals import imported_files
 from firstnan.repair.parameters import USUAL_STD
 from firstnan.repair.settings import OptimizerSetup
 from firstnan.repair.source import SourceFile, literal_value, parenthesized, replace_node
@@ -85,12 +84,9 @@ def _last_name(path: str) -> str:
 
 def _written_zeros(context: FailureContext, layer: str, attribute: str) -> Iterator[Edit]:
     """Edits of the places that write the zeros; those that name the layer first."""
-    sites = [e.site.file for e in context.failure.trace.events if e.site is not None]
-    sources = [*OptimizerSetup(context).sources, *filter(None, map(context.files.get, dict.fromkeys(sites)))]
-    sources += [other for source in list(sources) for other in imported_files(context.files, source)]
     exact: list[Edit] = []
     others: list[Edit] = []
-    for source in dict.fromkeys(sources):
+    for source in OptimizerSetup(context).surroundings:
         for node in source.nodes:
             found = _zeros_at(source, node)
             if found is None:

@@ -201,7 +201,9 @@ def _loss_change(remedy: Remedy) -> str:
         return ""
     if change <= 1e-3:
         return "healthy losses unchanged" + (f" (largest relative change {change:.0e})" if change else "")
-    return f"healthy losses change by up to {100 * change:.2g} %"
+    percent = 100 * change
+    text = f"{percent:.2g}" if percent < 99.5 else f"{percent:,.0f}" if percent < 1e6 else number(percent)
+    return f"healthy losses change by up to {text} %"
 
 
 def replay_line(report: Report) -> str:

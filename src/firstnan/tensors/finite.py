@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from firstnan.records import Histogram, TensorStat
 from firstnan.tensors.step_function import is_step_call
@@ -21,6 +23,7 @@ _TABLES = {"pandas", "polars", "pyarrow", "xarray", "h5py", "zarr", "dask", "she
 _USUAL = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8", "float4")))
 
+_FLOAT32, _STRIDED = torch.float32, torch.strided
 _SHORT = 1 << 13
 
 # Inside vmap and similar transforms a tensor has no values that could be read.
@@ -43,7 +46,7 @@ def readable(t: Any) -> Tensor | None:
     if (kind is Tensor or kind is torch.nn.Parameter) and t.dtype in _USUAL and t.layout is torch.strided:
         if t.is_nested:
             return readable(nested_values(t))
-        return t.detach() if not (t.is_meta or _in_transform(t)) else None
+        return t.detach() if not (t.is_meta or _in_transform(t) or t._is_zerotensor()) else None
     if not isinstance(t, Tensor):
         return None
     if kind is Tensor or kind is torch.nn.Parameter:
@@ -84,6 +87,8 @@ def shape_of(t: Tensor) -> tuple[int, ...]:
 def _plain(t: Tensor) -> Tensor | None:
     dtype = t.dtype
     if not (dtype.is_floating_point or dtype.is_complex) or t.is_meta or t.is_nested or _in_transform(t):
+        return None
+    if t._is_zerotensor():  # zeros without memory, which forward-mode derivatives are made of
         return None
     plain: Tensor = t.detach()
     if plain.layout is torch.sparse_coo:
@@ -137,12 +142,18 @@ def shares(t: Tensor) -> tuple[float, float]:
 def surely_finite(t: Tensor) -> bool:
     """Whether the sum of squares is finite. True is certain; False is not, since large finite numbers overflow it."""
     kind = type(t)
-    if (kind is not Tensor and kind is not torch.nn.Parameter) or t.dtype is not torch.float32:
+    if (kind is not Tensor and kind is not Parameter) or t.dtype is not _FLOAT32:
         return False
-    if t.layout is not torch.strided or not t.is_contiguous() or t.is_meta or t.is_nested:
+    if t.layout is not _STRIDED or not t.is_contiguous() or t.is_meta or t.is_nested or t._is_zerotensor():
         return False
-    flat = t.detach().view(-1)
-    return math.isfinite(torch.dot(flat, flat).item())
+    flat = (t.detach() if t.requires_grad else t).view(-1)
+    return math.isfinite(own_item(torch.dot(flat, flat)))
+
+
+def has_nan(t: Tensor) -> bool:
+    """Whether it holds a NaN; infinities may be a mask."""
+    plain = readable(t) if not is_finite(t) else None
+    return plain is not None and bool(torch.isnan(plain).any())
 
 
 def has_nan_or_positive_inf(t: Tensor) -> bool:
@@ -333,8 +344,12 @@ def norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(parts)
 
 
-_item = torch._C.TensorBase.item
+own_item = torch._C.TensorBase.item
 """`Tensor.item` is watched under `firstnan run`: what is read here is our own."""
+
+
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+_plainness, _PLAIN = operator.attrgetter("dtype", "is_cpu", "is_sparse"), {(torch.float32, True, False)}
 
 
 def plain_norm(tensors: list[Tensor]) -> float | None:
@@ -342,23 +357,21 @@ def plain_norm(tensors: list[Tensor]) -> float | None:
 
     Small vectors, of which a model has dozens, are concatenated first.
     """
+    # As in `is_plain`, without bytecode for every tensor.
+    if not set(map(type, tensors)) <= _PLAIN_TYPES or not set(map(_plainness, tensors)) <= _PLAIN:
+        return None
     vectors: list[Tensor] = []
     squares = 0.0
     for t in tensors:
-        kind = type(t)  # as in `is_plain`, without a call for every tensor
-        if kind is not Tensor and kind is not torch.nn.Parameter:
-            return None
-        if t.dtype is not torch.float32 or not t.is_cpu or t.is_sparse:
-            return None
         if t.dim() == 1 and t.numel() <= _SHORT:
             vectors.append(t)
         elif t.is_contiguous():
             flat = t.view(-1)
-            squares += _item(torch.dot(flat, flat))
+            squares += own_item(torch.dot(flat, flat))
         else:
-            squares += _item(torch.linalg.vector_norm(t)) ** 2
+            squares += own_item(torch.linalg.vector_norm(t)) ** 2
     for vector in [torch.cat(vectors)] if len(vectors) > 2 else vectors:
-        squares += _item(torch.dot(vector, vector))
+        squares += own_item(torch.dot(vector, vector))
     return math.sqrt(squares)
 
 

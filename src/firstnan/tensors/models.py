@@ -48,6 +48,11 @@ class Slot:
         # A scripted module has a wrapper that can do less.
         return module._buffers[self.name] if self.name in module._buffers else None  # noqa: SIM401
 
+    def holder(self) -> dict[str, Any] | None:
+        """The dict in which the module holds it, if it is an ordinary one."""
+        module = self.module()
+        return module._buffers if module is not None and isinstance(module._buffers, dict) else None
+
     @property
     def is_running_statistic(self) -> bool:
         """Whether it is the mean or the variance of a batch norm, which are never infinite on purpose."""
@@ -305,7 +310,8 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    groups = optimizer.param_groups
+    return list(groups[0]["params"]) if len(groups) == 1 else [p for group in groups for p in group["params"]]
 
 
 def learning_rate_of(optimizer: Any) -> float | None:

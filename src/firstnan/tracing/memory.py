@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn import Parameter
 
 from firstnan.records import Role
 from firstnan.tensors.finite import is_finite, is_from_collective, nested_values, surely_finite
 
+_STRIDED = torch.strided
 _MAX_EXACT = 1 << 22  # Elements; in a larger storage, views that interleave count as overlapping.
 
 
@@ -94,26 +96,27 @@ class Memory:
         """By address."""
         self._freed: deque[_StorageRef] = deque()
         """Storages freed by any thread and not forgotten yet; their addresses may be in use again."""
+        self.from_elsewhere: set[int] = set()
+        """Storages that hold results of autograd, but of no operator that was recorded."""
         self._next_key = 0
 
     def key(self, t: Tensor) -> int | None:
         """A number for this tensor's storage that is never given to another one."""
-        if type(t) is not Tensor or t.is_nested:
-            t = _local(t)
-        if t.layout is not torch.strided:
-            values = _values(t)
-            if values is None:
+        kind = type(t)
+        if (kind is not Tensor and kind is not Parameter) or t.layout is not _STRIDED or t.is_nested:
+            plain = _plain_part(t)
+            if plain is None:
                 return None
-            t = values
+            t = plain
         try:
             storage = t.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return None
-        if len(self._freed) >= _MOST_FREED:
-            self._forget_freed()
         address: int = storage._cdata
         known = self._storages.get(address)
         if known is None or known() is None:
+            if len(self._freed) >= _MOST_FREED:
+                self._forget_freed()
             known = self._storages[address] = _StorageRef(storage, self._freed.append)
             known.address, known.key = address, self._next_key
             self._next_key += 1
@@ -124,8 +127,30 @@ class Memory:
             gone = self._freed.popleft()
             if self._storages.get(gone.address) is gone:
                 del self._storages[gone.address]
-            for table in (self.writer, self._bad, self._unwritten, self._outside):
-                table.pop(gone.key, None)
+            key = gone.key
+            self.writer.pop(key, None)
+            self._outside.pop(key, None)
+            if self._bad:
+                self._bad.pop(key, None)
+            if self._unwritten:
+                self._unwritten.pop(key, None)
+
+    def read(self, tensors: list[tuple[str, Tensor]]) -> tuple[list[int | None], dict[int, tuple[int, ...]]]:
+        """Who wrote each tensor and its storage; by position, who left bad values in those that may hold some."""
+        reads: list[int | None] = []
+        dirty: dict[int, tuple[int, ...]] = {}
+        bad, unwritten, outside = self._bad, self._unwritten, self._outside
+        for position, (_, t) in enumerate(tensors):
+            key = self.key(t)
+            writer = None if key is None else self.writer.get(key)
+            reads += (writer, key)
+            # As in `may_be_bad`, which is asked only if it is not certain.
+            uncertain = key is None or key in bad or key in unwritten or outside.get(key, writer is None)
+            if uncertain and self.may_be_bad(key, t):
+                dirty[position] = self.bad_writers(key, t)
+                if writer is None and key is not None and key not in self.roles and t.grad_fn is not None:
+                    self.from_elsewhere.add(key)
+        return reads, dirty
 
     def may_be_bad(self, key: int | None, t: Tensor) -> bool:
         """Whether this storage may hold non-finite values; one from before the trace is read once."""
@@ -205,6 +230,12 @@ class Memory:
         self._unwritten = {k: new[w] for k, w in self._unwritten.items()}
         kept = in_use | {ref.key for ref in self._storages.values()}
         self.roles = {k: role for k, role in self.roles.items() if k in kept}
+
+
+def _plain_part(t: Tensor) -> Tensor | None:
+    """The tensor that holds the numbers of a sharded, nested or sparse one; None if there is none."""
+    t = _local(t)
+    return t if t.layout is torch.strided else _values(t)
 
 
 def _local(t: Tensor) -> Tensor:

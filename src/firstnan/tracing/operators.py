@@ -45,6 +45,7 @@ _NAMES = {
 _MAX_ARGUMENTS = 32
 # Types of arguments that are not tensors and hold none.
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout))
+_NUMBER_TYPES = frozenset(("int", "float", "bool", "str", "number", "Device", "Layout", "SymInt"))
 # Views that their schema does not declare.
 _VIEWS = {"unsafe_view", "reshape_alias"}
 # In-place operators that never read what they write to.
@@ -79,6 +80,8 @@ class OpInfo:
     name: str
     aten: str
     arguments: tuple[str, ...]
+    tensors: tuple[tuple[int, str], ...]
+    """Positions and names of the arguments that may be or hold tensors."""
     mutated: frozenset[str]
     overwritten: frozenset[str]
     """Mutated arguments whose old content is not read: `out=`, the target of a copy."""
@@ -123,6 +126,7 @@ def _describe(func: Any) -> OpInfo:
         name=name,
         aten=str(func),
         arguments=tuple(a.name for a in schema.arguments),
+        tensors=tuple((i, a.name) for i, a in enumerate(schema.arguments) if not _is_number(a.type)),
         mutated=mutated,
         overwritten=overwritten,
         view=view and name != "tensor",
@@ -142,6 +146,7 @@ def _higher_order(func: Any) -> OpInfo:
         name=plain_name(name),
         aten=name,
         arguments=tuple(f"argument {i}" for i in range(_MAX_ARGUMENTS)),
+        tensors=tuple((i, f"argument {i}") for i in range(_MAX_ARGUMENTS)),
         mutated=frozenset(),
         overwritten=frozenset(),
         view=False,
@@ -152,10 +157,19 @@ def _higher_order(func: Any) -> OpInfo:
     )
 
 
+def _is_number(kind: Any) -> bool:
+    """Whether an argument of this type of a schema is never a tensor, and holds none."""
+    return str(kind).removeprefix("Optional[").removeprefix("List[").rstrip("]") in _NUMBER_TYPES
+
+
 def tensors_of(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensor arguments, named as in the schema."""
     found: list[tuple[str, Tensor]] = []
-    for name, a in zip(op.arguments, args):  # noqa: B905  # `strict` costs more than the rest of the loop
+    count = len(args)
+    for position, name in op.tensors:
+        if position >= count:
+            break
+        a = args[position]
         kind = type(a)
         if kind is Tensor or kind is Parameter:
             found.append((name, a))

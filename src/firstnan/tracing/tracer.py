@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,12 @@ _graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
 _SHARED_FROM = 1024
 """From so many records on, equal calls share an object: it saves memory in long steps, but costs time in short ones."""
+_new = tuple.__new__
+"""Makes a named tuple of its fields in order, without the Python function that its class would call."""
+_name, _tensor, _requires_grad = itemgetter(0), itemgetter(1), attrgetter("requires_grad")
+_NOT_READ = (None, None)
+_MOST_LEVELS = 8
+"""Transforms of `torch.func` inside each other, and operators that one call becomes under `vmap`."""
 _NO_SEQUENCE = 1 << 62  # AccumulateGrad and the like have no usable sequence number.
 
 
@@ -75,8 +82,6 @@ class Tracer:
         self._new_threads = NewThreads(self._helper_started) if helpers else None
         self.of_helpers: set[int] = set()
         """The events of those threads."""
-        self._from_elsewhere: set[int] = set()
-        """Memory that holds results of autograd, but of no operator that was recorded."""
         self.step = 0
         self.region = "setup"
         self.in_optimizer = False
@@ -93,6 +98,8 @@ class Tracer:
         """The first error of our own while recording."""
         self._sequence: dict[int, int] = {}
         """Sequence number of an autograd node -> the event that made it."""
+        self._levels: dict[int, int] = {}
+        """The same for nodes of an outer `torch.func` transform: each level makes one before the operator runs."""
         self._last_node = -1
         """Autograd nodes up to this number have their event, or have none."""
         self._nodes = self._detailed = self._created = 0
@@ -155,6 +162,7 @@ class Tracer:
         """Records this thread from now on: the program trains here, not in the thread recorded so far."""
         if self._mode is not None and self._mode.thread != threading.get_ident():
             self._mode.on = False
+            self._levels.clear()
             self._sequence.clear()  # Autograd numbers its nodes per thread.
             self._enter()
 
@@ -268,6 +276,7 @@ class Tracer:
         """Drops events that no later failure can depend on, so that tracing many steps uses bounded memory."""
         raised = [i for i, raw in enumerate(self.raws) if raw.finding is not None and raw.finding.raised]
         self._sequence.clear()
+        self._levels.clear()
         self._nodes = self._detailed = self._created = 0
         self._keep(self._ancestors(self.memory.roots() | set(raised[-_MAX_RAISED:])))
 
@@ -291,6 +300,7 @@ class Tracer:
         self.raws = [self.raws[i] for i in new]
         self.of_helpers = {new[i] for i in self.of_helpers if i in new}
         self._sequence = {n: new[i] for n, i in self._sequence.items() if i in new}
+        self._levels = {n: new[i] for n, i in self._levels.items() if i in new}
         self._calls.clear()
         self._stats.clear()
         for raw in self.raws:
@@ -309,7 +319,13 @@ class Tracer:
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operator and records it. Called for every operator, so it has to be fast."""
         op = info(func)
-        if op.ignored or (op.view and not self.marks and not _makes_node(args)):
+        if op.ignored:
+            return func(*args, **kwargs)
+        if (
+            op.view
+            and not self.marks
+            and not (torch.is_grad_enabled() and (not args or getattr(args[0], "requires_grad", True)))
+        ):
             return func(*args, **kwargs)  # A view shares its storage; it is recorded only where autograd makes a node.
         if len(self.raws) >= self._cleanup_at and not self._helpers:
             self._clean_up()
@@ -319,7 +335,7 @@ class Tracer:
         try:
             # Before the call: an operator may overwrite what it reads.
             with self._lock:
-                reads, dirty = self._read(tensors)
+                reads, dirty = self.memory.read(tensors)
             before = {}
             if op.mutated:
                 # A large argument is copied only if it may hold non-finite values.
@@ -346,7 +362,7 @@ class Tracer:
             try:
                 if op.mutated:
                     results += [t for n, t in given if n in op.mutated and all(t is not r for r in results)]
-                done = _Executed(func, op, args, kwargs, tensors, results, before, raised)
+                done = _new(_Executed, (func, op, args, kwargs, tensors, results, before, raised))
                 with self._lock:
                     self._append(done, reads, dirty)
             except Exception as error:
@@ -356,33 +372,17 @@ class Tracer:
         """Remembers an error of our own, which must never reach the program."""
         self.trouble = self.trouble or f"{op.aten}: {type(error).__name__}: {error}"
 
-    def _read(self, tensors: list[tuple[str, Tensor]]) -> tuple[list[int | None], dict[int, tuple[int, ...]]]:
-        """Who wrote each tensor and its storage; by position, who left bad values in those that may hold some."""
-        reads: list[int | None] = []
-        dirty: dict[int, tuple[int, ...]] = {}
-        memory = self.memory
-        for position, (_, t) in enumerate(tensors):
-            key = memory.key(t)
-            writer = None if key is None else memory.writer.get(key)
-            reads += (writer, key)
-            if memory.may_be_bad(key, t):
-                dirty[position] = memory.bad_writers(key, t)
-                if writer is None and key is not None and key not in memory.roles and t.grad_fn is not None:
-                    self._from_elsewhere.add(key)
-        return reads, dirty
-
     def _append(self, done: _Executed, reads: list[int | None], dirty: dict[int, tuple[int, ...]]) -> None:
-        op, results = done.op, done.results
+        op, results, is_set = done.op, done.results, done.op.name == "set"
         enabled = torch.is_grad_enabled()
-        grad = False
-        given: list[str] = []
-        for name, t in done.tensors:  # not by comprehensions, each of which is a function call
-            given.append(name)
-            grad = grad or (enabled and t.requires_grad)
-        names = tuple(given)
+        # Not by comprehensions, each of which is a function call.
+        names = tuple(map(_name, done.tensors))
+        grad = enabled and any(map(_requires_grad, map(_tensor, done.tensors)))
         raw = Raw()
         raw.region, raw.fingerprint, raw.finding, raw.numbers, raw.ranges = self.region, None, None, tuple(reads), ()
-        forms = tuple([(shape_of(t) if t.is_nested else t.shape, t.dtype) for t in results]) if op.name != "set" else ()
+        forms: tuple[Any, ...] = ()
+        for t in results if not is_set else ():
+            forms += ((shape_of(t) if t.is_nested else t.shape, t.dtype),)
         frame = sys._getframe(3)
         asked = self._nodes < _MAX_NODES
         self._locate(raw, op, names, forms, grad, frame, asked)
@@ -390,23 +390,26 @@ class Tracer:
         self.raws.append(raw)
         if self._helpers and threading.get_ident() in self._helpers:
             self.of_helpers.add(index)
-        if grad or not enabled:
-            self._assign_node(index)
+        self._assign_node(index, grad or not enabled)
         memory = self.memory
         # A number may be infinite itself (`masked_fill(mask, -inf)`).
         unread = op.empty or op.view or (op.keeps_finite and not dirty and arguments_keep_finite(done.args))
+        # Ranges are evidence in forward. Elsewhere, and for larger results, it only matters whether all is finite.
         quick = (_LARGE if grad else _SMALL) if raw.call.phase == "forward" else -1
         ranges: list[float | None] = []
         bad = measured = False
-        for t in results if op.name != "set" else ():
-            low, high = (None, None) if unread else _ends(t, quick)
-            ranges += (low, high)
+        for t in results if not is_set else ():
             wrong = False
-            if low is not None and high is not None:
-                measured, wrong = True, not (math.isfinite(low) and math.isfinite(high))
-                bad = bad or wrong
-            if op.view:
-                continue
+            if unread or (t.numel() > quick and surely_finite(t)):
+                ranges += _NOT_READ
+                if op.view:
+                    continue
+            else:
+                low, high = _ends(t)
+                ranges += (low, high)
+                if low is not None and high is not None:
+                    measured, wrong = True, not (math.isfinite(low) and math.isfinite(high))
+                    bad = bad or wrong
             key = memory.key(t)
             if key is not None:
                 reads.append(key)
@@ -416,7 +419,7 @@ class Tracer:
                     memory.wrote(key, t, index, wrong)
                     if dirty and t.dtype is torch.uint8 and op.name == "copy":  # as `deepcopy` copies a buffer
                         memory.copied_bytes(key, t, dirty.get(len(done.tensors) - 1, ()))
-        if op.name == "set":
+        if is_set:
             for t in results:
                 memory.arrived(t)
         raw.numbers = tuple(reads)
@@ -456,14 +459,20 @@ class Tracer:
     def _in_step(self, writer: int | None) -> bool:
         return writer is not None and self.raws[writer].region == "step"
 
-    def _assign_node(self, index: int) -> None:
+    def _assign_node(self, index: int, certain: bool) -> None:
         """Assigns the autograd node that was just made to this event.
 
         A node without an event belongs to an `autograd.Function` whose forward, which runs without gradients, begins.
+        Under `torch.func` the operator itself sees no gradient, although nodes were made for it.
         """
         number = _sequence_number() - 1
         helper = self._helpers.get(threading.get_ident()) if self._helpers else None
-        if number > (self._last_node if helper is None else helper.last_node):
+        last = self._last_node if helper is None else helper.last_node
+        if number > last:
+            for other in range(max(last + 1, number - _MOST_LEVELS), number + (not certain)):
+                self._levels.setdefault(other, index)
+            if not certain:
+                return
             if helper is None:
                 self._last_node = number
             else:
@@ -493,14 +502,14 @@ class Tracer:
             phase = "forward" if recomputing else "backward"
             if node is not None:
                 name, sequence = node
-                raw.forward = self._sequence.get(sequence) if sequence < _NO_SEQUENCE else None
+                raw.forward = self._forward_of(name, sequence) if sequence < _NO_SEQUENCE else None
                 if raw.forward is not None and not recomputing:
                     module = self.raws[raw.forward].call.module
         elif self.in_optimizer and not (self.in_closure and torch.is_grad_enabled()):
             phase = "optimizer"
         module = module or self.modules.current()
         step = self.step
-        call = OperatorCall(op, spot, inner, phase, name, module, python_backward, step, grad, names, forms)
+        call = _new(OperatorCall, (op, spot, inner, phase, name, module, python_backward, step, grad, names, forms))
         if len(self.raws) < _SHARED_FROM:
             raw.call = call
             return
@@ -508,6 +517,17 @@ class Tracer:
         inside = (id(inner[0]), inner[1]) if inner is not None else None
         key = (id(op), at, inside, phase, name, *module[:2], id(module[2]), python_backward, step, grad, names, forms)
         raw.call = self._calls.setdefault(key, call)
+
+    def _forward_of(self, name: str, sequence: int) -> int | None:
+        """The event that made the autograd node of this name and number."""
+        made = self._sequence.get(sequence)
+        if made is None or self.raws[made].call.func.view:  # `vmap` moves dimensions before it calls the operator
+            wanted = name.partition("Backward")[0].lower()
+            start = self._levels.get(sequence) if made is None else made
+            following = range(start, min(start + _MOST_LEVELS, len(self.raws))) if start is not None else ()
+            found = (i for i in following if self.raws[i].call.func.name.replace("_", "") == wanted)
+            return next(found, made)
+        return made
 
     def _node(self, ask: bool) -> tuple[tuple[str, int] | None, bool]:
         """Name and number of the autograd node that runs, and whether one does.
@@ -529,16 +549,11 @@ class Tracer:
 
     def reads_from_elsewhere(self, event: int) -> bool:
         """Whether an event has read what autograd has computed, but no recorded operator."""
-        return not self._from_elsewhere.isdisjoint(self.raws[event].storages)
+        return not self.memory.from_elsewhere.isdisjoint(self.raws[event].storages)
 
     def trace(self, parts: Parts | None = None) -> Trace:
         """Everything recorded so far as plain values; module paths start at the models in `parts`."""
         return Trace(Events(self.raws, self.memory, parts or {}))
-
-
-def _makes_node(args: tuple[Any, ...]) -> bool:
-    """Whether autograd makes a node for a view of the first argument."""
-    return torch.is_grad_enabled() and (not args or getattr(args[0], "requires_grad", True))
 
 
 def _in_checkpoint(frame: Any) -> bool:
@@ -552,13 +567,8 @@ def _in_checkpoint(frame: Any) -> bool:
     return False
 
 
-def _ends(t: Tensor, quick: int) -> tuple[float | None, float | None]:
-    """Minimum and maximum; None if they are certain to be finite and `t` has more elements than `quick`.
-
-    Ranges are evidence in forward. Elsewhere, and for large results, it only matters whether all is finite.
-    """
-    if t.numel() > quick and surely_finite(t):
-        return None, None
+def _ends(t: Tensor) -> tuple[float | None, float | None]:
+    """Minimum and maximum, if there are any."""
     plain = readable(t)
     return (extremes(plain) or (None, None)) if plain is not None else (None, None)
 

@@ -25,7 +25,8 @@ def _found(failure: Failure, name: str, why: str, confidence: float, of_an_opera
     """The second confidence counts where an operator of this run made the value: its own cause says more."""
     stat = failure.origin.produced or failure.made
     evidence = (describe(stat, name),) if stat else ()
-    return Explanation(why, confidence if failure.event is None else of_an_operator, evidence)
+    known = failure.event is not None or failure.origin.op  # an operation of numpy is known without an event
+    return Explanation(why, of_an_operator if known else confidence, evidence)
 
 
 def wrapped_integers(origin: Origin) -> str:
@@ -190,6 +191,10 @@ def nan_parameter(failure: Failure) -> Explanation | None:
         kind = "buffer" if failure.origin.role == "buffer" else "parameter"
         why = f"`{failure.code}` writes {_content(failure)} into the {kind} {name}, {when}; no optimizer did."
         return _found(failure, name, why, 0.97, 0.97)
+    if (number := _non_finite_number(failure)) and failure.event is not None and failure.origin.role == "parameter":
+        when = f"after {step} updates" if step else "before the first update"
+        why = f"`{failure.code}` writes {_content(failure)} into the parameter {name}, {when}: its {number}."
+        return _found(failure, name, why, 0.97, 0.97)
     source = (
         "It was written after an earlier step"
         if step
@@ -214,10 +219,36 @@ def nan_parameter(failure: Failure) -> Explanation | None:
     return _found(failure, name, why, 0.6, 0.35)
 
 
+def _non_finite_number(failure: Failure) -> str:
+    """The number that the operator was given and that is non-finite: "std is inf"; "" if there is none."""
+    given = failure.event.scalars if failure.event is not None else ()
+    return next((f"{n} is {v}" for n, v in given if isinstance(v, float) and not math.isfinite(v)), "")
+
+
+def _computes_with_nan(failure: Failure) -> bool:
+    """Whether a tensor meets a NaN that python has computed: the line of the operator does not say `nan`."""
+    event = failure.event
+    given = event is not None and any(isinstance(v, float) and math.isnan(v) for _, v in event.scalars)
+    return given and failure.op in ("add", "sub", "rsub", "mul", "div", "pow") and not NAN_LITERAL.search(failure.code)
+
+
+@rule("nan_constant", title="Number computed in Python is NaN", phases=ANY - {"optimizer"})
+def nan_from_python(failure: Failure) -> Explanation | None:
+    if not failure.bad or not _computes_with_nan(failure):
+        return None
+    why = (
+        f"`{failure.code}` computes with a Python number that is NaN already ({_non_finite_number(failure)}), so "
+        f"{counted(failure.nan)} became NaN. No operator of torch made it: look at the code that computes this number."
+    )
+    return Explanation(why, 0.9, failure.input_lines())
+
+
 @rule("nan_constant", phases=ANY)
 def nan_constant(failure: Failure) -> Explanation | None:
     event = failure.origin.event
     if event is None or failure.phase == "optimizer" or not event.bad or not _literal(failure, event):
+        return None
+    if _computes_with_nan(failure):
         return None
     elements = counted(sum(o.nan for o in event.outputs))
     if event.op in FULL:

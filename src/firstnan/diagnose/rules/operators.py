@@ -304,9 +304,10 @@ def custom_backward(failure: Failure) -> Explanation | None:
         return None
     why = (
         f"`{failure.code}` runs inside a backward or gradient hook of the program itself, not of torch. There, the "
-        f"operator {failure.op} produced {counted(failure.bad, 'non-finite element')} from finite numbers."
+        f"operator `{failure.op}` produced {counted(failure.bad, 'non-finite element')} from finite numbers."
     )
-    return Explanation(why, 0.95, failure.input_lines())
+    # A conversion to a narrow type, as where gradients are compressed, fails by the type alone.
+    return Explanation(why, 0.8 if failure.op == "to" and failure.narrow else 0.95, failure.input_lines())
 
 
 @rule("infinite_derivative", phases=BACKWARD)

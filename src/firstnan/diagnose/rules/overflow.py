@@ -49,6 +49,8 @@ NEAR = 1e-3
 JUST_BEFORE = 8
 """So many steps before the failure a rate may begin to rise that leaves no time for growth."""
 ABSURD_RATE = 10.0
+ABSURD_START = 1e20
+"""A first loss, and a gradient of it, that no data of an ordinary model has, not even data without any scaling."""
 SHOT_UP = 10.0
 """A loss that is so many times larger after a few updates was made so by them, or by its batch."""
 LOST = 1e3
@@ -288,6 +290,23 @@ def bad_init(failure: Failure) -> Explanation | None:
     return Explanation(why, confidence, (describe(stat, name),))
 
 
+@rule("bad_init", title="The first loss is already beyond all bounds", phases=ANY - {"optimizer", "input"})
+def absurd_start(failure: Failure) -> Explanation | None:
+    """The first update is made with an absurd gradient, and only the step after it overflows."""
+    first = failure.diverging.steps[0] if failure.diverging.steps else None
+    if first is None or first.step or not 0 < failure.origin.step <= 4 or failure.narrow or not overflowed(failure):
+        return None
+    loss, norm = first.loss, first.grad_norm
+    if loss is None or norm is None or not ABSURD_START <= min(abs(loss), norm) < math.inf:
+        return None
+    why = (
+        f"Before any update, in step 0, the loss is {number(loss)} and its gradient has the norm {number(norm)}: with "
+        f"the initial weights, the numbers grow from layer to layer. The first updates are as large as that gradient, "
+        f"and {_operator(failure)} overflows in step {failure.origin.step}."
+    )
+    return Explanation(why, 0.93, (f"loss in step 0: {number(loss)}, gradient norm {number(norm)}",))
+
+
 def _largest_weight(failure: Failure) -> tuple[str, TensorStat, float] | None:
     """The parameter with the greatest magnitude among those that fed the operator: name, statistics, magnitude."""
     events = (failure.event, failure.origin.forward_event) if failure.phase == "backward" else (failure.event,)
@@ -436,6 +455,10 @@ def nan_lr(failure: Failure) -> Explanation | None:
     return Explanation(why, 0.99, (f"{bad[0]} = {bad[1]}",))
 
 
+_TINY_EPS = 1e-30
+"""An eps below it is 0 for most numbers that it is added to."""
+
+
 @rule("optimizer_eps", phases=UPDATES)
 def optimizer_eps(failure: Failure) -> Explanation | None:
     if not failure.bad:
@@ -445,7 +468,7 @@ def optimizer_eps(failure: Failure) -> Explanation | None:
     fused = failure.op in FUSED_UPDATES
     names = DIVISIONS.get(failure.op, ("grads", "exp_avg_sqs"))
     if fused:
-        fits = eps is not None and eps < 1e-30 and any(has_zero(t) for t in failure.tensors)
+        fits = eps is not None and eps < _TINY_EPS and any(has_zero(t) for t in failure.tensors)
     else:
         fits = failure.op in DIVISIONS and failure.zero_at(names[1])
     # An update that divides something other than a weight divides what the gradient was made into.
@@ -455,6 +478,8 @@ def optimizer_eps(failure: Failure) -> Explanation | None:
     if not fits or (failure.phase == "parameter" and not moved):
         return None
     own = not fused and _in_users_code(failure)
+    if own and failure.phase == "parameter" and any(not s.shape for s in failure.stats(names[1])):
+        return None  # the norm of a whole gradient: no weight has a denominator of its own
     if own and eps is not None and not _made_with(failure, names[1], eps):
         return None
     shown = f", with eps = {number(eps)}" if eps is not None else ""
@@ -470,13 +495,19 @@ def optimizer_eps(failure: Failure) -> Explanation | None:
 
 def _in_users_code(failure: Failure) -> bool:
     """Whether the operator is in an update that the user wrote, not in one of torch's."""
-    return failure.event is not None and failure.event.library_site is None and failure.event.site is not None
+    if failure.event is None or failure.event.site is None:
+        return False
+    library = failure.event.library_site
+    return library is None or library.file.endswith("torch/_tensor.py")  # `1 / x` is a method in python
 
 
 def _made_with(failure: Failure, name: str, eps: float) -> bool:
     """Whether eps was added to the argument, or limits it; otherwise that setting has nothing to do with the 0."""
     events = [e for maker in failure.producers(name) for e in (maker, *failure.trace.feeding(maker, 3))]
-    return any(math.isclose(v, eps, rel_tol=1e-3) for e in events for _, given in e.scalars for v in _numbers(given))
+    if any(math.isclose(v, eps, rel_tol=1e-3) for e in events for _, given in e.scalars for v in _numbers(given)):
+        return True
+    # The numbers given to an operator with a finite result are not kept. An eps that was added is below the result.
+    return eps < _TINY_EPS and any("eps" in e.site.code for e in events if e.site is not None)
 
 
 @rule("zero_over_zero", phases=frozenset({"optimizer"}))

@@ -31,10 +31,15 @@ class _Subject:
     search: Search
 
 
-def begin_search(report: Report, handouts: Handouts, *, only_latest: bool = False) -> SampleSearch | None:
-    """The search for the bad samples of this step; None if its origin does not depend on samples."""
-    given, origin = handouts.latest_first()[: 1 if only_latest else None], report.origin
-    if origin is None or not given or origin.phase not in ("forward", "backward", "input") or not world().is_alone:
+def begin_search(report: Report, handouts: Handouts, *, in_children: bool = False) -> SampleSearch | None:
+    """The search for the bad samples of this step; None if its origin does not depend on samples.
+
+    `in_children`: each question is a child of its own, which needs no other rank, and is about the latest batch.
+    """
+    given, origin = handouts.latest_first()[: 1 if in_children else None], report.origin
+    if origin is None or not given or origin.phase not in ("forward", "backward", "input"):
+        return None
+    if not in_children and not world().is_alone:
         return None
     makers = [Maker.of(handouts.fetched_by(handout)) for handout in given]
     suspects = report.batch.bad_samples or () if report.batch else ()

@@ -94,7 +94,8 @@ class LayerWatch:
         self._handles: list[Any] = []
         self._paths: dict[int, tuple[weakref.ref[Module], str | None]] = {}
         """Every module that was looked at, and its path."""
-        self._last_hooks: list[tuple[Any, int]] = []
+        self._hook_tables: list[Any] = []
+        self._hook_ids: list[int] = []
         """The forward hooks of each watched module, and which of them is ours: it has to be the last."""
         self._global = GlobalHooks()
         self._unhookable: set[int] = set()
@@ -121,7 +122,8 @@ class LayerWatch:
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            self._last_hooks.clear()
+            self._hook_tables.clear()
+            self._hook_ids.clear()
             self._paths.clear()
             self._unhookable.clear()
             self._global.remove()
@@ -157,7 +159,8 @@ class LayerWatch:
         always = isinstance(after, _RootHook)
         handle = module.register_forward_hook(after, with_kwargs=True, always_call=always)
         self._handles.append(handle)
-        self._last_hooks.append((module._forward_hooks, handle.id))
+        self._hook_tables.append(module._forward_hooks)
+        self._hook_ids.append(handle.id)
 
     def _module_added(self, module: Module, name: str, child: Module | None) -> None:
         """A module gets a new part: it is watched from its first call on."""
@@ -174,9 +177,10 @@ class LayerWatch:
 
     def _be_last(self) -> None:
         """Hooks that others have added since may change what a layer returns, so ours has to run after them."""
-        for hooks, ours in self._last_hooks:
-            if len(hooks) > 1 and next(reversed(hooks)) != ours and ours in hooks:
-                hooks.move_to_end(ours)
+        if max(map(len, self._hook_tables), default=0) > 1:
+            for hooks, ours in zip(self._hook_tables, self._hook_ids, strict=True):
+                if len(hooks) > 1 and next(reversed(hooks)) != ours and ours in hooks:
+                    hooks.move_to_end(ours)
         for module, hook in self._global.overtaken():
             self._unhookable.discard(id(module))
             self._put_hook(module, hook)
@@ -461,6 +465,8 @@ class _LayerHook(_Hook):
     def __init__(self, module: Module, layer: Layer, watch: LayerWatch) -> None:
         super().__init__(module, partial(watch._run, watch._called, layer))
         self._layer, self._watch = layer, watch
+        # Both are known layers of torch: they write to nothing that an earlier layer has returned but their own input.
+        self._keeps_nonfinite, self._keeps_finite = layer.keeps_nonfinite, layer.keeps_finite
 
     def __call__(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
         __tracebackhide__ = True
@@ -469,10 +475,11 @@ class _LayerHook(_Hook):
         thread = self._watch._thread
         notes = thread.notes
         if notes is not None:
+            takes_note = self._keeps_nonfinite or (self._keeps_finite and thread.notes_only)
             if self._layer.is_container:
                 if notes and _returns_last(notes[-1], output):
                     return
-            elif self._layer.keeps_nonfinite and len(args) == 1 and not kwargs:
+            elif takes_note and len(args) == 1 and not kwargs:
                 t = args[0]
                 usual = type(t) is Tensor and type(output) is Tensor and t is not output
                 if usual and output.is_floating_point() and not t.is_inference():
