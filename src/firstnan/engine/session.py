@@ -487,6 +487,8 @@ class Session(Observer):
             self.resume()
             return False
         self.gate.drop_update(optimizer)
+        if count == 1 and not self.policy.continues:  # the program has caught the error
+            self._journal.dropped(self.gate.steps.of(optimizer))
         if self.policy.drops:  # at once: the program may save the model before its next step
             restore_buffers(self.buffers_before())
         return True
