@@ -107,6 +107,25 @@ FAULTS = """
         optimizer.step()  # optimizer
 """
 
+SERVER = """
+    from firstnan.engine import ranks
+    ranks._PATIENCE = 2.0  # rank 1 comes to no update
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3) if rank == 0 else None
+    for step in range(9):
+        for p in net.parameters():
+            dist.broadcast(p.data, 0)
+        if rank:
+            x = torch.rand(8, 6, generator=draw) + 0.1
+            x[3] = 0 if step == 6 else x[3]
+            net.zero_grad()
+            loss_of(net(x), x).backward()
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p) if rank == 0 else p.grad
+            dist.reduce(p.grad, 0)
+        if optimizer is not None:
+            optimizer.step()
+"""
+
 TENSOR_PARALLEL = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -358,6 +377,11 @@ EXCHANGES = """
         seen = exchange.all_to_all_single(torch.empty_like(own), own).abs()
         return torch.log1p(torch.exp(seen)).mean()  # experts
 
+    def gather(model, x, fails):
+        x[3] = 0 if fails and rank == 1 else x[3]
+        own = x / x.norm(dim=1, keepdim=True)  # gather
+        return model(torch.cat(exchange.all_gather(own))).square().mean()
+
     def zero(model, x, fails):
         x[3] = 0 if fails and rank == 1 else x[3]
         return (model(x) - x.sum(1, keepdim=True).log()).square().mean()  # zero
@@ -395,7 +419,7 @@ EXCHANGES = """
             return [found.origin.site.line, found.batch.bad_samples] if rank else None
         return found and [found.step, found.origin and found.origin.site.line, found.cause and found.cause.slug]
 
-    found = {case.__name__: train(case) for case in (count, norm, half, hook, zero, stages, experts)}
+    found = {case.__name__: train(case) for case in (count, norm, half, hook, zero, stages, experts, gather)}
     open(f"found{rank}.json", "w").write(json.dumps(found))
     dist.barrier()
 """
@@ -598,6 +622,15 @@ def test_fixes_of_spread_weights_are_tried_in_the_failing_step(job: Job, fault: 
     assert "not tried beyond step 6: each rank holds a part of the weights" in " ".join(second.split())
 
 
+def test_a_rank_without_an_optimizer_is_named(job: Job) -> None:
+    (first, _), (second, told) = job(SERVER)
+    assert (first, second) == (3, 3)
+    found = job.answer()
+    assert (found["rank"], found["step"], found["origin"]["line"]) == (1, 6, job.line("forward"))
+    assert [one["what"] for one in found["ranks"]] == ["received", "created"]
+    assert "not tried: this rank had gone on with its step" in " ".join(told.split())
+
+
 def test_samples_of_spread_weights_are_confirmed(job: Job) -> None:
     """Each question is a child of its own, which needs no other rank."""
     spread = "model = sharded(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))"
@@ -692,6 +725,28 @@ def test_a_launcher_that_is_watched_ends_with_our_exit_code_and_hands_our_option
     assert json.loads((tmp_path / "out.json").read_text())["remedies"][0]["tried"] is False
     assert "created on rank 1" in (tmp_path / "out.md").read_text()
     assert not list(tmp_path.glob("firstnan-found-*"))
+
+
+LAUNCHES = """
+import os, socket, subprocess, sys
+
+if "RANK" not in os.environ:
+    with socket.socket() as any_socket:
+        any_socket.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(any_socket.getsockname()[1])}
+    command = [sys.executable, __file__, *sys.argv[1:]]
+    ranks = [subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}) for rank in range(2)]
+    sys.exit(1 if any([one.wait() for one in ranks]) else 0)
+"""
+
+
+def test_ranks_that_the_program_starts_itself(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LAUNCHES + textwrap.dedent(BEGIN) + textwrap.dedent(LOADER))
+    result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
+    assert result.code == 3
+    assert result.report is not None
+    assert (result.report["rank"], result.report["world_size"], result.report["step"]) == (1, 2, 5)
+    assert result.report["batch"]["dataset_indices"] == [81]
 
 
 @pytest.mark.slow
@@ -806,6 +861,7 @@ def test_steps_that_exchange_values(job: Job) -> None:
     assert first["half"] == second["half"] == [6, job.line("half"), "low_precision_overflow"]
     assert second["hook"] == [6, job.line("hook"), "low_precision_overflow"]
     assert second["experts"] == [job.line("experts"), None]  # no sample of this rank
+    assert second["gather"] == [6, job.line("gather"), "zero_over_zero"]
     assert (first["stages"], second["stages"]) == (None, [6, job.line("stages"), "zero_over_zero"])
 
 
@@ -926,7 +982,7 @@ def test_ranks_that_got_nothing_of_it_are_not_waited_for() -> None:
     """A loss may be bad while its gradients are finite: nobody else finds anything, however long one waits."""
     ranks = Ranks(World(1, 3, False), dist.HashStore())
     began = time.monotonic()
-    ranks.announce()
+    ranks.announce(finding(1, 3, 7, created=True))
     first = ranks.exchange(finding(1, 3, 7, created=True), by_all=False)
     assert first is not None
     assert [one.what for one in first.ranks] == ["unknown", "created", "unknown"]

@@ -636,3 +636,39 @@ def test_a_report_that_cannot_be_written_is_said_once(firstnan: Zygote, tmp_path
     assert result.code == 3
     assert result.stderr.count("can't write") == 1
     assert "reports/report.html" not in result.stderr.partition("can't write")[2].partition("\n")[2]
+
+
+AHEAD = """
+    import os, torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def ahead(loader):
+        batches = iter(loader)
+        now = next(batches)
+        for following in batches:
+            yield now
+            now = following
+        yield now
+
+    def train():
+        x = torch.rand(64, 3) + 0.1
+        x[29] = 0
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for (x,) in ahead(DataLoader(TensorDataset(x), 4)):
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True).log()).square().mean().backward()
+            optimizer.step()
+
+    child = os.fork()
+    if not child:
+        train()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_batches_that_a_forked_process_fetches_before_it_trains_are_counted(firstnan: Zygote, tmp_path: Path) -> None:
+    result = firstnan(["run", "--verify", "0", script(tmp_path, AHEAD)], cwd=tmp_path)
+    assert result.report is not None
+    assert (result.report["batch"]["index"], result.report["batch"]["dataset_indices"]) == (7, [29])

@@ -303,7 +303,8 @@ class Handouts:
 
     def turn_ended(self, updates: int) -> None:
         """A step has ended in a loop without a loader: the next one begins."""
-        self.body_ended()
+        if self.testing is not None:
+            self.body_ended()
         if self.state.keeps:
             self.state.keep(sys._getframe(1))
         self._turns.append((self._random(), self._step_buffers(updates) if self._buffers else []))
@@ -367,11 +368,14 @@ class Handouts:
         """
         if self.latest_iterator is not None and self.latest_iterator() is iterator and self._latest_source is not None:
             return self._latest_source
-        source = self.sources.get(iterator)
+        source, count = self.sources.get(iterator), max(getattr(iterator, "_num_yielded", 0) - fetched, 0)
         if source is None:
-            count = max(getattr(iterator, "_num_yielded", 0) - fetched, 0)
             source = self.sources[iterator] = Loader(count=count)
             source.pending_indices.extend(kept_indices(iterator, count, chosen))
+        elif fetched and source.count < count:  # a forked process fetches its first batches before it is seen to train
+            for _ in range(min(count - source.count, len(source.pending_indices))):
+                source.pending_indices.popleft()
+            source.count = count
         return source
 
     def epoch_begins(self, iterator: Any) -> None:

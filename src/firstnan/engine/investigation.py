@@ -63,6 +63,7 @@ _SAME_LOSS = 1e-3
 _STARTERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "horovodrun")
 _ELSEWHERE = "but the program started {}, which was not watched; FIRSTNAN=1 python instead of firstnan run watches both"
 _ENDED = "the launcher has ended the job"
+_GONE_ON = "this rank had gone on with its step when the others failed"
 _INPUT_IS_READ = "the program has read its standard input, which cannot be read again"
 _UNFINISHED = "the second run did not finish"
 _BATCH_FIRST = (
@@ -586,8 +587,9 @@ class Investigation:
         if self.ranks.termination.asked:
             return False
         report = self.ranks.placed(report)
-        self.ranks.announce()
-        self._held_rank = HeldRank(self.ranks.patience, lambda: self._is_late(report), lambda: self._ended_held(report))
+        self.ranks.announce(report)
+        late, ended = lambda: self._is_late(report), lambda: self._ended_held(report)
+        self._held_rank = HeldRank(self.ranks.patience, late, ended, self.ranks.is_named)
         return True
 
     def _released(self) -> None:
@@ -602,12 +604,13 @@ class Investigation:
         say(_STILL_WAITS.format(report.rank, self.ranks.patience))
 
     def _ended_held(self, report: Report) -> None:
-        """The launcher ends this rank while it waits in the backward pass. Called by another thread."""
+        """The launcher, or the others, end this rank while it waits in the backward pass. Called by another thread."""
         termination = self.ranks.termination
-        if not termination.is_put_off:  # the program handles it
+        if not termination.is_put_off and not self.ranks.is_named():  # the program handles it
             return
+        why = _GONE_ON if self.ranks.is_named() else _ENDED
         termination.asked = self._over = True
-        first = self.ranks.exchange(report)
+        first = self.ranks.exchange(trials.left_out(report, why))
         self.report = first or report
         self._save(self.report)
         if first is not None:
@@ -757,7 +760,7 @@ class Investigation:
 
     def _is_others(self, path: Path, report: Report) -> bool:
         """Whether this file belongs to another process of the job."""
-        if not self.options.if_trained or report.verdict != "clean":
+        if report.verdict != "clean" or not (self.options.if_trained or self.launched.are_any):
             return False
         return not self._has_trained or (path.exists() and path.stat().st_mtime >= self._began_at)
 

@@ -21,6 +21,10 @@ class LaunchedProcesses:
         noted_in = os.environ.get(NOTED_IN)
         self._noted_in = Path(noted_in) if noted_in else None
 
+    @property
+    def are_any(self) -> bool:
+        return self._own is not None
+
     def environment(self) -> dict[str, str]:
         """What they have to know."""
         if self._own is None:
@@ -37,12 +41,11 @@ class LaunchedProcesses:
 
     def have_found(self) -> bool:
         """Whether one of them has found something; asked once, at the end."""
-        own, self._own = self._own, None
-        if own is None:
+        if self._own is None:
             return False
         try:
-            found = own.stat().st_size > 0
-            own.unlink()
+            found = self._own.stat().st_size > 0
+            self._own.unlink()
         except OSError:
             return False
         return found

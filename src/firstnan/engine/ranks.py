@@ -194,11 +194,22 @@ class Ranks:
                 if self._store is not None:
                     self._store.add(_BEGUN, 1)
 
-    def announce(self) -> None:
-        """Tells the others that this rank has found something in its own loss, before they get anything of it."""
+    def announce(self, report: Report) -> None:
+        """Tells the others what this rank has found in its own loss, before they get anything of it."""
         with contextlib.suppress(Exception):
             if self._store is not None:
+                self._say(report)
                 self._store.add(_HELD, 1)
+
+    def is_named(self) -> bool:
+        """Whether the others, who have got something from this rank, have waited for it and named it."""
+        with contextlib.suppress(Exception):
+            return self._store is not None and self._store.check([_FIRST]) and int(self._store.get(_FIRST)) == self.rank
+        return False
+
+    def _say(self, report: Report) -> None:
+        found = {"order": _order(report), **asdict(_finding(self.rank, report))}
+        self._store.set(_FOUND.format(self.rank), json.dumps(found))
 
     def exchange(self, report: Report, *, by_all: bool = True) -> Report | None:
         """Tells the others what was found here, and waits for what they have found.
@@ -224,14 +235,14 @@ class Ranks:
         return replace(report, ranks=ranks)
 
     def _first_of_all(self, report: Report, by_all: bool) -> int:
-        found = {"order": _order(report), **asdict(_finding(self.rank, report))}
-        self._store.set(_FOUND.format(self.rank), json.dumps(found))
+        self._say(report)
         awaited = self._world.size if by_all else self._store.add(_HELD, 0)
         is_last = self._store.add(_COUNT, 1) >= awaited
         for _ in range(0 if is_last else _BUSY):
             if (first := self._awaited(_FIRST, self.patience)) is not None:
                 return int(first)
-            if self.termination.asked or self._store.add(_BEGUN, 0) <= self._store.add(_COUNT, 0):
+            known = self._store.add(_COUNT, 0) + self._store.add(_HELD, 0)
+            if self.termination.asked or self._store.add(_BEGUN, 0) <= known:
                 break
         # The last to come, or the first that has waited too long, decides; it may be gone before it has.
         if self._store.compare_set(_DECIDES, "", str(self.rank)) == str(self.rank).encode():
@@ -327,6 +338,8 @@ def _finding(rank: int, report: Report) -> RankFinding:
 
 _ANSWERED_WITHIN = 20.0
 """Seconds after which a store that does not answer counts as gone: the process that holds it may be stopped."""
+_ASKED_WHILE_HELD = 1.0
+"""Seconds after which a rank that is held asks again whether the others have named it."""
 _RELEASED = 0
 """What is sent to the thread that waits, in place of the number of a signal."""
 
@@ -380,10 +393,15 @@ class Termination:
 
 
 class HeldRank:
-    """Calls `late` if the program's own thread is still held after some seconds, and `ended` if SIGTERM comes then."""
+    """Calls `late` if the program's own thread is still held after some seconds, and `ended` if SIGTERM comes then.
 
-    def __init__(self, seconds: float, late: Callable[[], None], ended: Callable[[], None]) -> None:
-        self._late, self._ended = late, ended
+    Also `ended` if the others do not wait any longer (`is_named`): a rank without an optimizer comes to no update.
+    """
+
+    def __init__(
+        self, seconds: float, late: Callable[[], None], ended: Callable[[], None], is_named: Callable[[], bool]
+    ) -> None:
+        self._late, self._ended, self._is_named = late, ended, is_named
         self._reading, self._writing = socket.socketpair()
         self._writing.setblocking(False)
         self._former: int | None = None
@@ -395,11 +413,14 @@ class HeldRank:
 
     def _watch(self) -> None:
         while True:
-            left = None if self._until is None else max(self._until - time.monotonic(), 0.0)
-            ready, _, _ = select.select([self._reading], [], [], left)
-            if not ready:
+            left = _ASKED_WHILE_HELD if self._until is None else max(self._until - time.monotonic(), 0.0)
+            ready, _, _ = select.select([self._reading], [], [], min(left, _ASKED_WHILE_HELD))
+            if not ready and self._until is not None and time.monotonic() >= self._until:
                 self._until = None
                 self._late()
+            if not ready and self._is_named() and not select.select([self._reading], [], [], _ASKED_WHILE_HELD)[0]:
+                self._ended()
+            if not ready:
                 continue
             sent = self._reading.recv(64)
             if not sent or _RELEASED in sent:

@@ -98,14 +98,14 @@ class OpInfo:
         return self.aten.startswith(("c10d", "_c10d"))
 
 
-_known: dict[int, tuple[OpInfo, Any]] = {}
+KNOWN: dict[int, tuple[OpInfo, Any]] = {}
+"""By the id of an operator, because hashing an overload runs Python code; with the operator, which it keeps alive."""
 
 
 def info(func: Any) -> OpInfo:
-    # By identity, because hashing an overload runs Python code.
-    known = _known.get(id(func))
+    known = KNOWN.get(id(func))
     if known is None:
-        known = _known[id(func)] = (_describe(func), func)
+        known = KNOWN[id(func)] = (_describe(func), func)
     return known[0]
 
 
@@ -118,6 +118,9 @@ def _describe(func: Any) -> OpInfo:
     if name == "batch_norm":
         mutated |= {"running_mean", "running_var"}  # written in training, which the schema does not declare
     overwritten = frozenset(a.name for a in schema.arguments if a.is_out)
+    if schema.name.startswith("c10d::"):  # a collective, whose schema declares no writes
+        outputs = frozenset(a.name for a in schema.arguments if a.name.startswith("output") and "split" not in a.name)
+        mutated, overwritten = mutated | outputs, overwritten | outputs
     if name in _OVERWRITES and "self" in mutated:
         overwritten |= {"self"}
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns) or name in _VIEWS
@@ -184,7 +187,11 @@ def tensors_of(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 def _inside(name: str, a: Any) -> list[tuple[str, Tensor]]:
     if isinstance(a, Tensor):
         return [(name, a)]
-    return [(name, t) for t in a if isinstance(t, Tensor)] if isinstance(a, list | tuple) else []
+    if not isinstance(a, list | tuple):
+        return []
+    if a and isinstance(a[0], list):  # the results of a collective
+        return [found for one in a for found in _inside(name, one)]
+    return [(name, t) for t in a if isinstance(t, Tensor)]
 
 
 def arguments_keep_finite(args: tuple[Any, ...]) -> bool:
