@@ -147,6 +147,17 @@ def test_losses_with_heavy_tails_do_not_get_steeper() -> None:
     assert reach(ramp, LARGEST["float32"], 3.0, steepens=True) is None
 
 
+@pytest.mark.parametrize("knows_all", [True, False])
+def test_high_losses_between_usual_ones_are_no_rise(knows_all: bool) -> None:
+    rise, news = Rise("loss"), list[Forecast]()
+    every = [(t, 3.0 if t % 10 else 8 * 2.0 ** (t / 2)) for t in range(120)]
+    for t, value in every[::10]:  # the steps between have passed a quick check
+        if knows_all:
+            rise.catch_up(every[:t], 2.0)
+        news += rise.add(t, value, 2.0, "float32", LARGEST["float32"])
+    assert (news == []) is knows_all
+
+
 def test_a_hard_batch_is_no_rise() -> None:
     rise = Rise("loss")
     values = [1e6 if t % 50 == 49 else 1.0 for t in range(400)]

@@ -198,7 +198,7 @@ _WIDE, _NEAR_HALF = 1e30, 64.0
 class Rise:
     """A loss or gradient norm above its first values, followed as long as it stays there."""
 
-    __slots__ = ("_inside", "_outlook", "_what", "points")
+    __slots__ = ("_inside", "_outlook", "_what", "last", "points")
 
     def __init__(self, what: Literal["loss", "gradient"]) -> None:
         self._what: Literal["loss", "gradient"] = what
@@ -206,6 +206,8 @@ class Rise:
         """The rise so far; empty while there is none."""
         self._inside = 0
         """How many of the last values were not above the first ones."""
+        self.last = -1
+        """The step of the last one."""
         self._outlook = Outlook()
 
     def add(
@@ -219,19 +221,30 @@ class Rise:
             return []
         void = self._outlook.turned(step, value)
         news = [void] if void is not None else []
-        self._inside = self._inside + 1 if value <= first else 0
-        if self._inside >= _IN_A_ROW:
-            self.points = []
+        self._note(step, value, first)
         if value <= first:
             return news
-        self.points.append((step, value))
-        if len(self.points) > _MOST_KEPT:
-            self.points = self.points[::2]
         is_near = limit > _WIDE or value > limit / _NEAR_HALF
         if is_near and math.log2(value / first) >= _RISEN[self._what] and value >= max(v for _, v in self.points[-4:]):
             made = self._outlook.make(self._what, str, kind, limit, self.points, is_real=is_real)
             news += [made] if made is not None else []
         return news
+
+    def catch_up(self, losses: Sequence[tuple[Any, ...]], first: float) -> None:
+        """Losses of steps that passed a quick check since the last value: without them, a rise is made of spikes."""
+        for step, value, *_ in losses:
+            if step > self.last and value and abs(value) < math.inf:
+                self._note(step, abs(value), first)
+
+    def _note(self, step: int, value: float, first: float) -> None:
+        self.last = step
+        self._inside = self._inside + 1 if value <= first else 0
+        if self._inside >= _IN_A_ROW:
+            self.points = []
+        if value > first:
+            self.points.append((step, value))
+            if len(self.points) > _MOST_KEPT:
+                self.points = self.points[::2]
 
 
 _FEWEST = 5

@@ -258,6 +258,8 @@ class GrowthGuard:
             is_half = largest == LARGEST["float16"]
             start, of_loss = max(self._start, _SMALL_NORM), "float16" if is_half else kind
             rise = self._loss_rise
+            if steps and rise.last < steps[-1][0]:
+                rise.catch_up(steps, start)
             news += rise.add(step, abs(loss), start, of_loss, largest, lambda: is_half or self._grows(norm))
         first = max(self._first, _SMALL_NORM)
         if norm is not None and self._first and (norm > first or self._norm_rise.points):
