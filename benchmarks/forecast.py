@@ -33,7 +33,7 @@ from firstnan.records import NaNEvent
 torch.set_num_threads(1)
 LEAD = 5
 """A warning is in time if it comes so many steps before the first non-finite value."""
-SETS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+SETS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh")
 
 
 @dataclass

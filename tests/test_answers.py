@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from firstnan.engine.loop_replay import StepFailure
-from firstnan.engine.step_trial import StepTrials, TurnOutcome, _is_amid_update
+from firstnan.engine.step_trial import StepTrials, TurnOutcome, _is_amid_update, _Tried
 from firstnan.gate.gate import Trip
 from firstnan.records import History, Noticed, Remedy, Report, StepRecord
 from firstnan.repair.verdict import TrialOutcome, judged
@@ -476,6 +476,22 @@ def test_a_server_that_does_not_answer_a_trial_is_no_error_of_the_program(
     best = result.found["remedies"][0]
     assert (best["failing_step_finite"], best["steps_finite_after"]) == (True, 0 if told else 5), best["note"]
     assert best["note"].startswith(f"not tried beyond step 25: {told}" if told else "")
+
+
+@pytest.mark.parametrize(
+    ("losses", "refuted"),
+    [
+        ([3e8, *[1.5] * 20], True),
+        ([3e8, 3e8, 3e8, 3e8, *[1.5] * 17], True),  # several steps with the same data
+        ([3e4, *[1.5] * 20], False),
+    ],
+)
+def test_a_trial_ends_once_the_loss_of_the_failing_step_refutes_it(losses: list[float], refuted: bool) -> None:
+    trial: Any = SimpleNamespace(
+        _asked=False, _watching=SimpleNamespace(losses=losses), _steps=SimpleNamespace(made=len(losses))
+    )
+    assert _Tried._is_refuted(trial) is refuted
+    assert not _Tried._is_refuted(trial)  # asked once
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -68,6 +70,51 @@ def test_a_weight_that_the_loop_itself_edits_before_the_model_is_called() -> Non
     assert birthplace(report) == "edit of a weight"
     assert (report.step, report.origin.phase, report.origin.op) == (3, "parameter", "reciprocal")
     assert report.cause.slug == "div_by_zero"
+
+
+def test_gradients_that_were_bad_before_the_step_are_not_blamed_on_the_loss_code() -> None:
+    """`python -c` has no source to run again: only the model's calls are replayed."""
+    program = """if True:
+        import torch
+        from firstnan import NaNDetector
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.weight.grad = torch.full_like(model.weight, torch.inf)
+        with NaNDetector(model, optimizer):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    told = " ".join(done.stderr.split())
+    assert "replay only the model's calls were replayed" in told
+    assert "or it was in the gradients before this step" in told
+    assert "so the value originated after them" not in told
+
+
+def test_an_update_with_the_gradients_of_a_caught_failure_is_left_out_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = Rooted()
+    optimizer = sgd(model)
+    given = [x for x, _ in batches()]
+    given[2][0] = 0
+    kept = []
+    with NaNDetector(model, optimizer) as detector:
+        for x in detector.batches(given):
+            try:
+                model(x).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()  # not reached by a step that fails
+            except NonFiniteError:
+                kept.append(model.scale.weight.detach().clone())
+    assert len(kept) == 1
+    assert model.scale.weight.isfinite().all()
+    assert detector.summary()["steps"] == 4
+    assert [r.message for r in caplog.records if "not made" in r.message] == [
+        "firstnan: step 3: the update is not made: its gradients include those of the step that failed; "
+        "optimizer.zero_grad() clears them"
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -408,12 +408,14 @@ def test_the_report_of_the_readme_and_the_start_page_is_the_real_one(tmp_path: P
     assert done.returncode == 3, done.stderr
     shown = re.search(r"<!-- report: .*? -->\n```\n(.*?)```\n<!-- end of report -->", read("README.md"), re.DOTALL)
     assert shown is not None
-    assert shown[1] == done.stderr
+    # Progress is printed on a busy machine only.
+    printed = re.sub(r"^firstnan: \d+ of \d+ tried, at most \d+ s left\n", "", done.stderr, flags=re.M)
+    assert shown[1] == printed
     text = read("docs/index.md")
     begin, end = text.index("## The report, line by line"), text.index("## What is not reported")
     quoted = re.findall(r"^```\n(.*?)^```", text[begin:end], re.DOTALL | re.MULTILINE)
     assert len(quoted) == 6
     position = 0
     for part in quoted:
-        assert part in done.stderr[position:]
-        position = done.stderr.index(part, position)
+        assert part in printed[position:]
+        position = printed.index(part, position)

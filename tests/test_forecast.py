@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from firstnan import NaNDetector
 from firstnan.engine.sampling import StepSamples
-from firstnan.gate.forecast import LARGEST, Course, GrowingWeights, Outlook, Rise, SinkingScale, reach
+from firstnan.gate.forecast import LARGEST, Course, GrowingWeights, Outlook, Rise, RisingRate, SinkingScale, reach
 from firstnan.gate.gate import Gate
-from firstnan.gate.growth_guard import GrowthGuard
+from firstnan.gate.growth_guard import GrowthGuard, Limits
 from firstnan.gate.histories import Track
 from firstnan.gate.layer_histories import LayerHistories
 from firstnan.observe.sites import Ownership
@@ -125,8 +125,26 @@ def test_a_loss_that_begins_near_zero_has_no_scale_to_grow_from() -> None:
     for t in range(400):  # a critic that gets better and better
         loss = -0.05 * 2 ** min(1.025**t - 1, 9.0)
         guard.observe(t, 1.0, loss)
-        made += guard.foresee(t, 1.0, loss, ("float32", LARGEST["float32"], 1e19), None, ())
+        made += guard.foresee(t, 1.0, loss, Limits("float32", LARGEST["float32"], 1e19), None, ())
     assert made == []
+
+
+@pytest.mark.parametrize("gradients_grow", [True, False])
+def test_a_loss_that_grows_alone_is_scaled_and_does_not_overflow(gradients_grow: bool) -> None:
+    guard, made = GrowthGuard(), list[Forecast]()
+    for t in range(40):  # its weight is raised again and again, and the gradients are clipped
+        loss = 2.0**t
+        norm = loss if gradients_grow else 1.0
+        guard.observe(t, norm, loss)
+        made += guard.foresee(t, norm, loss, Limits("float32", LARGEST["float32"], 1e38), None, ())
+    assert ("loss" in [f.what for f in made]) is gradients_grow
+
+
+def test_losses_with_heavy_tails_do_not_get_steeper() -> None:
+    losses = {280: 4.5, 281: 1980.0, 283: 5.8, 285: 7.9, 287: 18.6, 288: 28.1, 291: 5.6, 292: 36600.0}
+    assert reach(list(losses.items()), LARGEST["float32"], 3.0, steepens=True) is None
+    ramp = [(10, 3.9), *((t, 100.0 * (1 + t % 3) * (t / 200) ** 2) for t in range(100, 400, 12))]
+    assert reach(ramp, LARGEST["float32"], 3.0, steepens=True) is None
 
 
 def test_a_hard_batch_is_no_rise() -> None:
@@ -177,6 +195,62 @@ def test_one_update_that_makes_the_weights_much_larger() -> None:
     made, void = grown(sizes, large=True, learns=True)
     assert (made.kind, made.since_step, void.withdrawn) == ("jump", 30, 543)
     assert grown(sizes, learns=True) == []  # new weights were loaded: no gradient was large
+
+
+def updates(rate: float, *, momentum: float = 0.0, steps: int = 40) -> list[NaNEvent]:
+    """The forecasts of a linear regression."""
+    torch.manual_seed(0)
+    model, seen = nn.Linear(4, 1), list[NaNEvent]()
+    x = torch.randn(64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+    with NaNDetector(model, optimizer, on_nonfinite="warn", on_event=seen.append):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+    return [e for e in seen if e.kind == "forecast"]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_updates_as_large_as_the_weights(momentum: float) -> None:
+    first = updates(1.5, momentum=momentum)[0]
+    assert first.step is not None
+    assert first.step <= 10
+    assert "the last updates together are" in first.message
+    assert updates(0.5, momentum=momentum) == []  # large in the first steps, and the loss profits from them
+
+
+def rates(loss: Any, rate: Any, steps: int = 400) -> list[Forecast]:
+    """The forecasts of a loss that depends on the step, at a rate that does."""
+    rising, told, numbers = RisingRate(), list[Forecast](), list[Any]()
+    for t in range(steps):
+        if numbers and t % 4 == 0:
+            told += rising.add(t, rate(t), numbers[-100:])
+        numbers.append((t, loss(t), 1 + loss(t), rate(t), None))
+    return told
+
+
+def test_a_loss_that_rises_with_the_rate() -> None:
+    def loss(t: int) -> float:
+        return max(3.0 * 0.97**t, 0.2) if t < 200 else 0.2 * 1.02 ** (t - 200)
+
+    (told,) = rates(loss, lambda t: 0.01 * 1.02**t, 320)
+    assert (told.what, told.kind, told.in_steps) == ("loss", "rate", None)
+    assert 250 < told.since_step < 290
+    assert sentence(told).startswith("the loss has risen from 0.2 to 0.")
+    assert rates(loss, lambda t: 0.01) == []
+    assert rates(loss, lambda t: 0.02 * 0.99**t) == []
+    assert rates(lambda t: max(3.0 * 0.97**t, 0.2) * (4 if t % 50 > 45 else 1), lambda t: 0.01 * 1.02**t) == []
+
+
+def test_a_loss_that_falls_again_at_a_higher_rate() -> None:
+    def loss(t: int) -> float:
+        return 0.1 if t < 100 else 1.0 if t < 200 else 0.1
+
+    made, void = rates(lambda t: 3.0 if t < 20 else loss(t), lambda t: 0.01 * 1.02 ** min(t, 250))
+    assert void == replace(made, withdrawn=void.withdrawn)
+    assert void.withdrawn is not None
+    assert 200 < void.withdrawn < 230
 
 
 def losses(rate: float, sign: float) -> list[NaNEvent]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firstnan.observe.line_operations import line_operation
+from firstnan.observe.line_operations import line_operation, operation_of_comprehension
 
 
 class Table:
@@ -79,3 +79,20 @@ def test_what_it_read() -> None:
     found = line_operation(ast.parse("y = x / zero").body[0], VARIABLES)
     assert found is not None
     assert [(name, value.tolist()) for name, value in found.read] == [("self", [1.0, 2.0]), ("other", [0.0, 0.0])]
+
+
+@pytest.mark.parametrize(
+    ("line", "at", "code"),
+    [
+        ("y = np.stack([row / row.sum() for row in rows])", 1, "row / row.sum()"),
+        ("y = [a / b for a, b in zip(rows, rows)]", 1, "a / b"),
+        ("y = np.stack([row / row.sum() for row in rows])", 0, None),
+        ("y = [a / b for a in rows for b in rows]", 1, None),
+        ("y = [row / row.sum() for row in rows if row.any()]", 1, None),
+        ("y = sum(now / now.sum() for now in rows)", None, "now / now.sum()"),
+    ],
+)
+def test_the_element_of_a_comprehension(line: str, at: int | None, code: str | None) -> None:
+    variables = VARIABLES | {"rows": [np.ones(2), np.zeros(2)], "now": np.zeros(2)}
+    found = operation_of_comprehension(ast.parse(line).body[0], variables, at)
+    assert (ast.unparse(found.node) if found is not None and found.node is not None else None) == code

@@ -404,6 +404,26 @@ def test_what_was_seen_before_the_limit_counts(place: Path) -> None:
     assert (result.proven, result.steps_finite_after, result.note) == (True, 3, "stopped after 5 s")
 
 
+@pytest.mark.parametrize(("loss", "repeated"), [(3e8, False), (2.0, True)])
+def test_a_loss_out_of_proportion_at_the_failing_step_needs_no_run_from_the_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch, loss: float, repeated: bool
+) -> None:
+    write(place / "train.py", SLOW.format(calm=9))
+    latest = tuple((6 + i, 1.5) for i in range(5))
+    seen = TrialOutcome(passed=11, trained=True, at_step=True, frozen="so", losses=((5, loss),), latest=latest)
+    runs = []
+
+    def tried_from_start(self: Trials, remedy: Remedy, *args: Any) -> Remedy:
+        runs.append(remedy)
+        return remedy
+
+    monkeypatch.setattr(Trials, "_tried_from_start", tried_from_start)
+    at_step: Any = SimpleNamespace(outcome=lambda *args, **kwargs: seen, interrupted=False)
+    report = failing(5, change(place / "train.py", "x[3] = 0", "x[3] = 1"))
+    Trials(Start(), TRAIN, 20, Limits(5, 60), isolated=False, at_step=at_step).run(report, lambda _: None)
+    assert bool(runs) is repeated
+
+
 def test_ctrl_c_leaves_the_rest_untried(place: Path) -> None:
     write(place / "train.py", SLOW.format(calm=0))
     remedies = [change(place / "train.py", "x[3] = 0", f"x[3] = {i}") for i in (1, 2)]

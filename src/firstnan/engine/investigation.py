@@ -375,7 +375,7 @@ class Investigation:
         watch = self.watch
         kept = watch.session.gate.forecasts if watch is not None else []
         dated = event.what != "parameter"
-        holding = sum(f.withdrawn is None and (f.what != "weights") == dated for f in kept)
+        holding = sum(f.withdrawn is None and (f.in_steps is not None) == dated for f in kept)
         first = holding == (1 if event.kind == "forecast" else 0)
         if first and not self.replays_here() and not self.workers.is_elsewhere:
             if self.logs is not None:

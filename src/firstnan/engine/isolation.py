@@ -41,7 +41,9 @@ _OF_THE_KERNEL = {
 _SCRATCH = "/sys"
 _MOST_ENTRIES = 4096
 _COPIED = 256 << 20
-"""Open files up to this size are copied for the child."""
+"""Open files up to this size are copied for the child, and so are other files, up to this size together."""
+_COPIED_ENTRY = 16 << 20
+"""The largest file that is copied where its folder cannot be covered; the child cannot write larger ones."""
 _IDLE = 15.0
 """Seconds without any processor time after which a child counts as stuck."""
 
@@ -87,9 +89,9 @@ def started_as_child() -> None:
 
 _NOBODY_THERE = {
     errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ENOTCONN, errno.ENETDOWN,
-    errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT,
+    errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ETIMEDOUT, errno.EROFS,
 }  # fmt: skip
-_REFUSED = {errno.EPERM, errno.EROFS, errno.EAGAIN, errno.ENOSYS, errno.ENOENT, errno.ECHILD}
+_REFUSED = {errno.EPERM, errno.EAGAIN, errno.ENOSYS, errno.ENOENT, errno.ECHILD}
 """What a filtered child may get: a file that it wrote or a folder that it made is not there either."""
 
 
@@ -215,7 +217,7 @@ class _View:
     """A copy-on-write view of all mounted file systems, built in memory that is mounted on /sys, out of the way."""
 
     def __init__(self, options: str) -> None:
-        self._options, self._layers = options, 0
+        self._options, self._layers, self._copies_left = options, 0, _COPIED
         self._kinds = _mounted()
         self._sys = os.open(_SCRATCH, os.O_PATH | os.O_DIRECTORY)
 
@@ -299,8 +301,13 @@ class _View:
                     os.mkdir(inside)
                     self._cover(entry.path, inside)
                 elif entry.is_file():
-                    os.close(os.open(inside, os.O_CREAT))
-                    self._read_only(entry.path, inside)
+                    size = entry.stat().st_size
+                    if size <= min(_COPIED_ENTRY, self._copies_left) and os.access(entry.path, os.R_OK | os.W_OK):
+                        self._copies_left -= size
+                        shutil.copy2(entry.path, inside)
+                    else:
+                        os.close(os.open(inside, os.O_CREAT))
+                        self._read_only(entry.path, inside)
 
 
 def _mounted() -> dict[str, str]:

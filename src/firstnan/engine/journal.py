@@ -221,6 +221,11 @@ class Journal:
         text = f"step {step}: the gradient scaler skips the update, because a gradient overflowed at scale {scale:g}"
         self.add(NaNEvent("scale", text, step, phase="backward", what="gradient"), level=logging.INFO)
 
+    def dropped(self, step: int) -> None:
+        """The program goes on after an error, and makes an update with the gradients of the step that failed."""
+        why = "its gradients include those of the step that failed; optimizer.zero_grad() clears them"
+        _say(logging.WARNING, f"step {step}: the update is not made: {why}")
+
     def alarmed(self, alarm: Alarm, optimizer: Any) -> None:
         """Records a warning, with the parameter that dominates the norm."""
         self.counts.warnings += 1
@@ -376,7 +381,7 @@ def event_of_forecast(forecast: Forecast) -> NaNEvent:
     if forecast.withdrawn is not None:
         why = f"the trend of {subject(forecast)} has reversed"
         text = f"step {step}: the forecast of step {forecast.since_step} is withdrawn: {why}"
-    what: Any = _WHAT_MOVES[forecast.what]
+    what: Any = _WHAT_MOVES[forecast.what] if forecast.in_steps is not None else "parameter"
     named = forecast.what in ("layer", "variance", "attention")
     return NaNEvent(kind, text, step, what=what, layer=forecast.name if named else "")
 

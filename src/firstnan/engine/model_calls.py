@@ -252,6 +252,10 @@ _BEFORE = (
 )
 _ORDINARY = "the step was not replayed: its gradients were finite and the settings of its update ordinary"
 _FORWARD = "the model's calls were finite when replayed; the gradients that reached them in backward were not kept"
+_ELSEWHERE = (
+    "the model's calls and their gradients were finite when replayed: the value comes from code outside them (a penalty"
+    " on the weights, an edit of the gradients), or it was in the gradients before this step"
+)
 _GIVEN = "the gradient reaching the model's output was already non-finite, so it originated in the loss code"
 
 
@@ -346,8 +350,9 @@ class CallReplay:
     def _why_finite(self, noticed: Noticed, calls: list[ModelCall]) -> str:
         if noticed.what in _KEPT:
             return _BEFORE
-        unseen = noticed.what == "gradient" and not any(call.gradients for call in calls)
-        return _FORWARD if unseen else _IN_THE_LOSS
+        if noticed.what == "gradient":
+            return _ELSEWHERE if any(call.gradients for call in calls) else _FORWARD
+        return _IN_THE_LOSS
 
 
 def _placed(found: Report, first: Report) -> Report:

@@ -400,7 +400,7 @@ class Session(Observer):
         return trip.noticed.what != "loss" or self.scope.is_trained_by(trip.tensors, self.models)
 
     def before_update(self, optimizer: Any, closure: bool, frame: FrameType) -> Decision:
-        if self._was_stopped():
+        if (self.let_go_of or self.phase is SETTLED) and self._was_stopped():
             return Decision.RUN
         decision = self._before_update(optimizer, closure, frame)
         return Decision.RUN if self.let_go_of else decision
@@ -416,7 +416,8 @@ class Session(Observer):
         if shared and self.phase is SETTLED:
             any_rank_says(True, optimizer)
             shared = False
-        if self._drops(optimizer):
+        usual = self.phase is WATCHING and self._replay is None and self._restart is None and len(_active) < 2
+        if not usual and self._drops(optimizer):
             return Decision.DROP
         trips = self.gate.check_update(optimizer, closure)
         if self._gathered is not None:
@@ -425,14 +426,19 @@ class Session(Observer):
             trips = [Trip(Noticed("gradient", "on another rank"), [], before_update=True)]
         for trip in trips:
             self._trip(trip, optimizer)
-        self._trains_here()
+        if self.scope.optimizers is not None:
+            self._trains_here()
         if self._decide(optimizer, closure) is Decision.DROP:
             return Decision.DROP
         risky = self.recovery is not None and self.recovery.is_watched_closely(optimizer)
-        safe = self.live.update_begins(optimizer, closure, self.gate.norm, self.gate.steps.of(optimizer))
+        safe = self.live.on and self.live.update_begins(
+            optimizer, closure, self.gate.norm, self.gate.steps.of(optimizer)
+        )
         if self._clip_at is not None:
             self.journal.clip(optimizer, self.gate.norm, self._clip_at)
-        self._alarmed(self.gate.update_begins(optimizer, closely=risky, safe=safe), optimizer)
+        alarm = self.gate.update_begins(optimizer, closely=risky, safe=safe)
+        if alarm is not None:
+            self._alarmed(alarm, optimizer)
         return Decision.RUN
 
     def _unreduced(self, model: Any) -> list[Trip]:
@@ -481,6 +487,8 @@ class Session(Observer):
             self.resume()
             return False
         self.gate.drop_update(optimizer)
+        if count == 1 and not self.policy.continues:  # the program has caught the error
+            self._journal.dropped(self.gate.steps.of(optimizer))
         if self.policy.drops:  # at once: the program may save the model before its next step
             restore_buffers(self.buffers_before())
         return True
@@ -564,7 +572,7 @@ class Session(Observer):
             return
         if self._kept_turns.is_on:
             self._kept_turns.end()
-        elif self.handouts.latest is None and self._kept_turns.is_on is None and self.backwards_since_update > 1:
+        elif self._kept_turns.is_on is None and self.handouts.latest is None and self.backwards_since_update > 1:
             self._kept_turns.is_on = not world().is_alone
         self._backwards_at_update = self.backwards
         if self.gate.news:
@@ -583,7 +591,8 @@ class Session(Observer):
             self.handouts.leave(self.gate.steps.total)
         if self.handouts.latest is None:
             self.handouts.turn_ended(self.gate.steps.total)
-            self._settings.update_ended()
+            if self.scope.optimizers:
+                self._settings.update_ended()
         if self._journal is not None:
             self._journal.counts.steps += 1
         if self.calls is not None:
@@ -1048,7 +1057,13 @@ class Session(Observer):
             self._journal.tripped(trip.noticed, trip.tensors, report.step, self.gate.norm)
         self._investigated += closely
         self._closely = closely
-        self.policy.known(self, report)
+        try:
+            with self._interruptible():
+                self.policy.known(self, report)
+        except KeyboardInterrupt:
+            if not isinstance(self.policy, EndProgram):
+                raise
+            self.policy.interrupt()
         self.keep_state(report, trip)
         calls = calls_around(sys._getframe(), owns) if closely else []
         if closely or self.policy.undoes:

@@ -37,7 +37,7 @@ from firstnan.observe.patches import Patches, as_written
 from firstnan.observe.sites import real_path
 from firstnan.records import Remedy
 from firstnan.repair.patch import edits_of, located, moved_line
-from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described
+from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described, far_below
 from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of, switch_on, zero_gradients
 from firstnan.tensors.state import restart_scalers
 
@@ -423,6 +423,7 @@ class _Tried(_Work):
         self._seen, self._watching = TurnOutcome(), _Watching(updates=True, step_ended=self._step_ended)
         self._channel: isolation.Channel | None = None
         self._said = time.monotonic()
+        self._asked = False
 
     def answer(self, channel: isolation.Channel) -> TurnOutcome:
         self._channel = channel
@@ -452,11 +453,20 @@ class _Tried(_Work):
         return seen
 
     def _step_ended(self) -> None:
-        if self._steps.are_enough:
+        if self._steps.are_enough or (self._steps.are_as_asked and self._is_refuted()):
             raise FarEnough
         if time.monotonic() - self._said > _NEWS and self._seen.turns and self._channel is not None:
             self._channel.send(self._now())  # known even if time runs out
             self._said = time.monotonic()
+
+    def _is_refuted(self) -> bool:
+        """Whether the failing step's loss is out of all proportion, so that more steps tell nothing. Asked once."""
+        losses = self._watching.losses
+        if self._asked or not losses or len(losses) != self._steps.made:
+            return False
+        self._asked = True
+        first, *others = map(abs, losses)
+        return bool(far_below(first, others))
 
     def _run(self) -> None:
         """The failing turn, the rest of its loop, and the rest of the loops around it."""

@@ -15,6 +15,7 @@ from firstnan.repair.patch import PatchError, moved_line, new_contents
 from firstnan.repair.verdict import (
     Reach,
     TrialOutcome,
+    far_beyond,
     far_enough,
     judged,
     keeps_numbers,
@@ -165,7 +166,8 @@ class Trials:
             result = judged(remedy, here, report)
             is_short = bool(here.not_continued) and result.failing_step_finite is True and not here.noticed
             fails_again = here.same_before and bool(here.noticed)  # so it does from the start
-            is_last_word = self.limits.one > _QUICKLY or bool(self._from_start) or fails_again
+            is_no_help = fails_again or bool(here.passed > bad and far_beyond(here, report))
+            is_last_word = self.limits.one > _QUICKLY or bool(self._from_start) or is_no_help
             if is_last_word or result.fails_in or (result.proven and not is_short):
                 return result
             if is_short:

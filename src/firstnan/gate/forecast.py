@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from firstnan.records import Forecast
 
@@ -26,8 +26,9 @@ _STEADY = 0.7
 """A rise slows down if the second half of it is flatter than this many times the first."""
 _TURNED, _IN_A_ROW = 4.0, 3
 """A rise has turned if it is this many times below its peak for three values in a row: series are noisy."""
-_STEEP = 16.0
-"""A rise gets steeper if it shows that over this factor at least."""
+_STEEPER, _DOUBLINGS = 1.5, 3.0
+"""A rise gets steeper if the second half of its logarithms is this many times as steep as the first, and doubles so
+often: less of it may be a hard batch."""
 _CERTAIN = 6.0
 """The latest step that a forecast names is at most this many times as far away as the earliest."""
 _HORIZON = 3.0
@@ -67,8 +68,7 @@ def reach(
         some = thinned(part)
         base = min(value for _, value in some) / 2
         scales = (lambda value, base=base: math.log2(math.log2(value / base))), math.log2, float
-        by_chance = len(some) < _ENOUGH or some[-1][1] < _STEEP * 2 * base  # a few points, or a small rise
-        for scale in scales[0 if steepens and not by_chance else 1 :]:
+        for scale in scales[0 if steepens and _gets_steeper([(t, math.log2(value)) for t, value in some]) else 1 :]:
             found = _line([(step, scale(value)) for step, value in some], scale(limit))
             vague = found is None or found.high > _CERTAIN * max(found.low, 1.0)
             if found is not None and not vague and found.steps <= horizon * found.span:
@@ -84,16 +84,31 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return [points[round(i * step)] for i in range(_MOST_POINTS)]
 
 
+def _gets_steeper(points: Sequence[Point]) -> bool:
+    """Whether these logarithms rise ever faster: a few points, or scattered ones, do so by chance."""
+    if len(points) < _ENOUGH:
+        return False
+    half = len(points) // 2
+    later = points[half:]
+    first, second = slope(points[: half + 1]), slope(later)
+    rise = second * (later[-1][0] - later[0][0])
+    return second >= _STEEPER * first and rise >= max(_DOUBLINGS, 4 * _scatter(later, second))
+
+
+def _scatter(points: Sequence[Point], slope: float) -> float:
+    """How far the points are from the line: how much of its rise is chance."""
+    rest = [value - slope * step for step, value in points]
+    middle = median(rest)
+    return 1.5 * median(abs(r - middle) for r in rest)
+
+
 def _line(points: Sequence[Point], limit: float) -> TimeToLimit | None:
     half = len(points) // 2
     first, second = slope(points[: half + 1]), slope(points[half:])
     if second <= 0 or second < _STEADY * first:
         return None
     whole = slope(points)
-    # The scatter around the line says how much of the rise is chance.
-    rest = [value - whole * step for step, value in points]
-    middle = median(rest)
-    scatter = 1.5 * median(abs(r - middle) for r in rest)
+    scatter = _scatter(points, whole)
     span = round(points[-1][0] - points[0][0])
     if whole * span < 4 * scatter:
         return None
@@ -138,17 +153,18 @@ class Outlook:
         limit: float,
         points: Sequence[Point],
         horizon: float | None = None,
+        is_real: Callable[[], bool] = lambda: True,
     ) -> Forecast | None:
         """The forecast of this rise, if there is one to be made and none holds.
 
-        `name` is asked only then: finding the expression in the source takes longer than a sample.
+        `name` is asked only then: finding the expression in the source takes longer than a sample. So is `is_real`.
         `horizon`: how many times as far as the rise has lasted it may reach.
         """
         step, now = points[-1]
         if self.forecast is not None or step < self._quiet_until:
             return None
         found = reach(points, limit, horizon or _HORIZON, steepens=what == "loss")
-        if found is None:
+        if found is None or not is_real():
             return None
         low, high = max(math.floor(found.low), 0), max(math.ceil(found.high), 1)
         self.forecast = Forecast(what, name(), kind, limit, now, max(round(found.steps), 1), low, high, step)
@@ -192,8 +208,13 @@ class Rise:
         """How many of the last values were not above the first ones."""
         self._outlook = Outlook()
 
-    def add(self, step: int, value: float, first: float, kind: str, limit: float) -> list[Forecast]:
-        """One more value, where the first ones were `first`: a new forecast, or one that is withdrawn."""
+    def add(
+        self, step: int, value: float, first: float, kind: str, limit: float, is_real: Callable[[], bool] = lambda: True
+    ) -> list[Forecast]:
+        """One more value, where the first ones were `first`: a new forecast, or one that is withdrawn.
+
+        `is_real()`, asked only if there may be a forecast: whether something else has grown as well.
+        """
         if not 0 < value < math.inf:
             return []
         void = self._outlook.turned(step, value)
@@ -208,7 +229,7 @@ class Rise:
             self.points = self.points[::2]
         is_near = limit > _WIDE or value > limit / _NEAR_HALF
         if is_near and math.log2(value / first) >= _RISEN[self._what] and value >= max(v for _, v in self.points[-4:]):
-            made = self._outlook.make(self._what, str, kind, limit, self.points)
+            made = self._outlook.make(self._what, str, kind, limit, self.points, is_real=is_real)
             news += [made] if made is not None else []
         return news
 
@@ -353,6 +374,8 @@ class SinkingScale:
 
 _GROWN = 10.0
 """Healthy training makes the weights at most a few times larger than they were."""
+MOVED = 0.6
+"""The last large updates together, as a share of the weights."""
 _AT_ONCE = 4.0
 """An update that makes the weights this many times larger."""
 _LASTS = 512
@@ -399,8 +422,103 @@ class GrowingWeights:
                 kind = "jump" if at_once else "growth"
                 self.forecast = Forecast("weights", "", kind, _GROWN, exact, None, None, None, step)
                 return self.forecast
+        return self._withdrawn(step)
+
+    def moved(self, step: int, share: float) -> Forecast | None:
+        """The last updates together are this share of the weights: a new forecast, if none holds."""
+        self._reason = step
+        if self.forecast is not None:
+            return None
+        self.forecast = Forecast("weights", "", "updates", MOVED, share, None, None, None, step)
+        return self.forecast
+
+    def _withdrawn(self, step: int) -> Forecast | None:
         forecast = self.forecast
         if forecast is None or step <= self._reason + _LASTS:
             return None
         self.forecast = None
         return replace(forecast, withdrawn=step)
+
+
+_LAST_STEPS, _MORE_STEPS = 8, 32
+"""A loss is the median of so many steps."""
+LOOK_EVERY = 4
+_LOOK_ON = 64
+"""Steps after a rate was raised in which the loss may still follow it."""
+_RAISED, _LOSS_RISEN, _NORM_RISEN = 1.3, 3.0, 1.5
+"""Times the rate, loss and gradient norm at the lowest loss. In healthy training a high rate makes a low loss larger by
+such factors too, so it must also be large for this run: this share of the first loss; or, over more steps, more than
+half of the way back to it, in logarithms, by this factor."""
+_SHARE_OF_FIRST, _BEYOND_HALF = 0.2, 2.0
+_SCATTERED = 4.0
+"""A loss that differs by more than this factor from step to step says nothing."""
+
+
+class RisingRate:
+    """A learning rate that is raised again and again, and a loss that rises with it.
+
+    A rate just beyond what a network bears shows itself in this way for some dozens of steps. When it then explodes, it
+    does so within five, so there is nothing to be continued, and the forecast has no date.
+    """
+
+    __slots__ = ("_first", "_least", "_low", "forecast", "peak", "until")
+
+    def __init__(self) -> None:
+        self.peak = 0.0
+        """The highest rate."""
+        self.until = 0
+        """There is nothing to be looked at after this step, unless the rate is raised."""
+        self._first = 0.0
+        """The first loss."""
+        self._least = dict.fromkeys((_LAST_STEPS, _MORE_STEPS), (math.inf, math.inf, math.inf))
+        """The lowest loss, and the gradient norm and the highest rate then, by how many steps a loss is of."""
+        self._low = 0
+        """How often the loss was low again since the forecast."""
+        self.forecast: Forecast | None = None
+        """The one that holds."""
+
+    def add(self, step: int, rate: float, steps: Sequence[tuple[Any, ...]]) -> list[Forecast]:
+        """The rate in use, and the fields of the last StepRecords: a new forecast, or one that is withdrawn."""
+        if rate > self.peak:
+            self.peak, self.until = rate, step + _LOOK_ON
+        holds = self.forecast is not None
+        news: list[Forecast] = []
+        for count in self._least:
+            last = steps[-count:]
+            losses = sorted(numbers[1] for numbers in last if numbers[1] is not None and 0.0 < numbers[1] < math.inf)
+            norms = [numbers[2] for numbers in last if numbers[2] is not None]
+            if len(losses) == count and norms and not news:
+                news = self._withdrawn(step, losses) if holds else self._judged(step, rate, losses, median(norms))
+        return news
+
+    def _judged(self, step: int, rate: float, losses: list[float], norm: float) -> list[Forecast]:
+        count, loss = len(losses), median(losses)
+        self._first = self._first or loss
+        if loss < self._least[count][0]:
+            self._least[count] = loss, norm, self.peak
+        least, least_norm, least_rate = self._least[count]
+        is_short = count == _LAST_STEPS
+        large = _SHARE_OF_FIRST * self._first if is_short else _BEYOND_HALF * math.sqrt(least * self._first)
+        rises = loss > max(_LOSS_RISEN * least, large) and norm > _NORM_RISEN * least_norm
+        if (
+            not rises
+            or rate < self.peak
+            or rate < _RAISED * least_rate
+            or losses[count // 8] < max(least, loss / _SCATTERED)
+        ):
+            return []
+        self._low = 0
+        self.forecast = Forecast("loss", "", "rate", least, loss, None, None, None, step)
+        return [self.forecast]
+
+    def _withdrawn(self, step: int, losses: list[float]) -> list[Forecast]:
+        """The forecast, if the loss is low again or nothing came of it for long."""
+        forecast = self.forecast
+        if forecast is None or len(losses) != _LAST_STEPS:
+            return []
+        self._low = self._low + 1 if median(losses) < forecast.now / 2 else 0
+        if self._low < _IN_A_ROW and step <= forecast.since_step + _LASTS:
+            return []
+        self.forecast = None
+        self._least = dict.fromkeys(self._least, (forecast.now, math.inf, self.peak))
+        return [replace(forecast, withdrawn=step)]

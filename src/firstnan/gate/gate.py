@@ -14,7 +14,7 @@ from torch import Tensor
 from firstnan.gate.by_hand import HandWritten
 from firstnan.gate.forecast import LARGEST, SinkingScale
 from firstnan.gate.gradient_checks import Clipping, DeviceReads, QuickCheck
-from firstnan.gate.growth_guard import Alarm, GrowthGuard, Weights
+from firstnan.gate.growth_guard import Alarm, GrowthGuard, Limits, Weights
 from firstnan.gate.histories import Histories, Track
 from firstnan.gate.step_counter import ROTATION, ParameterRotation, StepCounter
 from firstnan.observe.gradient_hooks import GradientNorms
@@ -116,7 +116,7 @@ class Gate:
         self._first_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """The numbers of the first steps of optimizers that were created after others had made steps."""
         self._names: dict[int, str] = {}
-        self._limits: dict[int, tuple[str, float, float]] = {}
+        self._limits: dict[int, Limits] = {}
         self.forecasts: list[Forecast] = []
         """Those made so far, withdrawn or not."""
         self.news: list[Forecast] = []
@@ -513,7 +513,7 @@ class Gate:
             self._healthy_steps = self._histories.of(optimizer)
         limits = self._limits.get(id(optimizer)) or self._limits_of(optimizer)
         if self._is_half:
-            limits = limits[0], LARGEST["float16"], limits[2]
+            limits = limits._replace(loss=LARGEST["float16"])
         news = guard.foresee(step, self.norm, loss, limits, track.weights, track.recent)
         if news:
             self._foreseen(news, optimizer)
@@ -526,13 +526,16 @@ class Gate:
                 if record.step > guard.last[0]:
                     guard.observe(record.step, record.grad_norm, record.loss)
 
-    def _limits_of(self, optimizer: Any) -> tuple[str, float, float]:
-        """The type of the weights, and where a loss and a gradient of this optimizer overflow."""
+    def _limits_of(self, optimizer: Any) -> Limits:
         parameters = self.leaves if optimizer is None else parameters_of(optimizer)
         kind = "float64" if parameters and parameters[0].dtype is torch.float64 else "float32"
         squares = optimizer is not None and ("eps" in optimizer.defaults or "betas" in optimizer.defaults)
         limit = LARGEST[kind]
-        known = self._limits[id(optimizer)] = kind, limit, math.sqrt(limit) if squares else limit
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ()
+        momentum = groups[0]["momentum"] if groups and len({group["lr"] for group in groups}) == 1 else None
+        least = _SMALL_WEIGHT * math.sqrt(sum(p.numel() for p in parameters))
+        known = Limits(kind, limit, math.sqrt(limit) if squares else limit, momentum, least)
+        self._limits[id(optimizer)] = known
         return known
 
     def _foreseen(self, news: Sequence[Forecast], optimizer: Any) -> None:

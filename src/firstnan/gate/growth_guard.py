@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from firstnan.gate.forecast import LARGEST, GrowingWeights, Rise
+from firstnan.gate.forecast import LARGEST, LOOK_EVERY, MOVED, GrowingWeights, Rise, RisingRate
 from firstnan.records import Forecast
 
 _WINDOW = 64
@@ -58,6 +58,13 @@ _LEARNED = 0.25
 """A model has learned something if its usual loss was once below this share of the first losses."""
 _BEYOND_DOUBT = 1e8
 """A loss that stays this many times above the first ones has diverged, whatever the weights are."""
+
+_ALONG = 4.0
+"""Times the first gradient norm or weights, which a loss that is about to overflow has made larger as well."""
+_LARGE_UPDATE = 0.2
+"""An update is large if it is this share of the weights; usual ones are a hundredth or less."""
+_FADES, _WORSE = 0.875, 3.0
+"""Of large updates the last eight count, about; and they count if the loss is so many times its lowest."""
 
 _SMALL_NORM, _SMALL_LOSS = 1.0, 0.1
 """Smaller values count as this much: values near zero change by large factors all the time."""
@@ -110,6 +117,20 @@ class Weights:
         return f"{told}, and the weight matrices get {self.matrices:.2g} of the gradient: most units are dead"
 
 
+class Limits(NamedTuple):
+    """What is known of an optimizer and what it trains."""
+
+    kind: str
+    """The type of the weights."""
+    loss: float
+    """Where the loss overflows, and where a gradient does."""
+    gradient: float
+    momentum: float | None = None
+    """Of plain SGD, whose updates can be told from its gradients."""
+    least: float = 0.0
+    """The weights count as at least this much."""
+
+
 Forecasts = Sequence[Forecast]
 Steps = Sequence[tuple[Any, ...]]
 
@@ -150,6 +171,9 @@ class GrowthGuard:
         self._weights: Callable[[], Weights | None] = lambda: None
         self._loss_rise, self._norm_rise = Rise("loss"), Rise("gradient")
         self._growing = GrowingWeights()
+        self._rising = RisingRate()
+        self._moved = self._together = 0.0
+        """The square of the gradients that the next update adds up, and the last updates as shares of the weights."""
 
     def ask_for_weights(self, weights: Callable[[], Weights | None]) -> None:
         """`weights` is called when the loss is suspicious."""
@@ -220,32 +244,65 @@ class GrowthGuard:
         step: int,
         norm: float | None,
         loss: float | None,
-        limits: tuple[str, float, float],
+        limits: Limits,
         weights: float | None,
         steps: Steps,
     ) -> Forecasts:
         """Forecasts that this step allows, and those that it makes void: call it after `observe`.
 
-        `limits`: the type of the weights, and where the loss and a gradient overflow. `weights`: the norm of
-        all parameters, if it is known. `steps`: the fields of the last StepRecords.
+        `weights`: the norm of all parameters, if it is known. `steps`: the fields of the last StepRecords.
         """
         news: list[Forecast] = []
-        kind, largest, largest_gradient = limits
+        kind, largest, largest_gradient, momentum, least = limits
         if loss is not None and self._start and (abs(loss) > self._start or self._loss_rise.points):
-            of_loss = "float16" if largest == LARGEST["float16"] else kind
-            news += self._loss_rise.add(step, abs(loss), max(self._start, _SMALL_NORM), of_loss, largest)
+            is_half = largest == LARGEST["float16"]
+            start, of_loss = max(self._start, _SMALL_NORM), "float16" if is_half else kind
+            rise = self._loss_rise
+            news += rise.add(step, abs(loss), start, of_loss, largest, lambda: is_half or self._grows(norm))
         first = max(self._first, _SMALL_NORM)
         if norm is not None and self._first and (norm > first or self._norm_rise.points):
             news += self._norm_rise.add(step, norm, first, kind, largest_gradient)
-        growing = self._growing
+        growing, rising = self._growing, self._rising
+        rate = steps[-1][3] if steps else None
+        if rate is not None:
+            is_due = rate > rising.peak or step <= rising.until or rising.forecast is not None
+            if is_due and not step % LOOK_EVERY:
+                news += rising.add(step, rate, steps)
+            if weights and momentum is not None and norm is not None and norm < _OVERFLOW:
+                self._moved = momentum * momentum * self._moved + norm * norm
+                share = rate * math.sqrt(self._moved) / max(weights, least)
+                self._together *= _FADES
+                if share > _LARGE_UPDATE:
+                    self._together += share
+                    news += self._judge_updates(step, steps)
         if weights is not None and weights != growing.before and 0.0 < weights < math.inf:
             if weights > growing.bar or growing.forecast is not None:
                 news += self._judge_weights(step, weights, steps)
             growing.before = weights
         return news
 
+    def _grows(self, norm: float | None) -> bool:
+        """Whether gradients or weights have grown too: a loss alone does with its scale, its target or its data."""
+        if norm is not None and norm > _ALONG * max(self._first, _SMALL_NORM):
+            return True
+        return (self._growth() or 0.0) > _ALONG
+
+    def _judge_updates(self, step: int, steps: Steps) -> Forecasts:
+        """Updates as large as the weights: fine in the first steps, and where the loss profits from them."""
+        if self._together < MOVED or len(self._norms) < _LATEST:
+            return []
+        last = [numbers[1] for numbers in steps[-_LATEST:] if numbers[1] is not None]
+        worse = bool(last) and median(last) > _WORSE * min(self._least_loss, self._first_loss)
+        made = self._growing.moved(step, self._together) if worse or self._has_outlier else None
+        return [made] if made is not None else []
+
+    @property
+    def _has_outlier(self) -> bool:
+        """Whether one of the last gradients was unusual."""
+        return max(list(self._norms)[-_LATEST - 1 :], default=0.0) > _OUTLIER * max(self._usual, _SMALL_NORM)
+
     def _judge_weights(self, step: int, weights: float, steps: Steps) -> Forecasts:
-        large = max(list(self._norms)[-_LATEST - 1 :], default=0.0) > _OUTLIER * max(self._usual, _SMALL_NORM)
+        large = self._has_outlier
         # With their signs: a loss that falls below zero is better for it. One that was far lower before has profited
         # from larger weights, even if it is high for a while.
         last = [numbers[1] for numbers in steps[-_BLOCK:] if numbers[1] is not None]

@@ -209,8 +209,7 @@ _PATIENCE = 3.0
 
 def _wait_for_nobody() -> None:
     """Who waits for a thread of the parent (an item, an event, a result) gets an error instead of waiting forever."""
-    kind = threading.Condition
-    begin, wait = kind.__init__, kind.wait
+    begin, wait = threading.Condition.__init__, threading.Condition.wait
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         self._firstnan_is_new = True
@@ -224,7 +223,7 @@ def _wait_for_nobody() -> None:
             return True
         raise TimeoutError("the thread that would answer is gone here")
 
-    kind.__init__, kind.wait = made, wait_for_others  # type: ignore[method-assign]
+    threading.Condition.__init__, threading.Condition.wait = made, wait_for_others  # type: ignore[method-assign]
 
 
 def _forget_ranks() -> None:

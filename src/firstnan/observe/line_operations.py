@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import operator
 import sys
@@ -30,6 +31,7 @@ _METHODS = _REDUCTIONS | words("astype clip copy flatten item ravel repeat resha
 _FUNCTIONS = _REDUCTIONS | words("amax amin array asarray clip diff expand_dims median norm quantile where")
 _ATTRIBUTES = ("T", "dtype", "ndim", "shape", "size")
 _BUILTINS: dict[str, Any] = {"abs": abs, "float": float, "int": int, "len": len, "max": max, "min": min, "sum": sum}
+_BUILTINS |= {"enumerate": enumerate, "range": range, "zip": zip}
 _LARGE = 1 << 20
 """Elements up to which an array is computed again."""
 
@@ -48,19 +50,44 @@ def line_operation(statement: ast.stmt | None, variables: Mapping[str, Any]) -> 
 
     `variables` holds what the statement read, not what it wrote over it.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is None or statement is None:
+
+    def compute(again: _Again) -> None:
+        if isinstance(statement, ast.AugAssign):
+            again.binary(None, statement.op, statement.target, statement.value)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return) and statement.value is not None:
+            again.value(statement.value)
+
+    return _found(compute, variables)
+
+
+def operation_of_comprehension(
+    statement: ast.stmt | None, variables: Mapping[str, Any], at: int | None
+) -> LineOperation | None:
+    """The same for the element of the comprehension in a statement: the one `at` this place in the list that it made,
+    or of a generator the one that `variables` holds."""
+    kinds = ast.ListComp | ast.GeneratorExp
+    nodes = [n for n in ast.walk(statement) if isinstance(n, kinds)] if statement is not None else []
+    if len(nodes) != 1 or len(nodes[0].generators) != 1 or nodes[0].generators[0].ifs:
         return None
-    again = _Again(numpy, variables)
+    loop, element = nodes[0].generators[0], nodes[0].elt
+
+    def compute(again: _Again) -> None:
+        if at is not None:
+            again.assign(loop.target, list(again.value(loop.iter))[at])
+        again.value(element)
+
+    return _found(compute, variables)
+
+
+def _found(compute: Callable[[_Again], None], variables: Mapping[str, Any]) -> LineOperation | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    again = _Again(numpy, dict(variables))
     with numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            if isinstance(statement, ast.AugAssign):
-                again.binary(None, statement.op, statement.target, statement.value)
-            elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return) and statement.value is not None:
-                again.value(statement.value)
-        except Exception:  # whatever the program's own numbers raise: nothing is known then
-            pass
+        with contextlib.suppress(Exception):  # whatever the program's own numbers raise: nothing is known then
+            compute(again)
     return again.found
 
 
@@ -71,7 +98,7 @@ class _UnknownError(Exception):
 class _Again:
     """Computes expressions of numbers and arrays again; the first that became non-finite is `found`."""
 
-    def __init__(self, numpy: Any, variables: Mapping[str, Any]) -> None:
+    def __init__(self, numpy: Any, variables: dict[str, Any]) -> None:
         self.numpy, self.variables = numpy, variables
         self.found: LineOperation | None = None
 
@@ -97,6 +124,13 @@ class _Again:
             case ast.Call():
                 return self._call(node)
         raise _UnknownError
+
+    def assign(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Tuple):
+            for part, one in zip(target.elts, value, strict=True):
+                self.assign(part, one)
+        elif isinstance(target, ast.Name):
+            self.variables[target.id] = value
 
     def all(self, nodes: list[ast.expr]) -> list[Any]:
         """The values of all of them; each is tried, because the operation may be in a later one."""

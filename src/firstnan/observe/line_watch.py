@@ -18,8 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from firstnan.observe.line_operations import LineOperation, line_operation
-from firstnan.observe.sites import Ownership, Spot, columns_read, names_read, names_written, resolve, statement_at
+from firstnan.observe.line_operations import LineOperation, line_operation, operation_of_comprehension
+from firstnan.observe.sites import (
+    Ownership,
+    Spot,
+    columns_read,
+    names_assigned,
+    names_read,
+    names_written,
+    resolve,
+    statement_at,
+)
 from firstnan.tensors.finite import is_finite, readable
 
 _MOST_PARTS = 1024
@@ -83,7 +92,7 @@ class _Frame:
     trail: deque[Spot] = field(default_factory=lambda: deque(maxlen=3))
     """The last lines before."""
     before: dict[str, Any] = field(default_factory=dict)
-    """The variables that the statement which runs reads, as they were before it."""
+    """The variables that the statement which runs reads and assigns, as they were before it."""
     module: _Frame | None = None
     """What is known of the module whose variables a function reads as globals."""
 
@@ -115,6 +124,8 @@ class LineWatch:
         self._objects: dict[int, tuple[Any, tuple[int, ...]]] = {}
         """Some non-finite objects by their identity, and where they come from: a method finds them in its object."""
         self._kept: Counter[Spot] = Counter()
+        self._reassigned: dict[tuple[int, int], frozenset[str]] = {}
+        """The variables that the statement with an instruction both reads and assigns."""
         self._left = seconds
         self.is_reading = False
         """Whether we read variables of the program just now: it does not read them."""
@@ -240,9 +251,26 @@ class LineWatch:
             self._returns(frame, known, arg)
         known.trail.append(known.spot)
         known.spot = frame.f_code, frame.f_lasti
-        known.before = _before(frame, known.spot) if event == "line" else known.before
+        known.before = self._overwritten(frame, known.spot) if event == "line" else known.before
         if known.line != frame.f_lineno:  # each turn of a comprehension is an event of the same line
             known.line, known.noted, known.returned = frame.f_lineno, len(self._values), None
+
+    def _overwritten(self, frame: FrameType, spot: Spot) -> dict[str, Any]:
+        """The variables that a statement reads and assigns, before it runs; a copy of an array that it writes into."""
+        key = id(spot[0]), spot[1]  # hashing a code object reads all of it
+        names = self._reassigned.get(key)
+        if names is None:
+            names = self._reassigned[key] = names_read(spot) & names_assigned(spot)
+        kept = {}
+        for name in names:
+            if name in frame.f_locals:
+                value = frame.f_locals[name]
+                if type(value).__name__ == "ndarray" and name in names_written(spot):
+                    if value.size > _SMALL:
+                        continue
+                    value = value.copy()
+                kept[name] = value
+        return kept
 
     def _assigned(self, frame: FrameType, known: _Frame) -> None:
         """Notes which variables the last line has made bad."""
@@ -272,7 +300,8 @@ class LineWatch:
             known.spot = spot
             came = held[0] if held else self._source(known, part)
             if came is None:
-                came = self._made(known, spot, RETURNED, part, frame)
+                at = next((i for i, one in enumerate(value) if holds_bad(one)), None) if type(value) is list else None
+                came = self._made(known, spot, RETURNED, part, frame, at)
             self._note(spot, came, part)
             back = self._frames.get(id(frame.f_back))
             if back is not None:
@@ -280,13 +309,18 @@ class LineWatch:
         if not frame.f_code.co_flags & _GENERATORS:  # those will go on
             self._frames.pop(id(frame), None)
 
-    def _made(self, known: _Frame, spot: Spot, name: str, value: Any, frame: FrameType) -> tuple[int, ...]:
+    def _made(
+        self, known: _Frame, spot: Spot, name: str, value: Any, frame: FrameType, at: int | None = None
+    ) -> tuple[int, ...]:
         before = self._made_at.setdefault(spot, [])
         if len(before) < _MOST_VALUES:
             operation = None
-            if not isinstance(value, Tensor) and frame.f_code.co_name not in _COMPREHENSIONS:
+            if not isinstance(value, Tensor):
                 names = {**frame.f_globals, **frame.f_locals, **known.before}
                 operation = line_operation(statement_at(spot), names)
+                if frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
+                    names = {**frame.f_globals, **frame.f_back.f_locals, **frame.f_locals}
+                    operation = operation_of_comprehension(statement_at(spot), names, at)
             self.lines.append(BadLine(spot, name, _as_tensor(value), tuple(_wrapped(frame, spot)), operation))
             before.append(len(self.lines) - 1)
         return (before[-1],)
@@ -408,20 +442,6 @@ def _plain_variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
         for name, value in list(members.items()) if isinstance(members, dict) else ():
             if not isinstance(value, dict) or not isinstance(owner, torch.nn.Module):
                 yield f"{code.co_varnames[0]}.{name}", value
-
-
-def _before(frame: FrameType, spot: Spot) -> dict[str, Any]:
-    """The variables that a statement reads, before it runs; a copy of an array that it writes into."""
-    written, kept = names_written(spot), {}
-    for name in names_read(spot):
-        if name in frame.f_locals:
-            value = frame.f_locals[name]
-            if name in written and type(value).__name__ == "ndarray":
-                if value.size > _SMALL:
-                    continue
-                value = value.copy()
-            kept[name] = value
-    return kept
 
 
 def _wrapped(frame: FrameType, spot: Spot) -> Iterator[tuple[str, Tensor]]:

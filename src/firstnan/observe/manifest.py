@@ -100,8 +100,11 @@ OWN_PROCESS: tuple[tuple[str, str], ...] = (
 
 FORKED: tuple[tuple[str, str], ...] = (
     ("time", "sleep"),
+    ("queue", "Queue.__init__"),
     ("queue", "Queue.put"),
     ("queue", "Queue.join"),
+    ("threading", "Condition.__init__"),
+    ("threading", "Condition.wait"),
     ("concurrent.futures.thread", "ThreadPoolExecutor.submit"),
     ("http.client", "HTTPConnection.connect"),
     ("http.client", "HTTPSConnection.connect"),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ class _Chain:
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
-        self.own = name in vars(owner)
-        self.stored, self.original = vars(owner).get(name), getattr(owner, name)
+        self.stored, self.original = vars(owner).get(name, _NOWHERE), getattr(owner, name)
         self.makers: list[Make] = []
         self.outermost = 0
         """How many of the last makers are to stay there."""
@@ -29,12 +29,12 @@ class _Chain:
     def build(self) -> None:
         function = self.original
         for make in self.makers:
-            function = functools.wraps(self.original)(make(function))
+            function = _dressed_as(self.original, make(function))
         self.installed = function
         setattr(self.owner, self.name, function)
 
     def restore(self) -> None:
-        if self.own:
+        if self.stored is not _NOWHERE:
             setattr(self.owner, self.name, self.stored)
         else:
             delattr(self.owner, self.name)
@@ -43,6 +43,22 @@ class _Chain:
     def covered(self) -> bool:
         """Whether someone else has wrapped our function since."""
         return vars(self.owner).get(self.name) is not self.installed
+
+
+_NOWHERE = object()
+"""Stands for what the owner itself does not hold, but inherits."""
+
+
+def _dressed_as(original: Any, function: Any) -> Any:
+    """As `functools.wraps`, several times as fast for ordinary functions: a block of `trace()` makes a dozen."""
+    if type(original) is not FunctionType or type(function) is not FunctionType:
+        return functools.wraps(original)(function)
+    function.__module__, function.__doc__ = original.__module__, original.__doc__
+    function.__name__, function.__qualname__ = original.__name__, original.__qualname__
+    function.__annotations__ = original.__annotations__
+    function.__dict__.update(original.__dict__)
+    function.__wrapped__ = original  # type: ignore[attr-defined]  # as functools does
+    return function
 
 
 # torch is shared by the whole process, and so are the wrappers of its functions.
@@ -72,7 +88,8 @@ class Patches:
         """Removes the patches; one that someone else has wrapped stays in place and must do nothing."""
         with _lock:
             for chain, make in reversed(self._mine):
-                chain.outermost -= chain.makers.index(make) >= len(chain.makers) - chain.outermost
+                if chain.outermost:
+                    chain.outermost -= chain.makers.index(make) >= len(chain.makers) - chain.outermost
                 chain.makers.remove(make)
                 if chain.covered:
                     continue

@@ -322,6 +322,13 @@ def _constants(node: ast.expr) -> set[str] | None:
     return found if all(isinstance(part, ast.Constant) for part in parts) else None
 
 
+def names_assigned(spot: Spot) -> frozenset[str]:
+    """The variables that the statement with this instruction assigns, also by `+=` and the like."""
+    statement = statement_at(spot)
+    nodes = ast.walk(statement) if statement is not None else ()
+    return frozenset(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
 def names_written(spot: Spot) -> frozenset[str]:
     """The variables, and attributes of variables, into whose value the statement with this instruction writes."""
     code, lasti = spot

@@ -292,7 +292,8 @@ class Forecast:
     name: str
     """The layer; the operator and its place; for others, what the program calls the optimizer."""
     kind: str
-    """The dtype that ends at the limit; else "scale", "growth", "jump", "min", "max", "entropy" or "eps"."""
+    """The dtype that ends at the limit; else "scale", "growth", "jump", "updates", "rate", "min", "max", "entropy" or
+    "eps". For "rate" the limit is the lowest loss."""
     limit: float
     now: float
     in_steps: int | None

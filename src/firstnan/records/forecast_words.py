@@ -32,6 +32,13 @@ def sentence(forecast: Forecast) -> str:
     f = forecast
     if f.what == "scale":
         return f"{subject(f)} has sunk to {f.now:g} and falls below {f.limit:g} in about {_steps(f)}"
+    if f.kind == "rate":
+        told = f"has risen from {f.limit:.3g} to {f.now:.3g} with the learning rate, which is being raised"
+        return f"{subject(f)} {told}: training is likely to diverge"
+    if f.kind == "updates":
+        of = f" of {f.name}" if f.name else ""
+        told = f"are {f.now:.2g} times as large as the weights themselves"
+        return f"the last updates{of} together {told}: training is likely to diverge"
     if f.what == "weights":
         told = ", and the loss has not improved"
         if f.kind == "jump":

@@ -76,6 +76,7 @@ DIVISIONS = {
 }
 """The arguments that are numerator and denominator; `1 / x` is reciprocal(x), then mul."""
 ADDITIONS = words("add rsub sub")
+ARITHMETIC = ADDITIONS | words("div mul pow")
 LINEAR = CARRIERS | JOINS | ADDITIONS | words("div mean mul neg sum")
 """Numbers that are multiplied by numbers and added."""
 ADDED_PRODUCTS = words("addbmm addmm addmv addr baddbmm sparse_addmm")

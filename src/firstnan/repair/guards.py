@@ -298,7 +298,8 @@ def _everywhere(found: FailingOperation) -> Iterator[Remedy]:
         own = next(
             (g for g in guards if found.location.code(g.node) in map(found.location.code, found.expr.args)), None
         )
-        title = f"all {len(guards)} uses of `{found.expr.op}` in this function"
+        both = own is not None and len(guards) == 2
+        title = f"{'the other use' if both else f'all {len(guards)} uses'} of `{found.expr.op}` in this function"
         title = f"{own.title}, and the same for {title}" if own is not None else f"The same for {title}"
         yield found.context.remedy(title, guards[0].why, *(guard.edit for guard in guards))
 

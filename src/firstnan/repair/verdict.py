@@ -158,7 +158,7 @@ def _verdict(remedy: Remedy, outcome: TrialOutcome, report: Report) -> tuple[boo
         return True, None, f"training stops learning: {outcome.frozen}"
     if outcome.exploded and reached:
         return True, None, f"{DIVERGES} ({outcome.exploded[:1].lower()}{outcome.exploded[1:].rstrip('.')})"
-    if reached and (far := _far_beyond(outcome, report) or _leap(outcome, report)):
+    if reached and (far := far_beyond(outcome, report) or _leap(outcome, report)):
         return True, None, far
     if reached:
         return True, passed - 1 - bad, f"then the program ended with {outcome.exit}" if outcome.exit else ""
@@ -177,7 +177,7 @@ def _was_frozen(report: Report) -> bool:
     return bool(norms) and not any(norms)
 
 
-def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
+def far_beyond(outcome: TrialOutcome, report: Report) -> str:
     """How large the loss of the failing step is with the change, if it is out of all proportion to that of others."""
     bad = last_bad_step(report)
     there = max((abs(loss) for step, loss in outcome.losses if step == bad), default=0.0)
@@ -185,14 +185,21 @@ def _far_beyond(outcome: TrialOutcome, report: Report) -> str:
     if any(step == bad and there <= OUT_OF_PROPORTION * loss for step, loss in seen):
         return ""  # it was as large without the change
     usual = [loss for step, loss in seen if step < bad] + [abs(loss) for step, loss in outcome.latest if step > bad]
-    usual = [loss for loss in usual if loss > 0]  # a hinge that is satisfied says nothing about the size of others
-    # The guard may be in use in other steps too: most are below a gap that no training closes in one step.
-    low = [loss for loss in usual if loss * OUT_OF_PROPORTION < there]
-    high = [there, *(loss for loss in usual if loss * OUT_OF_PROPORTION >= there)]
-    if len(low) < max(3, len(usual) / 2) or min(high) <= OUT_OF_PROPORTION * max(low):
+    low = far_below(there, usual)
+    if not low:
         return ""
-    others = "most other steps" if len(high) > 1 else "other steps"
+    others = "most other steps" if any(loss * OUT_OF_PROPORTION >= there for loss in usual) else "other steps"
     return f"its loss is {there:.3g} there, in {others} about {statistics.median(low):.3g}"
+
+
+def far_below(loss: float, others: list[float]) -> list[float]:
+    """Those of the other losses to which this one is out of all proportion, if that is most of them."""
+    others = [one for one in others if one > 0]  # a hinge that is satisfied says nothing about the size of others
+    # The guard may be in use in other steps too: most are below a gap that no training closes in one step.
+    low = [one for one in others if one * OUT_OF_PROPORTION < loss]
+    high = [loss, *(one for one in others if one * OUT_OF_PROPORTION >= loss)]
+    is_out = len(low) >= max(3, len(others) / 2) and min(high) > OUT_OF_PROPORTION * max(low)
+    return low if is_out else []
 
 
 def _leap(outcome: TrialOutcome, report: Report) -> str:

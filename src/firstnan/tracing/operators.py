@@ -98,14 +98,14 @@ class OpInfo:
         return self.aten.startswith(("c10d", "_c10d"))
 
 
-_known: dict[int, tuple[OpInfo, Any]] = {}
+KNOWN: dict[int, tuple[OpInfo, Any]] = {}
+"""By the id of an operator, because hashing an overload runs Python code; with the operator, which it keeps alive."""
 
 
 def info(func: Any) -> OpInfo:
-    # By identity, because hashing an overload runs Python code.
-    known = _known.get(id(func))
+    known = KNOWN.get(id(func))
     if known is None:
-        known = _known[id(func)] = (_describe(func), func)
+        known = KNOWN[id(func)] = (_describe(func), func)
     return known[0]
 
 

@@ -27,7 +27,7 @@ from firstnan.tensors.finite import extremes, readable, shape_of, surely_finite
 from firstnan.tensors.models import Parts, is_safe
 from firstnan.tracing.examine import Detail, examine, in_float64, numbers_in
 from firstnan.tracing.memory import Memory
-from firstnan.tracing.operators import OpInfo, arguments_keep_finite, info, tensors_of
+from firstnan.tracing.operators import KNOWN, OpInfo, arguments_keep_finite, info, tensors_of
 from firstnan.tracing.recording import INCOMPLETE, Events, NonFiniteCall, OperatorCall, Raw, fingerprint
 
 _MAX_RAISED = 16
@@ -318,7 +318,8 @@ class Tracer:
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one operator and records it. Called for every operator, so it has to be fast."""
-        op = info(func)
+        known = KNOWN.get(id(func))
+        op = known[0] if known is not None else info(func)
         if op.ignored:
             return func(*args, **kwargs)
         if (
@@ -607,10 +608,9 @@ class _Mode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if self._suspended or self.pauses or not self.on:
-            return func(*args, **kwargs)
-        return self.tracer.record(func, args, kwargs)
+            return func(*args, **(kwargs or {}))
+        return self.tracer.record(func, args, kwargs or {})
 
 
 _running: weakref.WeakSet[_Mode] = weakref.WeakSet()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from firstnan.diagnose.rules.base import ANY, Explanation, Failure, counted, describe, nonfinite, rule
 from firstnan.records import OpEvent, Origin, Phase
-from firstnan.records.operator_families import CONSTRUCTORS, FULL, LOSSES, WRITES, words
+from firstnan.records.operator_families import ARITHMETIC, CONSTRUCTORS, FULL, LOSSES, WRITES, words
 
 INPUT: frozenset[Phase] = frozenset({"input"})
 PARAMETER: frozenset[Phase] = frozenset({"parameter"})
@@ -229,7 +229,7 @@ def _computes_with_nan(failure: Failure) -> bool:
     """Whether a tensor meets a NaN that python has computed: the line of the operator does not say `nan`."""
     event = failure.event
     given = event is not None and any(isinstance(v, float) and math.isnan(v) for _, v in event.scalars)
-    return given and failure.op in ("add", "sub", "rsub", "mul", "div", "pow") and not NAN_LITERAL.search(failure.code)
+    return given and failure.op in ARITHMETIC and not NAN_LITERAL.search(failure.code)
 
 
 @rule("nan_constant", title="Number computed in Python is NaN", phases=ANY - {"optimizer"})
