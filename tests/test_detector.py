@@ -1011,3 +1011,12 @@ def test_the_only_argument_of_a_step_function_is_the_batch() -> None:
     report = caught.value.report
     assert report.batch.bad_samples == (3,)
     assert report.batch.features[0].member == "batch[1]"
+
+
+def test_a_detector_that_a_callback_attaches_ends_as_a_block_does() -> None:
+    """Otherwise the patches of torch stay, which the fixture of all tests would find."""
+    model = seeded()
+    detector = NaNDetector(model, sgd(model)).attach()
+    detector.__exit__(None, None, None)
+    with detector:
+        pass

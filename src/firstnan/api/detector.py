@@ -264,7 +264,7 @@ class NaNDetector:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         __tracebackhide__ = True
         with self._lock:
-            self._blocks -= 1
+            self._blocks = max(self._blocks - 1, 0)  # a callback is attached without a block, and ends as one does
             if self._blocks:
                 return  # the block around this one goes on
         session = self._session
