@@ -337,32 +337,41 @@ def test_a_training_that_skips_a_bad_loss_is_not_given_up(firstnan: Zygote, tmp_
     assert (result.code, result.stderr) == (0, "")
 
 
-def test_ctrl_c_while_the_first_finding_is_saved_skips_the_replay(firstnan: Zygote, tmp_path: Path) -> None:
-    text = """
-        import os
-        import torch
+PRESSES_CTRL_C = """
+    import {module}
+    import torch
 
-        real, pressed = os.replace, []
+    real, pressed = {module}.{name}, []
 
-        def replace(source, target):
-            if not pressed and str(target).endswith(".json"):
-                pressed.append(target)
-                raise KeyboardInterrupt
-            return real(source, target)
+    def press(*given, **named):
+        if not pressed and {when}:
+            pressed.append(given)
+            raise KeyboardInterrupt
+        return real(*given, **named)
 
-        os.replace = replace
-        weight = torch.ones(4, requires_grad=True)
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        data = torch.rand(40, 4) + 0.5
-        data[21] = -1.0
-        for x in data.split(4):
-            loss = (weight * torch.log(x)).sum()
-            loss.backward()
-            optimizer.step()
-    """
+    {module}.{name} = press
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    data = torch.rand(40, 4) + 0.5
+    data[21] = -1.0
+    for x in data.split(4):
+        loss = (weight * torch.log(x)).sum()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "when"),
+    [("os", "replace", "str(given[1]).endswith('.json')"), ("ast", "parse", "'x' in globals()")],
+    ids=["is saved", "is made"],
+)
+def test_ctrl_c_while_the_first_finding(firstnan: Zygote, tmp_path: Path, module: str, name: str, when: str) -> None:
+    """It skips the replay, and what is known is kept."""
+    text = PRESSES_CTRL_C.format(module=module, name=name, when=when)
     result = firstnan(["run", script(tmp_path, text)], cwd=tmp_path)
     assert "Traceback" not in result.stderr
-    assert result.found["step"] == 5
+    assert (result.code, result.found["verdict"], result.found["step"]) == (3, "nonfinite", 5)
     assert result.found["notes"] == ["the replay of the failing step was ended by Ctrl-C"]
 
 

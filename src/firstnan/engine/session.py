@@ -1017,14 +1017,21 @@ class Session(Observer):
     def _investigate(self, trip: Trip, place: tuple[str, int]) -> None:
         try:
             self._tripped(trip, place)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, NonFiniteError) or self.in_child or self.phase is SETTLED:
                 raise
-            self.internal_error(error)  # and the policy decides all the same: it protects the weights
+            if isinstance(error, Exception):
+                self.internal_error(error)  # and the policy decides all the same: it protects the weights
+            elif isinstance(self.policy, EndProgram):
+                self.policy.interrupt()  # before anything was saved
+            else:
+                raise
             self._replay, self._told = None, True
             if self.policy.undoes:
                 self._schedules = self._settings.before(trip, self.hooks.scalers)
-            self.settle(Report("nonfinite", self.gate.steps.total, noticed=trip.noticed), trip.before_update)
+            notes = () if isinstance(error, Exception) else (_INTERRUPTED,)
+            report = Report("nonfinite", self.gate.steps.total, noticed=trip.noticed, notes=notes)
+            self.settle(report, trip.before_update)
 
     def _tripped(self, trip: Trip, place: tuple[str, int]) -> None:
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
