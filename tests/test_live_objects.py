@@ -12,7 +12,9 @@ from torch.nn import Linear, Module
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from firstnan.tensors.models import find_live_objects, switch_on
+from firstnan.observe.standstill import collector_paused
+from firstnan.tensors.live_objects import find_live_objects, live_iterator, visit_before_fork
+from firstnan.tensors.models import switch_on
 
 
 class Kind:
@@ -104,3 +106,33 @@ def test_what_a_gan_has_switched_off_is_told_from_what_is_frozen() -> None:
     assert all(p.requires_grad for p in second.parameters())
     assert not any(p.requires_grad for p in frozen.parameters())
     del waiting, partly
+
+
+@pytest.mark.parametrize("age", [0, 1, 2])
+def test_an_iterator_is_found_by_its_address_and_nothing_else_is(age: int) -> None:
+    iterator, other = enumerate([1, 2]), {"not": ["an iterator"]}
+    for generation in range(age):
+        gc.collect(generation)
+    next(iterator)
+    assert live_iterator(id(iterator)) is iterator
+    assert live_iterator(id(other)) is None
+    assert live_iterator(id(iterator) + 8) is None
+    assert live_iterator(0) is None
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="objects grow old a few at a time")
+def test_old_objects_are_visited_before_a_fork_and_not_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Linear(2, 2)
+    optimizer, iterator = SGD(model.parameters(), lr=0.1), iter([1])
+    gc.collect()
+    with collector_paused():
+        visit_before_fork()
+        visits, all_objects = list[int | None](), gc.get_objects
+        monkeypatch.setattr(gc, "get_objects", lambda age=None: (visits.append(age), all_objects(age))[1])
+        garbage = [[] for _ in range(100_000)]  # enough for a collection
+        del garbage
+        switch_on([])
+        assert live_iterator(id(iterator)) is iterator
+        assert any(one is optimizer for one in find_live_objects(Optimizer))
+    assert {*visits} == {0, 1}
+    assert gc.isenabled()

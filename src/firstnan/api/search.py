@@ -31,7 +31,8 @@ from firstnan.engine.step_check import StepCheck
 from firstnan.observe.sites import Ownership
 from firstnan.records import Batch
 from firstnan.records.arguments import require_batches, require_callable, require_flag, require_pairs
-from firstnan.tensors.models import Models, Scope, find_live_objects
+from firstnan.tensors.live_objects import find_live_objects
+from firstnan.tensors.models import Models, Scope
 from firstnan.tensors.state import RandomState, Schedules, restore_buffers
 
 

@@ -22,7 +22,8 @@ from firstnan.records import Noticed, Report
 from firstnan.records.errors import NonFiniteError
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import tensors_in
-from firstnan.tensors.models import find_live_objects, parameters_of, reaches
+from firstnan.tensors.live_objects import find_live_objects
+from firstnan.tensors.models import parameters_of, reaches
 
 
 @contextmanager

@@ -54,6 +54,8 @@ _WATCHED = 5.0
 """Seconds for which the lines of a body are watched: a child that takes much longer than the step is given up."""
 _COMPARED = 1 << 22
 """Elements up to which a variable is compared."""
+_LOOKED_AT = 256
+"""Tensors of one variable up to which those are sought that were non-finite before: it may hold a whole data set."""
 _SEARCH_SECONDS = 30.0
 _PATIENCE = 20.0
 """Seconds without a message after which a child is given up; more where the program's steps take long."""
@@ -529,7 +531,8 @@ class TurnReplay:
         """Restores what the step began with."""
         session = self._session
         values = list(self._turn.names.values())
-        self._known = [t for value in values for t in data_in(value, depth=2) if not is_finite(t)]
+        data = (t for value in values for t in islice(data_in(value, depth=2), _LOOKED_AT))
+        self._known = [t for t in data if not is_finite(t)]
         session.handouts.restore_turn(self._rehearsals, random=self._random)
         if not self._start:
             self._turn.restore_given(session.handouts.latest)

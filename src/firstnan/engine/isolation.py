@@ -543,6 +543,10 @@ def fork() -> Fork | Channel | None:
     reading, writing = os.pipe()
     numbers = random.getstate()  # Python seeds its generator anew in a forked process
     pools_ended = end_thread_pools()
+    if "torch" in sys.modules:
+        from firstnan.tensors.live_objects import visit_before_fork
+
+        visit_before_fork()
     with _ctrl_c_deferred() as pressed:
         process = _fork()
     if process:

@@ -18,7 +18,8 @@ from firstnan.observe.sites import Ownership, function_site
 from firstnan.records import History, OptimizerHistory, Site
 from firstnan.repair.context import SourceFiles
 from firstnan.repair.rates import assigned_rates, changed_at, manual_rates, schedule_calls
-from firstnan.tensors.models import find_live_objects, learning_rate_of
+from firstnan.tensors.live_objects import find_live_objects
+from firstnan.tensors.models import learning_rate_of
 
 
 def with_rate_sites(history: History, optimizers: list[Any], ownership: Ownership) -> History:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from firstnan.engine.ranks import world
-from firstnan.tensors.models import find_live_objects, parameters_of
+from firstnan.tensors.live_objects import find_live_objects
+from firstnan.tensors.models import parameters_of
 
 _PATIENCE = 5.0
 """Seconds to wait for the other ranks to compare, once there is a difference."""

@@ -63,7 +63,7 @@ from firstnan.observe.gradient_hooks import make_gradients_bad
 from firstnan.observe.hooks import Hooks
 from firstnan.observe.observer import Decision, Observer
 from firstnan.observe.sites import Ownership, place_of
-from firstnan.observe.standstill import own_handlers_interrupt, timers_stopped
+from firstnan.observe.standstill import collector_paused, own_handlers_interrupt, timers_stopped
 from firstnan.records import Batch, Headroom, History, LoopTurn, NaNEvent, Noticed, Report
 from firstnan.records.errors import InternalErrors, NonFiniteError
 from firstnan.repair.data import doubtful_samples_left_out
@@ -994,14 +994,14 @@ class Session(Observer):
                 return
             others = [other for other in list(_active) if other is not self]
             self.is_detected = any(other._detects(trip, optimizer) for other in others)
-            with timers_stopped():
+            with timers_stopped(), collector_paused():
                 self._investigate(trip, place)
 
     def _is_left_out(self, trip: Trip) -> bool:
         """Whether the program leaves out the update itself; asks a child."""
         assert self.values is not None
         try:
-            with timers_stopped(), self._interruptible():
+            with timers_stopped(), collector_paused(), self._interruptible():
                 return self.values.leaves_out(trip)
         except KeyboardInterrupt:
             if not isinstance(self.policy, EndProgram):

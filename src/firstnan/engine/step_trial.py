@@ -513,8 +513,9 @@ def following(turn: Turn, session: Session) -> Iterator[dict[str, Any]]:
     others = isinstance(loop, ast.For) and all(
         isinstance(turn.names.get(n), str | float) for n in names_in(loop.target)
     )
-    if not isinstance(loop, ast.For) or turn.counts or _iterator_of(turn, loop) is not None:
-        yield from values_after(turn)
+    own = _iterator_of(turn, loop) if isinstance(loop, ast.For) and not turn.counts else None
+    if not isinstance(loop, ast.For) or turn.counts or own is not None:
+        yield from values_after(turn, own)
     elif latest is not None and iterator is not None and not others:
         yield from _next_batches(turn, loop, iterator, latest.batch)
     else:
@@ -533,10 +534,10 @@ def _next_batches(turn: Turn, loop: ast.For, iterator: Any, before: Any) -> Iter
         yield {**found, **counters}
 
 
-def values_after(turn: Turn) -> Iterator[dict[str, Any]]:
-    """The loop's variables in the turns after this one, where the loop itself knows them."""
+def values_after(turn: Turn, iterator: Any = None) -> Iterator[dict[str, Any]]:
+    """The loop's variables in the turns after this one, where the loop itself knows them. `iterator`: its own."""
     if isinstance(turn.loop, ast.For) and not turn.counts:
-        iterator = _iterator_of(turn, turn.loop)
+        iterator = iterator if iterator is not None else _iterator_of(turn, turn.loop)
         if iterator is not None:
             for _ in _taken(turn, turn.loop, iterator):
                 yield {}
@@ -597,7 +598,8 @@ class _Change:
     remedy: Remedy
     functions: bool
     """Whether something outside the body of the loop has changed."""
-    replaced: list[CodeType] = field(default_factory=list)
+    changed: list[tuple[FunctionType, CodeType]]
+    """The functions of this process that have changed, with their new code."""
 
     @staticmethod
     def of(contents: dict[str, bytes], remedy: Remedy, turn: Turn, start: int) -> _Change | None:
@@ -621,13 +623,18 @@ class _Change:
                     return None  # it is running, and the change lies before or after the loop
                 functions = True
         texts = {path: content.decode() for path, content in contents.items()}
-        return _Change(texts, remedy, functions)
+        return _Change(texts, remedy, functions, [one for path in texts for one in _changed(path, texts[path])])
 
     def make(self) -> None:
         """Makes the change in the functions of this process."""
         as_written(Patches())  # what torch.jit has compiled is that of the old text
-        for path, text in self.texts.items():
-            self._replace_functions(path, text)
+        for function, code in self.changed:
+            function.__code__ = code
+
+    @property
+    def replaced(self) -> list[CodeType]:
+        """The new code of the functions that have changed."""
+        return [code for _, code in self.changed]
 
     def code_of(self, turn: Turn, start: int = 0, *, rest: bool = False) -> CodeType | None:
         """The code of the changed turn, or of its rest."""
@@ -637,21 +644,23 @@ class _Change:
         line, at = (moved_line(self.remedy, turn.file, one) for one in (turn.line, turn.at))
         return turn.compiled(self.texts[path], line, at, start, rest=rest)
 
-    def _replace_functions(self, path: str, text: str) -> None:
-        old, new = _codes(compile(_text(path), path, "exec")), _codes(compile(text, path, "exec"))
-        changed = {key: code for key, code in new.items() if key in old and not _same(code, old[key])}
-        keys = {(code.co_qualname, code.co_firstlineno): key for key, code in old.items()}
-        functions = [one for one in gc.get_objects() if type(one) is FunctionType] if changed else []
-        files = {name: real_path(name) for name in {one.__code__.co_filename for one in functions}}
-        for function in functions:
-            code = function.__code__
-            if files[code.co_filename] != path:
-                continue
-            fresh = changed.get(keys.get((code.co_qualname, code.co_firstlineno), ("", -1)))
-            if fresh is not None and len(fresh.co_freevars) == len(code.co_freevars):
-                fresh = fresh.replace(co_filename=code.co_filename)
-                function.__code__ = fresh
-                self.replaced.append(fresh)
+
+def _changed(path: str, text: str) -> list[tuple[FunctionType, CodeType]]:
+    """The functions of a file whose code is another one in this text. All objects are visited: not for a child."""
+    old, new = _codes(compile(_text(path), path, "exec")), _codes(compile(text, path, "exec"))
+    fresh = {
+        (code.co_qualname, code.co_firstlineno): new[key]
+        for key, code in old.items()
+        if key in new and not _same(new[key], code)
+    }
+    found = list[tuple[FunctionType, CodeType]]()
+    for function in [one for one in gc.get_objects() if type(one) is FunctionType] if fresh else []:
+        code = function.__code__
+        other = fresh.get((code.co_qualname, code.co_firstlineno))
+        if other is None or len(other.co_freevars) != len(code.co_freevars) or real_path(code.co_filename) != path:
+            continue
+        found.append((function, other.replace(co_filename=code.co_filename)))
+    return found
 
 
 def _text(path: str) -> str:

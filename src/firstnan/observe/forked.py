@@ -237,7 +237,7 @@ def _forget_ranks() -> None:
     from torch.nn import Module
 
     from firstnan.observe.collectives import collectives
-    from firstnan.tensors.models import find_live_objects
+    from firstnan.tensors.live_objects import find_live_objects
 
     collectives.is_replaying = True
     make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)

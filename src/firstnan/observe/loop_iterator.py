@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
-import gc
 import sys
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
+
+from firstnan.tensors.live_objects import live_iterator
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _HEADER = 10 if sys.version_info >= (3, 14) else 9
@@ -33,7 +34,7 @@ def running_iterator(tree: ast.Module, loop: ast.For, code: CodeType) -> Any:
     place = _place(tree, loop)
     if frame is None or place is None or not _is_readable():
         return None
-    return _on_stack(frame, place)
+    return live_iterator(_on_stack(frame, place))
 
 
 def _place(tree: ast.Module, loop: ast.For) -> int | None:
@@ -65,17 +66,16 @@ def _way_to(tree: ast.AST, loop: ast.For) -> list[tuple[ast.AST, str]]:
     return []
 
 
-def _on_stack(frame: FrameType, place: int) -> Any:
+def _on_stack(frame: FrameType, place: int) -> int:
+    """The address of the object that is in this place of the stack; 0 if there is none."""
     code = frame.f_code
     if place >= code.co_stacksize:
-        return None
+        return 0
     variables = len({*code.co_varnames, *code.co_cellvars}) + len(code.co_freevars)
     inner = ctypes.c_void_p.from_address(id(frame) + object.__basicsize__ + _WORD).value
     if not inner:
-        return None
-    found = (ctypes.c_size_t.from_address(inner + _WORD * (_HEADER + variables + place)).value) & ~7
-    # An address is an object only if Python knows of it.
-    return next((one for one in gc.get_objects() if id(one) == found and hasattr(type(one), "__next__")), None)
+        return 0
+    return (ctypes.c_size_t.from_address(inner + _WORD * (_HEADER + variables + place)).value) & ~7
 
 
 @cache
@@ -87,7 +87,7 @@ def _is_readable() -> bool:
         for _ in first:
             with contextlib.nullcontext():
                 for _ in second:
-                    return _on_stack(frame, 0) is first and _on_stack(frame, 1 + _WITH) is second
+                    return _on_stack(frame, 0) == id(first) and _on_stack(frame, 1 + _WITH) == id(second)
         return False
 
     return sys.implementation.name == "cpython" and probe(iter([1]), iter([2]))

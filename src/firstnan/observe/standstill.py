@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -39,6 +40,18 @@ def timers_stopped(*, over: bool = False) -> Iterator[None]:
         is_over = over and ended is not None and ended.Stopped.is_here()
         if left and os.getpid() == process and not is_over:  # a forked child has none
             signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses Python's garbage collector: where it has run, all objects would have to be visited for the next child."""
+    process, ran = os.getpid(), gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if ran and os.getpid() == process:  # never in a forked child, where it would copy all memory
+            gc.enable()
 
 
 def wait_for_standstill() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -21,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from firstnan.tensors.finite import is_finite, is_plain, norms, plain_norm, readable
+from firstnan.tensors.live_objects import find_live_objects
 
 # Prefixes that wrappers (compile, data parallel, checkpointing) add to every name.
 _WRAPPERS = ("_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -144,63 +142,6 @@ def readable_path(name: str) -> str:
     while parts and parts[0] in _WRAPPERS:
         parts = parts[1:]
     return ".".join(p for p in parts if p not in _WRAPPERS[2:] and p != "_orig_mod")
-
-
-def find_live_objects(*kinds: type) -> list[Any]:
-    """Every object of these types and their subclasses (slow: it visits all objects, or at least the younger ones)."""
-    if all(issubclass(kind, _SOUGHT) for kind in kinds) and not _AGES_MIX:
-        younger = [thing for generation in (0, 1) for thing in _in_generation(generation, kinds)]
-        return list({id(thing): thing for thing in (*younger, *_oldest.find(kinds))}.values())
-    return _in_generation(None, kinds)
-
-
-def _in_generation(generation: int | None, kinds: Iterable[type]) -> list[Any]:
-    """Those among the objects of one generation of the garbage collector, or among all."""
-    things = gc.get_objects(generation)
-    try:
-        return _of_kinds(things, kinds)
-    finally:
-        things.clear()  # The frame of this function may be one of them: a cycle that would keep all of them alive.
-
-
-def _of_kinds(things: Iterable[Any], kinds: Iterable[type]) -> list[Any]:
-    # Compared by identity: `issubclass` is several times slower, and some types cannot be hashed.
-    types = {id(t) for kind in kinds for t in _with_subclasses(kind)}
-    return [thing for thing in things if id(type(thing)) in types]
-
-
-_SOUGHT = (Module, Optimizer, LRScheduler, GradScaler)
-_AGES_MIX = sys.version_info >= (3, 14)
-"""Python 3.14 moves objects to the oldest generation a few at a time; see `_Oldest`."""
-
-
-class _Oldest:
-    """What is looked for among the objects of the oldest generation, which holds nearly all: hundreds of thousands.
-
-    Objects get there only by a collection of the other generations, so it is visited again only after one. An
-    investigation looks for several kinds in a row, and a forked child collects nothing.
-    """
-
-    def __init__(self) -> None:
-        self._as_of: list[int] = []
-        self._found: list[weakref.ref[Any]] = []
-
-    def find(self, kinds: Iterable[type]) -> list[Any]:
-        now = [generation["collections"] for generation in gc.get_stats()[1:]]
-        if now != self._as_of:
-            self._found = list(map(weakref.ref, _in_generation(2, _SOUGHT)))
-            self._as_of = now
-        return _of_kinds([thing for ref in self._found if (thing := ref()) is not None], kinds)
-
-
-_oldest = _Oldest()
-
-
-def _with_subclasses(kind: type) -> list[type]:
-    found = [kind]
-    for derived in found:
-        found += type.__subclasses__(derived)
-    return found
 
 
 # --- optimizers: what they train, their settings, and which of their updates are safe ----------------------------

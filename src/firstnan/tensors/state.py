@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from firstnan.tensors.finite import is_finite, norms, readable, tensors_in
-from firstnan.tensors.models import Slot, find_live_objects
+from firstnan.tensors.live_objects import find_live_objects
+from firstnan.tensors.models import Slot
 
 _WORDS = 624  # the state of the Mersenne Twister, which both Python and numpy use
 _BYTES = 4 * (_WORDS + 1)

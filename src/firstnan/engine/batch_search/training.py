@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from firstnan.engine.batch_search.result import Seen
 from firstnan.records import Noticed
 from firstnan.tensors.finite import is_finite, stat, tensors_in
-from firstnan.tensors.models import Models, find_live_objects, parameters_of, readable_path
+from firstnan.tensors.live_objects import find_live_objects
+from firstnan.tensors.models import Models, parameters_of, readable_path
 from firstnan.tensors.state import RandomState, Schedules, Snapshot, StateCopy
 
 
