@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from firstnan import NaNDetector, NonFiniteError
+from firstnan.engine.step_trial import StepTrials
 from firstnan.tensors import state
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
@@ -503,6 +504,46 @@ def test_entered_again_a_detector_continues_steps_epochs_and_reports() -> None:
     assert [event.epoch for event in detector.events if event.kind == "skipped"] == [0, 1]
     assert detector.report is detector.reports[0]
     assert (detector.summary()["steps"], detector.summary()["skipped"]) == (4, 2)
+
+
+@pytest.mark.parametrize("through", ["batches", "step", "neither"])
+def test_raise_has_tried_its_fixes(through: str, caplog: pytest.LogCaptureFixture) -> None:
+    run, expected = Run(), undisturbed(Run, batches(6)[:2])
+    detector = NaNDetector(run.model, run.optimizer)
+    with pytest.raises(NonFiniteError) as caught, detector:
+        drive(run, detector, with_bad_target(batches(6), 2, value=0.0), through)
+    report = caught.value.report
+    best = report.remedies[0]
+    assert best.proven
+    assert best.steps_finite_after == 3
+    assert detector.reports == [report]
+    assert "trying fixes before the error is raised" in caplog.text
+    assert not differences(expected, run.state())
+
+
+def test_fixes_are_tried_for_the_first_failure_only() -> None:
+    run = Run()
+    given = with_bad_target(batches(6), 2, 4, value=0.0)
+    tried = []
+    with NaNDetector(run.model, run.optimizer) as detector:
+        for x, y in given:
+            try:
+                detector.step(run.step, x, y)
+            except NonFiniteError as error:
+                tried.append([remedy.tried for remedy in error.report.remedies])
+    assert [any(one) for one in tried] == [True, False]
+
+
+def test_ctrl_c_skips_the_trials_of_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: StepTrials, *args: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepTrials, "outcome", interrupted)
+    run = Run()
+    detector = NaNDetector(run.model, run.optimizer)
+    with pytest.raises(NonFiniteError) as caught, detector:
+        drive(run, detector, with_bad_target(batches(6), 2, value=0.0), "batches")
+    assert caught.value.report.remedies[0].note == "skipped by Ctrl-C"
 
 
 # Gradient scalers.

@@ -402,7 +402,13 @@ def _policy(name: OnNonfinite, streak: int, has_optimizer: bool) -> Policy:
         return RaiseInSteps()
     if name in ("skip", "rollback"):
         return Skip(streak) if name == "skip" else Rollback(streak)
-    return Raise() if name == "raise" else Warn()
+    return Raise(_with_fixes_tried) if name == "raise" else Warn()
+
+
+def _with_fixes_tried(report: Report, session: Session) -> Report:
+    from firstnan.engine.block_trials import with_fixes_tried  # many modules that a healthy training never needs
+
+    return with_fixes_tried(report, session)
 
 
 def models_given(model: Any) -> dict[str, Module]:

@@ -210,7 +210,15 @@ class Raise(Policy):
 
     undoes = True
 
+    def __init__(self, explained: Callable[[Report, Session], Report] = lambda report, session: report) -> None:
+        """`explained` may add to the report of the first failure, while the program stands at its failing step."""
+        self._explained = explained
+        self._raised = False
+
     def settle(self, session: Session, report: Report, before_update: bool) -> None:
+        if not self._raised:
+            self._raised = True
+            report = session.add_to_report(self._explained(report, session))
         origin = report.origin
         kept = origin is not None and (origin.phase == "parameter" or origin.role == "buffer")
         if origin is None or not kept or not came_from_outside(origin):

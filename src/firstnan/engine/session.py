@@ -207,6 +207,8 @@ class Session(Observer):
         """For each explosion of the loss, what was known when it was noticed."""
         self.is_detected = False
         """Whether a detector of the program's own decides about the failure at hand."""
+        self.is_reported = False
+        """Whether `firstnan run` has reported the failure at hand, which a detector decides about."""
         self.let_go_of = False
         """Whether the program has gone on after it was told to end."""
         self._process, self._is_worker = os.getpid(), in_worker
@@ -992,8 +994,10 @@ class Session(Observer):
             if self.values is not None and self._is_left_out(trip):
                 self.forget_backwards()  # The program clears these gradients: no later batch adds to them.
                 return
-            others = [other for other in list(_active) if other is not self]
-            self.is_detected = any(other._detects(trip, optimizer) for other in others)
+            others = [other for other in list(_active) if other is not self and other._detects(trip, optimizer)]
+            self.is_detected = bool(others)
+            for other in others:
+                other.is_reported = other.is_reported or self.values is not None
             with timers_stopped(), collector_paused():
                 self._investigate(trip, place)
 
@@ -1374,6 +1378,11 @@ class Session(Observer):
         self.report = report
         if self._journal is not None and (self._closely or before is not None or not self._journal.has_reports):
             self._journal.explained(report, before)
+
+    def add_to_report(self, report: Report) -> Report:
+        """Keeps the report of the failure at hand with more in it."""
+        self._keep_report(report, self.report)
+        return report
 
     def _outside_training(self, report: Report) -> Report:
         """The report of a model that is only called: it has no step, and its batch is that of its loader."""

@@ -13,7 +13,7 @@ import linecache
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -40,6 +40,7 @@ from firstnan.repair.patch import edits_of, located, moved_line
 from firstnan.repair.verdict import Reach, TrialOutcome, change_of, described, far_below
 from firstnan.tensors.models import calls_closure_first, drop_gradients, parameters_of, switch_on, zero_gradients
 from firstnan.tensors.state import restart_scalers
+from firstnan.tensors.step_function import is_step_call
 
 if TYPE_CHECKING:
     from firstnan.engine.session import Session
@@ -242,7 +243,9 @@ class _Work:
     def begin(self) -> None:
         """Restores what the step began with."""
         session = self.session
-        session.handouts.hand_out_again()
+        latest = session.handouts.latest
+        if latest is None or not is_step_call(latest.batch):  # otherwise the turn calls its function itself
+            session.handouts.hand_out_again()
         session.handouts.restore_turn(0, random=not self.start)
         self.turn.restore_given(session.handouts.latest)
         if not self.start:
@@ -654,13 +657,39 @@ def _changed(path: str, text: str) -> list[tuple[FunctionType, CodeType]]:
         if key in new and not _same(new[key], code)
     }
     found = list[tuple[FunctionType, CodeType]]()
-    for function in [one for one in gc.get_objects() if type(one) is FunctionType] if fresh else []:
+    for function in _functions_of(path) if fresh else ():
         code = function.__code__
         other = fresh.get((code.co_qualname, code.co_firstlineno))
         if other is None or len(other.co_freevars) != len(code.co_freevars) or real_path(code.co_filename) != path:
             continue
         found.append((function, other.replace(co_filename=code.co_filename)))
     return found
+
+
+def _functions_of(path: str) -> list[FunctionType]:
+    """All functions, those of this file at least."""
+    found = {id(one): one for one in gc.get_objects() if type(one) is FunctionType}
+    if gc.get_freeze_count():  # the collector does not show what the program has frozen
+        for module in list(sys.modules.values()):
+            if real_path(getattr(module, "__file__", None) or "") == path:
+                found |= {id(one): one for one in _functions_in(vars(module), module.__name__)}
+    return list(found.values())
+
+
+def _functions_in(names: Mapping[str, Any], module: str) -> Iterator[FunctionType]:
+    """The functions of a module, and of the classes in it."""
+    classes, waiting = set[type](), list(names.values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, type) and value.__module__ == module and value not in classes:
+            classes.add(value)
+            waiting += vars(value).values()
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        if type(value) is FunctionType:
+            yield value
 
 
 def _text(path: str) -> str:
