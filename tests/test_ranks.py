@@ -770,6 +770,35 @@ if __name__ == "__main__":
 """
 
 
+FETCHED = """
+    import numpy
+
+    class Scaled(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+        def __getitem__(self, i):
+            x = numpy.full(6, 0.5, "float32") if i == 21 else numpy.random.default_rng(i).random(6, "float32")
+            x = (x - x.min()) / (x.max() - x.min())  # scaled
+            return x + numpy.float32(0.1)
+    loader = DataLoader(Scaled(), 8, sampler=DistributedSampler(range(64), shuffle=False), num_workers=1)
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for x in loader:
+        optimizer.zero_grad()
+        loss_of(model(x), x).backward()
+        optimizer.step()
+"""
+
+
+def test_a_fix_of_the_data_is_tried_with_the_batch_fetched_again(job: Job) -> None:
+    assert [code for code, _ in job(FETCHED)] == [3, 3]
+    found = job.answer()
+    assert (found["rank"], found["origin"]["line"], found["step"]) == (1, job.line("scaled"), 1)
+    assert found["batch"]["dataset_indices"] == [21]
+    fix = found["remedies"][0]
+    assert (fix["failing_step_finite"], fix["steps_finite_after"]) == (True, 2), fix
+
+
 def test_ranks_that_are_spawned(firstnan: Zygote, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNED.replace("STORE", (tmp_path / "store").as_uri()))
     result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
