@@ -1025,6 +1025,23 @@ def test_ranks_that_do_not_come() -> None:
 
 
 @pytest.mark.usefixtures("hurried")
+def test_a_rank_that_ends_with_an_error_of_its_own_waits_for_one_that_has_found_something() -> None:
+    store = dist.HashStore()
+    ends, created = (Ranks(World(rank, 2, False), store) for rank in range(2))
+    ends.leave()  # nobody has found anything
+    created.begin()
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(ends.leave)
+        found = created.exchange(finding(1, 2, 7, created=True))
+        assert found is not None
+        assert [one.what for one in found.ranks] == ["unknown", "created"]
+        time.sleep(0.3)
+        assert not leaving.done()
+        created.settle(found)
+        leaving.result()
+
+
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_rank_that_still_investigates_is_waited_for(begun: bool) -> None:
     store = dist.HashStore()

@@ -625,6 +625,8 @@ class Investigation:
         report = self.ranks.placed(report)
         if report.verdict == "clean":
             self.report = report
+            if (self._fate.error or self._fate.exit) and not self._interrupted:
+                self.ranks.leave()
             if self.ranks.writes_for_all:
                 self._answer = self.ranks.answer()
             return False

@@ -26,6 +26,7 @@ from firstnan.engine.journal import event_of_forecast
 from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.model_calls import UpdateReplay
 from firstnan.engine.policies import SETTLED, WATCHING, EndProgram, RaiseInProgram, Stop, end_program
+from firstnan.engine.ranks import world
 from firstnan.engine.recovery import Recovery
 from firstnan.engine.restart import Restart
 from firstnan.engine.sampling import StepSamples
@@ -528,6 +529,8 @@ class ProgramValues:
         trip = Trip(noticed, tensors, before_update=True)
         known = session.known(trip)
         session.keep_state(known, trip)
+        if world().size > 1:  # the others are about to end as well: they are to know that something is found here
+            self._policy.save(known)
         if session.live.on:
             session.blame_part(noticed)
             self._concluded(noticed, tensors, events)

@@ -194,6 +194,30 @@ class Ranks:
                 if self._store is not None:
                     self._store.add(_BEGUN, 1)
 
+    def leave(self) -> None:
+        """The program ends with an error here, where nothing was found: another rank may still look for the reason.
+
+        It is waited for, since a launcher ends it as soon as this rank has ended; but not one that is held in its
+        backward pass, where it waits for this rank.
+        """
+        with contextlib.suppress(Exception):
+            if self._store is None or not self._others_have_begun():
+                return
+            self.begin()
+            if self._store.add(_COUNT, 1) >= self._world.size:
+                self._decide_once()
+            for _ in _waiting(_BUSY * self.patience, self._world):
+                if self._store.check([_OVER]):
+                    time.sleep(_LATER)
+                    return
+                if self._store.add(_HELD, 0):
+                    break
+            self._store.add(_COUNT, -1)  # there will be no answer here
+            self._store.add(_BEGUN, -1)
+
+    def _others_have_begun(self) -> bool:
+        return self._store.add(_BEGUN, 0) > 0 or any(self._store.add(_BEGUN, 0) for _ in _waiting(_LATER, self._world))
+
     def announce(self, report: Report) -> None:
         """Tells the others what this rank has found in its own loss, before they get anything of it."""
         with contextlib.suppress(Exception):
@@ -239,10 +263,13 @@ class Ranks:
             if self.termination.asked or self._store.add(_BEGUN, 0) <= known:
                 break
         # The last to come, or the first that has waited too long, decides; it may be gone before it has.
-        if self._store.compare_set(_DECIDES, "", str(self.rank)) == str(self.rank).encode():
-            self._decide()
+        self._decide_once()
         first = self._awaited(_FIRST, self.patience)
         return self.rank if first is None else int(first)
+
+    def _decide_once(self) -> None:
+        if self._store.compare_set(_DECIDES, "", str(self.rank)) == str(self.rank).encode():
+            self._decide()
 
     def _decide(self) -> None:
         """Names the first of all, and lists what each has found: what is not like the others before the rest."""

@@ -151,9 +151,10 @@ def nan_buffer(failure: Failure) -> Explanation | None:
     if failure.origin.role != "buffer":
         return None
     name = failure.origin.label or "of the model"
+    earlier = "from an earlier step, " if failure.origin.step else ""
     why = (
         f"The buffer {name} contains {_content(failure)}, before step {failure.origin.step} computes anything. It came "
-        "with the model, or from code that writes the buffer outside the step."
+        f"with the model, {earlier}or from code that writes the buffer outside the step."
     )
     return _found(failure, name, why, 0.6, 0.4)
 
