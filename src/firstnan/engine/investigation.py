@@ -571,7 +571,7 @@ class Investigation:
             self.ranks.termination.obey(goes_on=session.is_detected)
             return
         spread = are_gathered(list(session.gate.steps.done))
-        here = session.failure is not None and (session.has_gathered or not spread)
+        here = session.failure is not None and (session.weights.are_here or not spread)
         at_step = StepTrials(session, session.failure) if here and session.failure is not None else None
         self._try_remedies(self.report if self.ranks.are_many else report, at_step, _SPREAD if spread else "")
         saved = self.options.json or self.options.output

@@ -527,7 +527,7 @@ class ProgramValues:
         known = session.known(trip)
         session.keep_state(known, trip)
         if session.live.on:
-            session.blame_part(noticed)
+            session.backwards.blame_first_bad(noticed)
             self._concluded(noticed, tensors, events)
         else:
             answer = session.asked(StepFailure(trip, (noticed.what, 0), known, turns)) if turns else None

@@ -306,7 +306,7 @@ class _Watching(Policy):
             self.learns = self.learns or any(bool(g.any()) for g in gradients)
             if not self._updates:
                 self.norms.append(session.gate.norm)
-            if session.has_gathered:
+            if session.weights.are_here:
                 raise NotContinued(_SPREAD)
         return Decision.RUN if self._updates or closure else Decision.DROP
 
@@ -441,7 +441,7 @@ class _Tried(_Work):
             pass
         except NotContinued as reason:
             seen.not_continued = str(reason)
-            seen.turns = seen.turns or int(self.session.has_gathered)  # finite up to its update
+            seen.turns = seen.turns or int(self.session.weights.are_here)  # finite up to its update
         trip = self.session.gate.remaining_nonfinite()
         if trip is not None and not seen.noticed:
             seen.noticed = described(trip.noticed)
