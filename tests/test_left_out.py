@@ -147,3 +147,23 @@ def test_a_program_that_ends_after_its_loop_has_not_given_up(firstnan: Zygote, t
     (tmp_path / "train.py").write_text(textwrap.dedent(GIVES_UP).format(bad="[7, 8]", test="pass"))
     result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
     assert (result.code, (result.report or {})["verdict"]) == (1, "clean")
+
+
+def test_a_program_that_leaves_out_every_update_fails(firstnan: Zygote, tmp_path: Path) -> None:
+    """Its loss is finite, its gradients never are, and it ends as if all were well."""
+    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[::4] = 0.0")
+    program = program.replace(
+        "(net(torch.log(x)) - 1).square().mean()", "(net.weight * x).square().sum(1).sqrt().mean()"
+    )
+    result = run(firstnan, tmp_path, "if not torch.isfinite(norm): continue", program)
+    assert (result.code, result.origin["op"], result.found["step"]) == (3, "sqrt", 0)
+    assert result.found["batch"]["bad_samples"] == [0]
+
+
+def test_gradients_that_are_left_out_until_the_first_update_are_no_failure(firstnan: Zygote, tmp_path: Path) -> None:
+    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[:28:4] = 0.0")
+    program = program.replace(
+        "(net(torch.log(x)) - 1).square().mean()", "(net.weight * x).square().sum(1).sqrt().mean()"
+    )
+    result = run(firstnan, tmp_path, "if not torch.isfinite(norm): continue", program)
+    assert (result.code, (result.report or {})["verdict"]) == (0, "clean")
