@@ -21,7 +21,7 @@ from firstnan.engine.launched import LaunchedProcesses
 from firstnan.engine.ranks import HeldRank, Ranks
 from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
-from firstnan.engine.workers import WorkerReports
+from firstnan.engine.workers import WorkerReports, announce
 from firstnan.observe.runner import (
     Program,
     before_leaving,
@@ -602,6 +602,7 @@ class Investigation:
         from firstnan.engine.step_trial import StepTrials
 
         if self.workers.is_elsewhere:
+            announce(report)
             if self._tries:
                 try_fixes_in_worker(report, session, self.workers.add)
             return
