@@ -341,6 +341,29 @@ for step in range(9):
     )
 
 
+def test_a_rate_that_each_branch_computes(tmp_path: Path) -> None:
+    """A schedule of its own has several modes, and another method sets the rate."""
+    file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
+    file.write_text(f"""
+import numpy as np
+import torch
+opt = {call}
+class Schedule:
+    def __call__(self, opt, t):
+        if self.mode == "cos":
+            lr = self.lr * (1 + np.cos(t / 7))
+        elif self.mode == "poly":
+            lr = self.lr * np.power(1 - t / 7, 0.9)
+        self._adjust(opt, lr)
+    def _adjust(self, opt, lr):
+        opt.param_groups[0]["lr"] = lr
+""")
+    made = Site(str(file), 4, 6, 4, 6 + len(call), code=call)
+    origin = Origin("optimizer", "add", "aten.add", site=made, step=8)
+    remedies = propose(origin, Trace(), History((), "SGD", made_at=made), [Cause("nan_lr", "", "")])
+    assert changed_lines(remedies[0].diff).endswith("+            lr = self.lr * np.power(max(1 - t / 7, 0.0), 0.9)\n")
+
+
 @pytest.mark.parametrize(("below", "guarded"), [("/ TOTAL", "/ max(TOTAL, 1)"), ("/ r.max()", "/ max(r.max(), 1e-8)"),
     ("* WARMUP ** -1.5", "* max(WARMUP, 1) ** -1.5")])  # fmt: skip
 def test_only_a_number_of_steps_is_kept_at_1(tmp_path: Path, below: str, guarded: str) -> None:

@@ -330,16 +330,27 @@ def _schedules_in(files: SourceFiles, source: SourceFile, sources: list[SourceFi
             yield Location(source, node.value)
             # `group["lr"] = schedule(step)`, or a name assigned before
             yield from computed_by(node.value)
-            for name in (n for n in ast.walk(node.value) if isinstance(n, ast.Name)):  # `float(lr)` as well
-                if (value := source.value(name)) is not name:
-                    yield Location(source, value)
-                    yield from computed_by(value)
+            for value in _assigned_values(source, node.value):
+                yield Location(source, value)
+                yield from computed_by(value)
     for setter in assigned_rates(files, [source.file], ""):  # `set_rate(opt, schedule(step))`
         if isinstance(setter.at.node, ast.Call):
-            yield Location(source, setter.value.node)
-            yield from computed_by(setter.value.node)
+            for value in (setter.value.node, *_assigned_values(source, setter.value.node)):
+                yield Location(source, value)
+                yield from computed_by(value)
     for own in (n for n in source.nodes if isinstance(n, ast.FunctionDef) and n.name == "get_lr"):
         yield from (Location(source, e) for e in _returned(own))
+
+
+def _assigned_values(source: SourceFile, node: ast.expr) -> Iterator[ast.expr]:
+    """What was assigned to the names in an expression, `float(lr)`; in branches, the values of all of them."""
+    for name in (n for n in ast.walk(node) if isinstance(n, ast.Name)):
+        value = source.value(name)
+        if value is not name:
+            yield value
+            continue
+        assigned = (a for a in source.within(name) if isinstance(a, ast.Assign))
+        yield from (a.value for a in assigned if any(ast.unparse(t) == name.id for t in a.targets))
 
 
 def _functions(
