@@ -138,7 +138,7 @@ def test_numbers_are_written_as_people_do() -> None:
 # --- a run that diverges, in many spellings ---------------------------------------------------------------------
 
 
-def diverged(text: str, folder: Path, **settings: float) -> tuple[Remedy, ...]:
+def diverged(text: str, folder: Path, first_step: int = 0, **settings: float) -> tuple[Remedy, ...]:
     """The remedies of a program whose loss grew until a square overflowed; its places are found in the text."""
     file = folder / "train.py"
     file.write_text(text)
@@ -162,6 +162,7 @@ def diverged(text: str, folder: Path, **settings: float) -> tuple[Remedy, ...]:
         made_at=site(made),
         stepped_at=site(step),
         backward_at=site("loss.backward()"),
+        first_step=first_step,
     )
     event = OpEvent(0, "pow", "aten.pow", "forward", 9, outputs=(wrote,), born=4)
     cause = Cause("divergence_lr", "", "")
@@ -192,6 +193,15 @@ def test_rates_come_before_clipping(tmp_path: Path) -> None:
     rates = [was + f"+opt = torch.optim.SGD(net.parameters(), lr={r})\n" for r in ("0.05", "0.005", "5e-4")]
     clip = "+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n"
     assert changes(found) == [*rates, clip]
+
+
+def test_a_rate_that_other_runs_of_the_program_may_have_too(tmp_path: Path) -> None:
+    text = "import torch\ndef train(rate):\n    opt = torch.optim.SGD(net.parameters(), lr=rate)" + LOOP.replace(
+        "\n", "\n    "
+    )
+    alone, later = (diverged(text, tmp_path, first_step=n, lr=0.5)[0] for n in (0, 40))
+    assert (alone.diff, "another optimizer before" in alone.why) == (later.diff, False)
+    assert "lower only the rate of this run" in later.why
 
 
 def test_a_rate_that_nobody_wrote_is_added(tmp_path: Path) -> None:

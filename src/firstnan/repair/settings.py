@@ -529,6 +529,10 @@ def _inverted_update(context: FailureContext, source: SourceFile, update: ast.Au
 
 
 FACTORS = (0.1, 0.01, 0.001)
+_BEFORE = (
+    " The program has trained with another optimizer before, which may have its rate from the same place: then lower"
+    " only the rate of this run."
+)
 EPS = {"float16": 1e-4, "bfloat16": 1e-6}
 USUAL_NORM = 1.0
 """The norm to clip to if the run suggests none; most published recipes use it."""
@@ -546,13 +550,11 @@ def smaller_rate(context: FailureContext) -> Iterator[Remedy]:
         title = f"Multiply the learning rate by {format_number(factor)}"
         if value is not None:
             title = f"Lower the learning rate from {format_number(value / factor)} to {format_number(value)}"
+        why = "Steps of this size overshoot, so the error grows from step to step; smaller steps do not."
+        if setup.history.first_step:  # a search for the best rate, folds, or stages
+            why += _BEFORE
         if edits:
-            yield context.remedy(
-                title,
-                "Steps of this size overshoot, so the error grows from step to step; smaller steps do not.",
-                *edits,
-                kind="setting",
-            )
+            yield context.remedy(title, why, *edits, kind="setting")
 
 
 def _slower(setup: OptimizerSetup, factor: float) -> tuple[list[Edit], float | None]:
