@@ -55,6 +55,7 @@ from firstnan.engine.turn import (
     turns_in_traceback,
     values_around,
     values_in_traceback,
+    values_needed,
 )
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.gradient_checks import LATE
@@ -1002,7 +1003,8 @@ class Session(Observer):
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
         self._holds = trip.noticed.what == "loss" and not world().is_alone
         try:
-            is_used = self.handouts.settle_on_used(values_around(sys._getframe()), self.gate.steps.total)
+            here, steps = sys._getframe(), self.gate.steps.total
+            is_used = self.handouts.settle_on_used(values_around(here), steps, lambda: values_needed(here))
             if not is_used and self.values is None and not self.through_loop:
                 self.handouts.forget()  # it may be another model's
         except Exception as error:  # a variable of the program that does not like to be looked at
