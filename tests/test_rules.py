@@ -725,6 +725,7 @@ def test_a_cause_without_support_is_no_alternative() -> None:
     (cause,) = explain(*buffered("weight"))
     assert cause.title == "Non-finite value in a buffer"
     assert cause.why.startswith("The buffer weight contains NaN in 1 of 1 element, before step 3 computes anything.")
+    assert "from an earlier step, or from code" in cause.why
 
 
 def test_the_operator_inside_a_backward_by_hand_is_explained_too() -> None:
