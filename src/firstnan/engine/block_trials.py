@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from firstnan.engine import isolation, trials
 from firstnan.engine.ranks import world
@@ -17,6 +18,7 @@ from firstnan.records.words import headline
 from firstnan.report import Progress
 
 _ONLY_HERE = "the change is outside the code that the failing step runs"
+_NOT_AGAIN = "the loop could not be run again from the failing step"
 _REPORTED = "see the report of firstnan run"
 _BRIEFLY = trials.Limits(one=20.0, all=60.0)
 """Somebody waits for the error of a detector, perhaps to restart the training."""
@@ -74,6 +76,11 @@ def _try(report: Report, session: Session, save: Callable[[Report], None], limit
     if session.failure is None or not _can_try(report, session):
         return False
     at_step = StepTrials(session, session.failure)
+
+    def told(tried: Report) -> None:
+        notes = {_ONLY_HERE: _NOT_AGAIN} if at_step.is_lost else {}
+        save(tried.with_(remedies=tuple(replace(r, note=notes.get(r.note, r.note)) for r in tried.remedies)))
+
     attempts = trials.Trials(
         Start(),
         Program("", ()),
@@ -83,7 +90,7 @@ def _try(report: Report, session: Session, save: Callable[[Report], None], limit
         from_start=_ONLY_HERE,
     )
     try:
-        tried = attempts.run(report, save)
+        tried = attempts.run(report, told)
     except KeyboardInterrupt:  # what was tried until now is saved
         return True
     return at_step.interrupted or trials.were_skipped(tried)

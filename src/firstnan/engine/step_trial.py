@@ -109,6 +109,11 @@ class StepTrials:
             latest=tuple((step + 1 + i, loss) for i, loss in enumerate(after[1:])),
         )
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the failing step was run again in vain: it did not fail then, or did not get that far."""
+        return self._looked and self._turn is None
+
     def is_possible(self) -> bool:
         """Whether the failing step may begin again: not if its update has changed weights."""
         trip = self.failure.trip
