@@ -103,7 +103,7 @@ class StepTrials:
             self.why_not = _NO_ANSWER
             return None
         passed, noticed = step + (seen.steps or seen.turns), seen.noticed
-# Where healthy batches were fetched before the change, they say nothing about it.
+        # Where healthy batches were fetched before the change, they say nothing about it.
         healthy, compared = (HealthyTurns(), None) if trial.fetches else self._compared(change)
         after = list(seen.losses) if seen.one_loss_each() else []
         return TrialOutcome(
