@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import time
@@ -212,12 +213,14 @@ def heard(child: isolation.Fork, session: Session) -> Any:
     return last
 
 
-def messages(child: isolation.Fork, session: Session, patience: float = _PATIENCE) -> Iterator[Any]:
-    """What a child says until it ends; it is ended when nobody listens any more."""
+def messages(
+    child: isolation.Fork, session: Session, patience: float = _PATIENCE, until: float = math.inf
+) -> Iterator[Any]:
+    """What a child says until it ends, or until this time; it is ended when nobody listens any more."""
     steps = max(session.gate.steps.updates, 1)
     seconds = patience * max(1.0, 10 * (time.monotonic() - session.began) / steps)
     try:
-        for message in child.receive(seconds):
+        for message in child.receive(seconds, until):
             if message is not None:
                 yield message
     finally:

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import gc
 import linecache
+import math
 import os
 import sys
 import time
@@ -53,6 +54,10 @@ _KEPT = 1000
 _NEWS = 1.0
 """Seconds after which a trial says how far it is."""
 _SPREAD = "each rank holds a part of the weights, so the update needs all ranks"
+_NOT_AGAIN = "the loop could not be run again from the failing step"
+_AMID_UPDATE = "the optimizer was in the middle of its update, and that cannot begin again"
+_OUTSIDE = "the change is outside the code that the failing step runs"
+_NO_ANSWER = "its trial did not show whether the step is finite with it"
 _NOT_REPEATED = ("__init__", "__new__", "__init_subclass__", "__post_init__", "setUp", "setup")
 
 
@@ -68,29 +73,32 @@ class StepTrials:
     """Whether it does so only with the objects of the program as they were at the end of the step before."""
     interrupted: bool = False
     """Whether Ctrl-C has ended a trial; what was seen until then counts."""
+    until: float = math.inf
+    """When the last trial has to end; what was seen until then counts."""
+    why_not: str = ""
+    """Why the last change could not be tried here."""
     _looked: bool = False
-    _healthy: HealthyTurns = field(default_factory=lambda: HealthyTurns())
+    _healthy: HealthyTurns | None = None
 
     def outcome(self, contents: dict[str, bytes], remedy: Remedy, *, step: int, reach: Reach) -> TrialOutcome | None:
         """The outcome of the changed program, which fails in `step`; None if it has to be run from its start."""
         if not self._looked:
             self._looked = True
             self._turn = self._failing_turn()
-            if self._turn is not None:
-                self._healthy = self._ask(_Compared(self.session, *self._turn, None, self._outer())) or self._healthy
-        if self._turn is None or _is_amid_update(self.session.gate.in_step):
-            return None
-        change = _Change.of(contents, remedy, *self._turn)
-        if change is None:
+        change, self.why_not = None, self._reason_against()
+        if self._turn is not None and not self.why_not:
+            change, self.why_not = _Change.of(contents, remedy, *self._turn), _OUTSIDE
+        if self._turn is None or change is None:
             return None
         steps = _Steps(self.session, self.failure, step, reach)
         trial = _Tried(self.session, *self._turn, change, steps, self._outer())
         trial.restored = self.failure if self._state else None
         seen: Any = self._ask(trial)
         if seen is None or (seen.noticed and not seen.called and change.functions):
+            self.why_not = _NO_ANSWER
             return None
         passed, noticed = step + (seen.steps or seen.turns), seen.noticed
-        compared = None if self.interrupted else self._ask(_Compared(self.session, *self._turn, change, self._outer()))
+        healthy, compared = self._compared(change)
         after = list(seen.losses) if seen.one_loss_each() else []
         return TrialOutcome(
             passed=passed,
@@ -102,9 +110,9 @@ class StepTrials:
             ended=seen.ended,
             exploded=seen.exploded,
             frozen=seen.frozen(),
-            change=self._healthy.change_in(compared) if compared is not None and not noticed else None,
+            change=healthy.change_in(compared) if compared is not None and not noticed else None,
             at_step=True,
-            same_before=bool(self._healthy.losses) and compared == self._healthy and not _changes_updates(remedy),
+            same_before=bool(healthy.losses) and compared == healthy and not _changes_updates(remedy),
             losses=tuple((step, loss) for loss in after[:1]),
             latest=tuple((step + 1 + i, loss) for i, loss in enumerate(after[1:])),
         )
@@ -114,6 +122,12 @@ class StepTrials:
         trip = self.failure.trip
         is_updated = not trip.before_update and trip.noticed.what in ("parameter", "state")
         return not is_updated and not _is_amid_update(self.session.gate.in_step)
+
+    def _reason_against(self) -> str:
+        """Why no change can be tried here; empty if it can."""
+        if self._turn is None:
+            return _NOT_AGAIN
+        return _AMID_UPDATE if _is_amid_update(self.session.gate.in_step) else ""
 
     def _outer(self) -> Sequence[Turn]:
         """The loops around the turn's."""
@@ -139,8 +153,21 @@ class StepTrials:
         self._state = bool(self._ask(_FailsAgain(self.session, self.failure, turn, 0, state=True)))
         return self._state
 
+    def _compared(self, change: _Change) -> tuple[HealthyTurns, HealthyTurns | None]:
+        """What healthy turns compute without the change and with it, as far as there is time."""
+        if self._turn is None or self.interrupted:
+            return HealthyTurns(), None
+        try:
+            if self._healthy is None:
+                unchanged = self._ask(_Compared(self.session, *self._turn, None, self._outer()))
+                self._healthy = unchanged or HealthyTurns()
+            return self._healthy, self._ask(_Compared(self.session, *self._turn, change, self._outer()))
+        except KeyboardInterrupt:  # what the trial has shown counts
+            self.interrupted = True
+            return HealthyTurns(), None
+
     def _ask(self, work: _Work) -> Any:
-        child = isolation.fork()
+        child = isolation.fork() if time.monotonic() < self.until else None
         if child is None:
             return None
         if isinstance(child, isolation.Channel):
@@ -148,7 +175,7 @@ class StepTrials:
             work.run(child)
         last: Any = None
         try:
-            for message in messages(child, self.session):
+            for message in messages(child, self.session, until=self.until):
                 last = message
         except KeyboardInterrupt:
             if last is None:
