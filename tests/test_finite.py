@@ -338,6 +338,23 @@ def test_tensors_in(value: Any, places: list[str]) -> None:
     assert [place for place, _ in tensors_in(value, "b")] == places
 
 
+@pytest.mark.parametrize("count", [1023, 1024, 1025, 2048, 3000])
+def test_tensors_in_long_containers(count: int) -> None:
+    """A long list or dict is read to its end if it begins with tensors, and otherwise left (a history, a vocabulary)."""
+    assert [t for _, t in tensors_in([ONE] * count)] == [ONE] * count
+    assert [place for place, _ in tensors_in(dict.fromkeys(range(count), ONE), "b")] == [f"b[{i}]" for i in range(count)]
+    read: list[int] = []
+
+    class Row(UserDict[str, int]):
+        def items(self) -> Any:
+            read.append(1)
+            return super().items()
+
+    rows = [Row() for _ in range(count)]
+    assert list(tensors_in(rows)) == list(tensors_in(dict(enumerate(rows)))) == []
+    assert len(read) == 2 * min(count, 1024)
+
+
 def test_tensors_in_a_packed_sequence() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     assert "b.data" in [place for place, _ in tensors_in(packed, "b")]
