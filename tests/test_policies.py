@@ -577,7 +577,7 @@ def test_a_fix_that_cannot_be_tried_says_why() -> None:
     with pytest.raises(NonFiniteError) as caught, detector:
         [run.step(x, y) for x, y in detector.batches(with_bad_target(batches(6), 2, value=0.0))]
     notes = {remedy.note for remedy in caught.value.report.remedies}
-    assert notes == {"the loop could not be run again from the failing step"}
+    assert notes == {"the failing step could not be run again for a trial"}
 
 
 def test_fixes_are_tried_for_the_first_failure_only() -> None:

@@ -56,7 +56,7 @@ _KEPT = 1000
 _NEWS = 1.0
 """Seconds after which a trial says how far it is."""
 _SPREAD = "each rank holds a part of the weights, so the update needs all ranks"
-_NOT_AGAIN = "the loop could not be run again from the failing step"
+_NOT_AGAIN = "the failing step could not be run again for a trial"
 _AMID_UPDATE = "the optimizer was in the middle of its update, and that cannot begin again"
 _OUTSIDE = "the change is outside the code that the failing step runs"
 _NO_ANSWER = "its trial did not show whether the step is finite with it"
