@@ -7,6 +7,7 @@ import copy
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from firstnan import NaNDetector, NonFiniteError
+from firstnan.api import detector as detectors
+from firstnan.engine import block_trials
 from firstnan.engine.step_trial import StepTrials
+from firstnan.engine.trials import Limits
+from firstnan.records import Report
 from firstnan.tensors import state
 from loops import Batch, batches, birthplace, differences, seeded, state_of, with_bad_target
 
@@ -519,6 +524,60 @@ def test_raise_has_tried_its_fixes(through: str, caplog: pytest.LogCaptureFixtur
     assert detector.reports == [report]
     assert "trying fixes before the error is raised" in caplog.text
     assert not differences(expected, run.state())
+
+
+def test_fixes_are_tried_in_as_much_time_as_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_trials, "_BRIEFLY", Limits(one=20.0, all=4.0))
+    run, began = Run(), list[float]()
+
+    def slow_step(x: Tensor, y: Tensor) -> None:
+        until = time.process_time() + (1.0 if began else 0.0)
+        while time.process_time() < until:
+            pass
+        run.step(x, y)
+
+    def waits(report: Report, session: Any) -> Report:
+        began.append(time.monotonic())  # from here on, in the trials, a step is slow
+        return block_trials.with_fixes_tried(report, session)
+
+    monkeypatch.setattr(detectors, "_with_fixes_tried", waits)
+    detector = NaNDetector(run.model, run.optimizer)
+    with pytest.raises(NonFiniteError) as caught, detector:
+        for x, y in with_bad_target(batches(26), 2, value=0.0):
+            detector.step(slow_step, x, y)
+    assert time.monotonic() - began[0] < 15.0
+    best, *others = caught.value.report.remedies
+    assert best.proven or best.note == "the time limit of 4 s was reached"
+    assert not any(remedy.tried for remedy in others)
+
+
+def test_a_fix_is_tried_where_the_loop_starts_threads() -> None:
+    run = Run()
+
+    def in_thread(x: Tensor, y: Tensor) -> None:
+        found = list[Any]()
+        thread = threading.Thread(
+            target=lambda: found.append(torch.autograd.grad(run.loss(x, y), [*run.model.parameters()]))
+        )
+        thread.start()
+        thread.join()
+        for parameter, gradient in zip(run.model.parameters(), found[0], strict=True):
+            parameter.grad = gradient
+        run.optimizer.step()
+
+    with pytest.raises(NonFiniteError) as caught, NaNDetector(run.model, run.optimizer) as detector:
+        for x, y in detector.batches(with_bad_target(batches(6), 2, value=0.0)):
+            in_thread(x, y)
+    assert caught.value.report.remedies[0].proven
+
+
+def test_a_fix_that_cannot_be_tried_says_why() -> None:
+    run = Run()
+    detector = NaNDetector(run.model, run.optimizer)
+    with pytest.raises(NonFiniteError) as caught, detector:
+        [run.step(x, y) for x, y in detector.batches(with_bad_target(batches(6), 2, value=0.0))]
+    notes = {remedy.note for remedy in caught.value.report.remedies}
+    assert notes == {"the failing step could not be run again for a trial"}
 
 
 def test_fixes_are_tried_for_the_first_failure_only() -> None:

@@ -282,6 +282,20 @@ loss.backward()
     assert not [r.title for r in remedies if "1e-12" in r.title or "1e-6" in r.title]
 
 
+def test_a_square_beside_a_fractional_power_is_left_alone(tmp_path: Path) -> None:
+    source = f"""
+import torch
+x = torch.tensor([-0.5, 2.0])
+w = torch.tensor([1.0, 3.0], requires_grad=True)
+{STEP}
+loss = (x ** 1.5 * w + (w - x) ** 2).sum()
+loss.backward()
+"""
+    _, _, remedies = proposed(source, tmp_path)
+    assert remedies[0].title == "Keep `x` at 1e-8 or above"
+    assert not [r.diff for r in remedies if "(w - x) ** 2" not in changed_lines(r.diff)]
+
+
 def test_an_eps_of_another_object_is_not_the_one_that_is_added(tmp_path: Path) -> None:
     source = f"""
 import torch

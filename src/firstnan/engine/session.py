@@ -1181,6 +1181,7 @@ class Session(Observer):
         """From now on this process only investigates; everything it learns goes to its parent."""
         self.policy, self._process = policy, os.getpid()
         self.repeats.step_failed()
+        self._lock = threading.RLock()  # the old one is held until this call returns, and a turn may start threads
         for other in list(_active):  # a detector has no say about what runs again
             other.let_go_of = other.let_go_of or other is not self
         self.hooks.moved_to_child()

@@ -330,9 +330,16 @@ def alike(found: FailingOperation, op: str) -> list[Guard]:
     like = [e for e in like if e.op == op and e.args and (op != found.expr.op or e.library == found.expr.library)]
     if op == "div":
         like = [e for e in like if _divides_by_a_tensor(found, e)]
+    like = [e for e in like if e.node is found.expr.node or not _is_whole_power(e)]
     firsts = [(e, next(GUARDS[e.op](replace(found, expr=e)), None)) for e in like]
     wanted = [g for e, g in firsts if g is not None and (e.node is found.expr.node or not _has_floor(source, g.node))]
     return list({(guard.edit.line, guard.edit.column): guard for guard in wanted}.values())
+
+
+def _is_whole_power(expr: Expr) -> bool:
+    """A square or a cube, which every number has: a bound of its base would only change it."""
+    exponent = literal_value(expr.arg(1, "exponent")) if expr.op == "pow" else None
+    return exponent is not None and exponent >= 0 and exponent == int(exponent)
 
 
 def _has_floor(source: SourceFile, node: ast.expr) -> bool:
