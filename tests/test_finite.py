@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from firstnan.tensors import finite
 from firstnan.tensors.finite import (
     extremes,
     is_finite,
@@ -340,9 +341,11 @@ def test_tensors_in(value: Any, places: list[str]) -> None:
 
 @pytest.mark.parametrize("count", [1023, 1024, 1025, 2048, 3000])
 def test_tensors_in_long_containers(count: int) -> None:
-    """A long list or dict is read to its end if it begins with tensors, and otherwise left (a history, a vocabulary)."""
+    """A long list or dict is read to its end if it begins with tensors, else left (a history, a vocabulary)."""
     assert [t for _, t in tensors_in([ONE] * count)] == [ONE] * count
-    assert [place for place, _ in tensors_in(dict.fromkeys(range(count), ONE), "b")] == [f"b[{i}]" for i in range(count)]
+    assert [place for place, _ in tensors_in(dict.fromkeys(range(count), ONE), "b")] == [
+        f"b[{i}]" for i in range(count)
+    ]
     read: list[int] = []
 
     class Row(UserDict[str, int]):
@@ -353,6 +356,25 @@ def test_tensors_in_long_containers(count: int) -> None:
     rows = [Row() for _ in range(count)]
     assert list(tensors_in(rows)) == list(tensors_in(dict(enumerate(rows)))) == []
     assert len(read) == 2 * min(count, 1024)
+
+
+def test_a_large_tensor_is_read_again_only_if_it_was_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(finite, "is_finite", lambda t: read.append(t.numel()) or is_finite(t))
+    known, data = finite.FiniteTensors(), torch.zeros(1 << 20)
+    assert known.has(data)
+    assert known.has(data)
+    assert read == [1 << 20]
+    data[7] = NAN
+    assert not known.has(data)
+    assert not known.has(data)
+    assert len(read) == 3
+    data[7] = 0.0
+    assert known.has(data)
+    assert len(read) == 4
+    assert known.has(ONE)
+    assert known.has(ONE)
+    assert read[4:] == [1, 1]
 
 
 def test_tensors_in_a_packed_sequence() -> None:

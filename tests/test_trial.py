@@ -1066,5 +1066,7 @@ def test_a_change_of_module_code_alone_visits_no_objects(tmp_path: Path, monkeyp
     visited: list[str] = []
     monkeypatch.setattr(step_trial, "_functions_of", lambda path: visited.append(path) or [])
     text = program.read_text()
-    assert step_trial._changed(str(program), text.replace("half(i)", "half(i + 1)")) == [] and not visited
-    assert step_trial._changed(str(program), text.replace("x / 2", "x / 3")) == [] and visited == [str(program)]
+    assert step_trial._changed(str(program), text.replace("half(i)", "half(i + 1)")) == []
+    assert not visited
+    assert step_trial._changed(str(program), text.replace("x / 2", "x / 3")) == []
+    assert visited == [str(program)]
