@@ -341,11 +341,10 @@ def test_tensors_in(value: Any, places: list[str]) -> None:
 
 @pytest.mark.parametrize("count", [1023, 1024, 1025, 2048, 3000])
 def test_tensors_in_long_containers(count: int) -> None:
-    """A long list or dict is read to its end if it begins with tensors, else left (a history, a vocabulary)."""
+    """One that begins with tensors is read to its end; others (a history, a vocabulary) are left."""
     assert [t for _, t in tensors_in([ONE] * count)] == [ONE] * count
-    assert [place for place, _ in tensors_in(dict.fromkeys(range(count), ONE), "b")] == [
-        f"b[{i}]" for i in range(count)
-    ]
+    places = [place for place, _ in tensors_in(dict.fromkeys(range(count), ONE), "b")]
+    assert places == [f"b[{i}]" for i in range(count)]
     read: list[int] = []
 
     class Row(UserDict[str, int]):
