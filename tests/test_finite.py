@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from firstnan.tensors import finite
 from firstnan.tensors.finite import (
     extremes,
     is_finite,
@@ -354,6 +355,25 @@ def test_tensors_in_long_containers(count: int) -> None:
     rows = [Row() for _ in range(count)]
     assert list(tensors_in(rows)) == list(tensors_in(dict(enumerate(rows)))) == []
     assert len(read) == 2 * min(count, 1024)
+
+
+def test_a_large_tensor_is_read_again_only_if_it_was_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(finite, "is_finite", lambda t: read.append(t.numel()) or is_finite(t))
+    known, data = finite.FiniteTensors(), torch.zeros(1 << 20)
+    assert known.has(data)
+    assert known.has(data)
+    assert read == [1 << 20]
+    data[7] = NAN
+    assert not known.has(data)
+    assert not known.has(data)
+    assert len(read) == 3
+    data[7] = 0.0
+    assert known.has(data)
+    assert len(read) == 4
+    assert known.has(ONE)
+    assert known.has(ONE)
+    assert read[4:] == [1, 1]
 
 
 def test_tensors_in_a_packed_sequence() -> None:

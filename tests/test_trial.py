@@ -22,6 +22,7 @@ import numpy
 import pytest
 import torch
 
+from firstnan.engine import step_trial
 from firstnan.engine import trials as trial
 from firstnan.engine.investigation import Investigation, Options, reason_not_to_start, reason_not_to_try
 from firstnan.engine.second_run import Start
@@ -1065,3 +1066,16 @@ def test_a_change_that_fails_with_the_very_next_batch_is_not_proven(place: Path,
     done = command("--json", "report.json", remedies=(partly,))
     (result,) = load(place / "report.json").remedies
     assert (result.proven, result.failing_step_finite, result.fails_in) == (False, True, 8), done.stderr
+
+
+def test_a_change_of_module_code_alone_visits_no_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that is in no function: none has to be found among all objects of the process."""
+    program = tmp_path / "program.py"
+    program.write_text("def half(x):\n    return x / 2\n\n\nfor i in range(3):\n    y = half(i)\n")
+    visited: list[str] = []
+    monkeypatch.setattr(step_trial, "_functions_of", lambda path: visited.append(path) or [])
+    text = program.read_text()
+    assert step_trial._changed(str(program), text.replace("half(i)", "half(i + 1)")) == []
+    assert not visited
+    assert step_trial._changed(str(program), text.replace("x / 2", "x / 3")) == []
+    assert visited == [str(program)]

@@ -38,7 +38,7 @@ from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, is_received
 from firstnan.observe.observer import Decision
 from firstnan.records import Batch, NaNEvent, Noticed, Report
-from firstnan.tensors.finite import is_finite, readable, stat, tensors_in
+from firstnan.tensors.finite import FiniteTensors, is_finite, readable, stat, tensors_in
 from firstnan.tensors.models import drop_gradients, leaves_below, switch_on, zero_gradients
 from firstnan.tensors.state import restart_scalers
 
@@ -337,6 +337,7 @@ class TurnReplay:
         self._searching = False
         self._began_with: dict[str, Any] = {}
         """The variables of the turn before it was run to search for samples."""
+        self._finite = FiniteTensors()
         self._known: list[Tensor] = []
         """Bad values that the variables hold from the failing step."""
         self._off: list[Tensor] = []
@@ -535,7 +536,7 @@ class TurnReplay:
         session = self._session
         values = list(self._turn.names.values())
         data = (t for value in values for t in islice(data_in(value, depth=2), _LOOKED_AT))
-        self._known = [t for t in data if not is_finite(t)]
+        self._known = [t for t in data if not self._finite.has(t)]
         session.handouts.restore_turn(self._rehearsals, random=self._random)
         if not self._start:
             self._turn.restore_given(session.handouts.latest)

@@ -709,7 +709,7 @@ def _changed(path: str, text: str) -> list[tuple[FunctionType, CodeType]]:
     fresh = {
         (code.co_qualname, code.co_firstlineno): new[key]
         for key, code in old.items()
-        if key in new and not _same(new[key], code)
+        if key in new and code.co_name != "<module>" and not _same(new[key], code)
     }
     found = list[tuple[FunctionType, CodeType]]()
     for function in _functions_of(path) if fresh else ():

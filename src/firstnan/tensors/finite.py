@@ -26,6 +26,7 @@ _NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8",
 
 _FLOAT32, _STRIDED = torch.float32, torch.strided
 _SHORT = 1 << 13
+_LARGE = 1 << 20
 _MOST_WITHOUT = 1024
 """So many items of a container are looked at; if they hold no tensor (a history, a vocabulary), the rest holds none."""
 
@@ -439,6 +440,24 @@ class TensorVersion:
         # A write through `.data` does not change the version, but it replaces the memory or changes all values.
         address = tensor.data_ptr()
         return self._address == address and (not address or self._number == _first_number(address))
+
+
+class FiniteTensors:
+    """Whether tensors are finite; a large one that was, and was not written to since, is not read again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, TensorVersion] = {}
+
+    def has(self, t: Tensor) -> bool:
+        if t.numel() < _LARGE or type(t) is not Tensor or not t.is_cpu or t.layout is not _STRIDED or t.is_inference():
+            return is_finite(t)
+        known = self._known.get(id(t))
+        if known is not None and known.is_unchanged(t):
+            return True
+        found = is_finite(t)
+        if found:
+            self._known[id(t)] = TensorVersion(t)
+        return found
 
 
 def _first_number(address: int) -> float:
