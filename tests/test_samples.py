@@ -89,6 +89,13 @@ def test_several_bad_samples(bad: tuple[int, ...]) -> None:
         assert answer.replays <= MOST
 
 
+@pytest.mark.parametrize(("size", "bad"), [(32, range(12, 22)), (64, range(40, 52)), (32, range(1, 31, 3))])
+def test_many_bad_samples_are_found_within_the_bound(size: int, bad: range) -> None:
+    answer = found(size, holding(*bad))
+    assert answer.bad == tuple(bad)
+    assert answer.confirmed
+
+
 def test_an_innocent_suspect_is_let_go() -> None:
     assert found(16, holding(5), [5, 6, 9]).bad == (5,)
 

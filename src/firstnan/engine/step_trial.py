@@ -29,7 +29,9 @@ from firstnan.engine import isolation
 from firstnan.engine.children import Answering, TurnReplay, begun_in_step, messages, restore_state, whole_step
 from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.policies import Policy
-from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked
+from firstnan.engine.ranks import world
+from firstnan.engine.samples.cut import Collated, Maker
+from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked, with_batch
 from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, when_called
 from firstnan.observe.loop_iterator import running_iterator
@@ -94,11 +96,15 @@ class StepTrials:
         trial = _Tried(self.session, *self._turn, change, steps, self._outer())
         trial.restored = self.failure if self._state else None
         seen: Any = self._ask(trial)
+        if world().size > 1 and seen is not None and seen.noticed and not seen.called and change.functions:
+            trial.fetches = True
+            seen = self._ask(trial)
         if seen is None or (seen.noticed and not seen.called and change.functions):
             self.why_not = _NO_ANSWER
             return None
         passed, noticed = step + (seen.steps or seen.turns), seen.noticed
-        healthy, compared = self._compared(change)
+        # Where healthy batches were fetched before the change, they say nothing about it.
+        healthy, compared = (HealthyTurns(), None) if trial.fetches else self._compared(change)
         after = list(seen.losses) if seen.one_loss_each() else []
         return TrialOutcome(
             passed=passed,
@@ -333,7 +339,7 @@ class _Watching(Policy):
             self.learns = self.learns or any(bool(g.any()) for g in gradients)
             if not self._updates:
                 self.norms.append(session.gate.norm)
-            if session.has_gathered:
+            if session.weights.are_here:
                 raise NotContinued(_SPREAD)
         return Decision.RUN if self._updates or closure else Decision.DROP
 
@@ -445,6 +451,9 @@ class TurnOutcome:
 class _Tried(_Work):
     """The changed turn, and those after it."""
 
+    fetches = False
+    """Whether the failing batch is fetched again by the changed program: one of several ranks has no other trial."""
+
     def __init__(
         self, session: Session, turn: Turn, start: int, change: _Change, steps: _Steps, outer: Sequence[Turn]
     ) -> None:
@@ -458,17 +467,18 @@ class _Tried(_Work):
     def answer(self, channel: isolation.Channel) -> TurnOutcome:
         self._channel = channel
         self.session.try_with(self._watching)
+        batch = self._elements() if self.fetches else None
         self._change.make()
         seen, watching = self._seen, self._watching
         try:
-            self._run()
+            self._run(batch)
         except TurnFailed:
             seen.noticed = watching.noticed
         except FarEnough:
             pass
         except NotContinued as reason:
             seen.not_continued = str(reason)
-            seen.turns = seen.turns or int(self.session.has_gathered)  # finite up to its update
+            seen.turns = seen.turns or int(self.session.weights.are_here)  # finite up to its update
         trip = self.session.gate.remaining_nonfinite()
         if trip is not None and not seen.noticed:
             seen.noticed = described(trip.noticed)
@@ -498,11 +508,29 @@ class _Tried(_Work):
         first, *others = map(abs, losses)
         return bool(far_below(first, others))
 
-    def _run(self) -> None:
-        """The failing turn, the rest of its loop, and the rest of the loops around it."""
+    def _elements(self) -> Collated:
+        """The failing batch as elements of its dataset, which are the same each time that they are fetched."""
+        handouts = self.session.handouts
+        latest = handouts.latest
+        found = Maker.of(handouts.fetched_by(latest)).collated(latest.batch, latest.indices) if latest else None
+        if found is None or handouts.batches_of_step > 1:
+            raise ValueError("the batch cannot be fetched again")
+        return found
+
+    def _run(self, batch: Collated | None) -> None:
+        """The failing turn, the rest of its loop, and the rest of the loops around it.
+
+        `batch`: the failing one, if it is to be fetched again.
+        """
         first, code = self.code_of(self.turn, self.start), self.code_of(self.turn)
         if first is None or code is None:
             raise ValueError("the loop is not in the changed file")
+        latest = self.session.handouts.latest
+        if batch is not None and latest is not None:
+            with when_called(self._change.replaced, self._seen.changed_is_called):
+                new = Maker.of(self.session.handouts.fetched_by(latest)).fetched(latest.indices)
+            self.turn.names.update(with_batch(self.turn, latest.batch, new))
+            latest.batch = new
         self.begin()
         seen, left = self._seen, False
         try:

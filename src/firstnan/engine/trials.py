@@ -95,13 +95,15 @@ class Trials:
         at_step: StepTrials | None = None,
         from_start: str = "",
         first_batch: tuple[list[int], int] | None = None,
+        reads_decide: bool = False,
     ) -> None:
         """`at_step` tries at the failing step; the program is run from its start where that is not possible.
 
         `from_start` is a reason not to do that. `first_batch` shows the failure in the first step of the program, so
-        that it need not be run as far as it came.
+        that it need not be run as far as it came. `reads_decide`: a bad loss that is read counts, even if the program
+        skips it.
         """
-        self._first_batch = first_batch
+        self._first_batch, self._reads_decide = first_batch, reads_decide
         self.start, self.program, self.steps, self.limits, self._isolated = start, program, steps, limits, isolated
         self._at_step, self._from_start = at_step, from_start
         self.until = time.monotonic() + limits.all
@@ -241,7 +243,14 @@ class Trials:
         reach = self._reach(report, steps)
         seconds = min(self.limits.one + reach.further, max(self.until - began, 1.0))
         data, in_time = self.start.try_out(
-            self.program, contents, step=bad, reach=reach, seconds=seconds, made=made, isolated=self._isolated
+            self.program,
+            contents,
+            step=bad,
+            reach=reach,
+            seconds=seconds,
+            made=made,
+            reads_decide=self._reads_decide,
+            isolated=self._isolated,
         )
         self._longest = max(self._longest, time.monotonic() - began)
         return TrialOutcome.of(data) if data is not None else None, "" if in_time else f"stopped after {seconds:.0f} s"

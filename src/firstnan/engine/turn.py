@@ -81,6 +81,11 @@ class Turn:
         return self.loop.lineno
 
     @property
+    def lines(self) -> range:
+        """The lines of the loop."""
+        return range(self.line, (self.loop.end_lineno or self.line) + 1)
+
+    @property
     def starts(self) -> list[int]:
         """The places in the body where a replay may begin: at its first statement, or at a later one."""
         return list(range(min(len(_cuts(self.loop.body, self.at)), _MOST_STARTS)))

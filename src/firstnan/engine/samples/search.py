@@ -347,7 +347,7 @@ def _alone(ask: _Counted, samples: Iterable[int], stand_in: int) -> Generator[Re
 
 
 def _halves(ask: _Counted, stand_in: int) -> Search:
-    """Finds one bad sample after another by bisection, until the step is finite without them."""
+    """Finds bad samples one by one, by bisection, until the step is finite without them; after two all of the rest."""
     found: list[int] = []
     while True:
         one = yield from _one(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)
@@ -359,8 +359,16 @@ def _halves(ask: _Counted, stand_in: int) -> Search:
         ask.known = tuple(found)
         if (yield from ask.finite(found, stand_in)):
             break
-        if len(found) == 2 and (yield from _all_fail(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)):
+        if len(found) < 2:
+            continue
+        rest = sorted(ask.everyone - {stand_in, *found})
+        if (yield from _all_fail(ask, rest, stand_in)):
             return SearchResult(None, note=ALL_TRIED.format(len(found) + PROBES))
+        yield from _all_alone(ask, rest, stand_in, found, known=True)
+        found.sort()
+        if not (yield from ask.finite(found, stand_in)):
+            return SearchResult(tuple(found), note=ONLY_WITH_OTHERS)
+        break
     # If most of them are bad, what they have in common is to blame.
     if len(found) > max(1, len(ask.everyone) // 2):
         return SearchResult(
@@ -402,6 +410,26 @@ def _all_fail(ask: _Counted, rest: list[int], stand_in: int) -> Generator[Replac
         if not (yield from ask.fails_alone([rest[len(rest) * i // PROBES]], stand_in)):
             return False
     return True
+
+
+def _all_alone(
+    ask: _Counted, candidates: list[int], stand_in: int, found: list[int], known: bool = False
+) -> Generator[Replaced, bool, bool]:
+    """Adds to `found` each candidate that fails alone; whether there is one. Bad samples are often neighbours.
+
+    `known`: they fail together, since they are a part of such a group and the other part does not fail.
+    """
+    surely = known and len(candidates) > 1
+    if not candidates or not (surely or (yield from ask.fails_alone(candidates, stand_in))):
+        return False
+    if len(candidates) == 1:
+        found += candidates
+        ask.known = tuple(sorted(found))
+        return True
+    half = len(candidates) // 2
+    first = yield from _all_alone(ask, candidates[:half], stand_in, found)
+    second = yield from _all_alone(ask, candidates[half:], stand_in, found, known=not first)
+    return first or second
 
 
 def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Replaced, bool, int | None]:
