@@ -320,6 +320,47 @@ def test_the_loop_has_its_next_batch_in_a_variable(
     assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
 
 
+AHEAD_UNSEEN = """
+    class Trainer:
+        def fit(self, loader):
+            self.turns = iter(loader)
+            self.ahead = next(self.turns)
+            while self.ahead is not None:
+                self.now, self.ahead = self.ahead, next(self.turns, None)
+                self.forward()
+                optimizer.zero_grad()
+                self.loss.backward()
+                optimizer.step()
+
+        def forward(self):
+            x, y = self.now
+            self.loss = (net(x / x.sum(1, keepdim=True)).flatten() * y).mean()
+
+    def fetched_in_the_step(loader):
+        turns = iter(loader)
+        x, y = next(turns)
+        for _ in range(10):
+            loss = (net(x / x.sum(1, keepdim=True)).flatten() * y).mean()
+            x, y = next(turns)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    data = torch.rand(66, 4)
+    data[29] = 0
+    {train}(DataLoader(TensorDataset(data, torch.arange(66.0)), batch_size=6))
+"""
+
+
+@pytest.mark.parametrize("train", ["Trainer().fit", "fetched_in_the_step"])
+def test_a_batch_that_no_variable_holds_when_the_step_fails(firstnan: Zygote, tmp_path: Path, train: str) -> None:
+    """The next one is in an attribute, or in the variables already."""
+    result = run(firstnan, tmp_path, AHEAD_UNSEEN.format(train=train), "--verify", "0")
+    batch = result.found["batch"]
+    assert (result.code, result.cause) == (3, "zero_over_zero")
+    assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
+
+
 OWN_CHECK = """
     data = torch.rand(64, 4)
     data[19] = 0

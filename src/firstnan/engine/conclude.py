@@ -357,6 +357,19 @@ class Evidence:
         return maker.with_elements(replace(batch, dataset_indices=found)) if found else batch
 
 
+def with_batch_read(report: Report, handouts: Handouts) -> Report:
+    """The report with the batch whose numbers the operator at the origin has read, if that is an earlier one."""
+    batch, origin = report.batch, report.origin
+    if batch is None or batch.index is None or batch.confirmed or origin is None or origin.phase != "forward":
+        return report
+    used = handouts.settle_on_read(origin.inputs)
+    if used is None:
+        return report
+    size = sample_count(used.batch, used.indices)
+    told = Batch(used.index, size, batch.bad_samples if size == batch.size else None)
+    return replace(report, batch=Maker.of(handouts.fetched_by(used)).located(told, used.indices))
+
+
 def is_from_elsewhere(origin: Origin, tracer: Tracer) -> bool:
     """Whether the value at the origin is the result of operators that were not recorded."""
     event = origin.event

@@ -7,7 +7,7 @@ import operator
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from firstnan.observe.forked import kept_indices
 from firstnan.observe.loaders import samples_of
-from firstnan.records import Batch
+from firstnan.records import Batch, TensorStat
 from firstnan.tensors.finite import same_numbers, tensors_in
 from firstnan.tensors.models import Slot
 from firstnan.tensors.program_state import ProgramState
@@ -533,6 +533,22 @@ class Handouts:
             self.leave(updates)
         return found is not None
 
+    def settle_on_read(self, read: Sequence[TensorStat]) -> Handout | None:
+        """The latest batch as an earlier one, if the failing operator has read numbers of that one and none of this.
+
+        A program may keep the batches that it has fetched ahead where no variable is seen to hold them.
+        """
+        latest = self.latest
+        if latest is None or self._part is not None or self.batches_of_step > 1:
+            return None
+        known = self._newest_first(latest)
+        holds = [i for i, (batch, _, _) in enumerate(known) if _has_numbers(batch, read)]
+        if len(holds) != 1 or not holds[0]:
+            return None
+        latest.batch, latest.index, latest.indices = known[holds[0]]
+        latest.versions, latest.pristine, self.is_ahead = tensor_versions(latest.batch), None, True
+        return latest
+
     def _begin_at_part(self, latest: Handout) -> None:
         """A batch that was fetched together with others is used after the backward call of the one before it."""
         together = self.is_ahead or (self._latest_source is not None and len(self._latest_source.recent) > 1)
@@ -721,6 +737,18 @@ class Handouts:
 
 def _known(handout: Handout) -> _Known:
     return handout.batch, handout.index, handout.indices
+
+
+def _has_numbers(batch: Any, read: Sequence[TensorStat]) -> bool:
+    """Whether a tensor of the batch has the form and the range of one that was read."""
+    forms = {(stat.shape, stat.dtype) for stat in read}
+    for _, t in tensors_in(batch):
+        form = tuple(t.shape), str(t.dtype).removeprefix("torch.")
+        if t.is_floating_point() and form in forms and 1 < t.numel() <= _MOST_COMPARED:
+            low, high = (float(bound) for bound in t.detach().aminmax())
+            if low < high and any((s.shape, s.dtype, s.min, s.max) == (*form, low, high) for s in read):
+                return True
+    return False
 
 
 def _quickly_known(batch: Any) -> set[int]:

@@ -24,7 +24,14 @@ from firstnan.engine.backward_calls import BackwardCalls
 from firstnan.engine.bad_losses import UnusedLosses, hidden_by
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
-from firstnan.engine.conclude import AS_IT_RAN, bad_values, diverged, is_of_anomaly_mode, tells_of_numbers
+from firstnan.engine.conclude import (
+    AS_IT_RAN,
+    bad_values,
+    diverged,
+    is_of_anomaly_mode,
+    tells_of_numbers,
+    with_batch_read,
+)
 from firstnan.engine.handouts import FirstBatch, Handouts
 from firstnan.engine.kept_turns import KeptTurns
 from firstnan.engine.loop_replay import LoopReplay, RepeatedStep, StepFailure, can_replay, harm_of_replay
@@ -1316,6 +1323,7 @@ class Session(Observer):
     def _without_wrong_batch(self, report: Report) -> Report:
         """The report of a bad gradient that several batches have added to: if nothing tells which, none is named."""
         # Where the program updates by hand, gradients are checked after each batch.
+        report = with_batch_read(report, self.handouts)
         known = self.handouts.part is not None or self.gate.is_by_hand
         parts = self.backwards.batches() if not known else []
         gradient = report.noticed is not None and report.noticed.what == "gradient" and report.step == self._tripped_in

@@ -11,7 +11,7 @@ from firstnan.records.operator_families import NORMALISERS, words
 from firstnan.repair.context import FailureContext, Location, remedies_for
 from firstnan.repair.guards import GuardWriter, why_below
 from firstnan.repair.reductions import constructed
-from firstnan.repair.source import SourceFile, literal_value, replace_node, set_argument
+from firstnan.repair.source import SourceFile, insert_after, literal_value, replace_node, set_argument
 
 WITH_EPS = NORMALISERS | {"normalize", "cosine_similarity"}
 UNBOUNDED = ("loc", "logits", "df", "validate_args", "total_count")
@@ -44,11 +44,32 @@ def eps_of_a_normaliser(context: FailureContext) -> Iterator[Remedy]:
     if call is None and layer.endswith(("Norm", "Norm1d", "Norm2d", "Norm3d")):
         call = constructed(context, location.node) if _takes_eps(location.source, layer) else None
     given = next((k.value for k in call.keywords if k.arg == "eps"), None) if call is not None else None
-    if call is None or (given is not None and (literal_value(given) or 0.0) >= 1e-5):
-        return
     eps = context.epsilon("1e-5", "1e-3")
     why = f"{eps} is added to the denominator, so equal values give 0 instead of 0/0."
-    yield context.remedy(f"Use eps={eps}", why, set_argument(location.source, call, "eps", eps))
+    if call is None:
+        yield from _eps_afterwards(context, location.source, location.node, eps, why)
+    elif given is None or (literal_value(given) or 0.0) < 1e-5:
+        yield context.remedy(f"Use eps={eps}", why, set_argument(location.source, call, "eps", eps))
+
+
+def _eps_afterwards(
+    context: FailureContext, source: SourceFile, call: ast.Call, eps: str, why: str
+) -> Iterator[Remedy]:
+    """For a layer of torch that something else has made, such as a registry from a configuration file."""
+    event, layer = context.event, ast.unparse(call.func)
+    if event is None or event.op not in NORMALISERS or event.library_site is None or not layer.startswith("self."):
+        return
+    made = [n for n in source.nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
+    made = [n for n in made if [ast.unparse(t) for t in n.targets] == [layer] and _same_class(source, n, call)]
+    if len(made) == 1:
+        why += " If its eps comes from a configuration file, change it there."
+        edit = insert_after(source, made[0], f"{layer}.eps = {eps}")
+        yield context.remedy(f"Use eps={eps} in `{layer}`", why, edit)
+
+
+def _same_class(source: SourceFile, one: ast.AST, other: ast.AST) -> bool:
+    around = [next((p for p in source.parents(n) if isinstance(p, ast.ClassDef)), None) for n in (one, other)]
+    return around[0] is not None and around[0] is around[1]
 
 
 @remedies_for("div_by_zero", "zero_over_zero", "overflow", "exp_overflow")
