@@ -546,6 +546,16 @@ def test_ctrl_c_skips_the_trials_of_fixes(monkeypatch: pytest.MonkeyPatch) -> No
     assert caught.value.report.remedies[0].note == "skipped by Ctrl-C"
 
 
+def test_fixes_of_a_step_that_cannot_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTrials, "_failing_turn", lambda trials: None)
+    run = Run()
+    detector = NaNDetector(run.model, run.optimizer)
+    with pytest.raises(NonFiniteError) as caught, detector:
+        drive(run, detector, with_bad_target(batches(6), 2, value=0.0), "batches")
+    notes = {remedy.note for remedy in caught.value.report.remedies if remedy.diff}
+    assert notes == {"the failing step could not be run again for a trial"}
+
+
 # Gradient scalers.
 
 

@@ -272,6 +272,54 @@ def test_a_step_that_ends_in_an_exception_while_the_next_batch_is_there(
     assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
 
 
+AHEAD_BY_HAND = """
+    def moved(batch):
+        return {{"x": batch[0].to("cpu"), "y": batch[1].to("cpu")}}
+
+    def epoch(loader):
+        turns = iter(loader)
+        batch = moved(next(turns))
+        while batch is not None:
+            following = next(turns, None)
+            if following is not None:
+                following = moved(following)
+            lengths = (net.weight * batch["x"]).square().sum(1){root}
+            loss = (lengths * batch["y"] / batch["x"].sum(1).clamp_min({low})).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            batch = following
+
+    def swapped(loader):
+        turns = iter(loader)
+        following = next(turns)
+        while following is not None:
+            batch, following = following, next(turns, None)
+            lengths = (net.weight * batch[0]).square().sum(1){root}
+            loss = (lengths * batch[1] / batch[0].sum(1).clamp_min({low})).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    data = torch.rand(64, 4)
+    data[29] = 0
+    {loop}(DataLoader(TensorDataset(data, torch.arange(64.0)), batch_size=6))
+"""
+
+
+@pytest.mark.parametrize("loop", ["epoch", "swapped"])
+@pytest.mark.parametrize(("root", "low", "cause"), [("", "0", "zero_over_zero"), (".sqrt()", "1", "sqrt_grad_at_zero")])
+def test_the_loop_has_its_next_batch_in_a_variable(
+    firstnan: Zygote, tmp_path: Path, loop: str, root: str, low: str, cause: str
+) -> None:
+    """The loss is bad, or a gradient; the batch of the step is the one that these are computed from."""
+    text = AHEAD_BY_HAND.format(loop=loop, root=root, low=low)
+    result = run(firstnan, tmp_path, text, "--verify", "0")
+    batch = result.found["batch"]
+    assert (result.code, result.cause) == (3, cause)
+    assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
+
+
 OWN_CHECK = """
     data = torch.rand(64, 4)
     data[19] = 0
@@ -346,3 +394,74 @@ def test_a_call_that_fetches_what_cannot_be_fetched_again(firstnan: Zygote, tmp_
     assert (result.found["step"], result.origin["op"]) == (5, "div")
     assert result.found["reproduced"] == "deterministic"
     assert "the program again" not in result.stderr
+
+
+CRITIC = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(1)
+    images = torch.randn(96, 6)
+    images[45] = 0
+    make, judge = nn.Linear(2, 6), nn.Sequential(nn.Linear(6, 9, bias=False), nn.ReLU(), nn.Linear(9, 1, bias=False))
+    of_judge, of_maker = torch.optim.Adam(judge.parameters(), 1e-4), torch.optim.Adam(make.parameters(), 1e-4)
+
+    for i, real in enumerate(DataLoader(images, 8)):
+        made = make(torch.randn(8, 2))
+        real.requires_grad_()
+        (slope,) = torch.autograd.grad(judge(real).sum(), real, create_graph=True)
+        length = slope.square().sum(1).sqrt()
+        loss = (judge(made.detach()) - judge(real)).mean() + (length - 1).square().mean()
+        of_judge.zero_grad()
+        loss.backward()
+        of_judge.step()
+        if i % 2:
+            of_maker.zero_grad()
+            (-judge(made).mean()).backward()
+            of_maker.step()
+"""
+
+
+def test_a_step_of_the_optimizer_that_is_stepped_more_often(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(CRITIC))
+    found = firstnan(["run", "train.py"], cwd=tmp_path).found
+    assert found["cause"]["slug"] == "sqrt_grad_at_zero"
+    assert "handed out again" in found["replay"]
+    assert (found["step"], found["batch"]["index"]) == (5, 5)
+    assert (found["batch"]["bad_samples"], found["batch"]["dataset_indices"]) == ([5], [45])
+
+
+POPPED = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    rows = [{"counts": [float(i), i + 1.0], "time": float(i != 37)} for i in range(40)]
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+
+    def collated(rows):
+        return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+    def step(waiting):
+        batch = waiting.pop()
+        loss = net(batch["counts"] / batch["time"][:, None]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    batches = iter(DataLoader(rows, 10, collate_fn=collated))
+    step([next(batches)])
+    step([next(batches)])
+    step([next(batches)])
+    step([next(batches)])
+"""
+
+
+def test_a_list_that_a_function_of_the_program_collates(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(POPPED))
+    found = firstnan(["run", "--replay", "auto", "train.py"], cwd=tmp_path).found
+    assert "called again" in found["replay"]
+    assert (found["batch"]["index"], found["batch"]["bad_samples"]) == (3, [7])
+    assert found["batch"]["dataset_indices"] == [37]

@@ -16,7 +16,6 @@ from firstnan.records import Report
 from firstnan.records.words import headline
 from firstnan.report import Progress
 
-_ONLY_HERE = "the change is outside the code that the failing step runs"
 _REPORTED = "see the report of firstnan run"
 _BRIEFLY = trials.Limits(one=20.0, all=60.0)
 """Somebody waits for the error of a detector, perhaps to restart the training."""
@@ -80,8 +79,10 @@ def _try(report: Report, session: Session, save: Callable[[Report], None], limit
         trials.STEPS,
         limits or trials.Limits.after(0.0),
         at_step=at_step,
-        from_start=_ONLY_HERE,
+        from_start=trials.NO_START,
     )
+    if limits is not None:
+        at_step.until = attempts.until
     try:
         tried = attempts.run(report, save)
     except KeyboardInterrupt:  # what was tried until now is saved

@@ -19,11 +19,12 @@ from torch import Tensor
 from firstnan.diagnose.blame import Verdict, blame
 from firstnan.diagnose.rules import divergence, explain, received, transient
 from firstnan.diagnose.rules.data import wrapped_integers
+from firstnan.engine import isolation
 from firstnan.engine.data_origin import bad_rows, find_maker, made_by
 from firstnan.engine.handouts import Handouts
 from firstnan.engine.ranks import world
 from firstnan.engine.rates import with_rate_sites
-from firstnan.engine.samples.cut import Maker
+from firstnan.engine.samples.cut import Cut, CutError, Maker
 from firstnan.gate.gate import Gate
 from firstnan.gate.growth_guard import Alarm
 from firstnan.observe.collectives import collectives
@@ -117,7 +118,7 @@ class Evidence:
         notes = [*self._skips()]
         if tracer.trouble:
             notes.append(f"not every operator could be recorded ({tracer.trouble})")
-        batch, step = None, self._step_of(origin, tracer.step if how == AS_IT_RAN else None)
+        batch, step = None, self._step_of(origin, tracer.step, replayed=how != AS_IT_RAN)
         try:
             made = origin.produced if origin is not None else None
             batch = self.batch(origin, trace, tracer.modules.size_with(made.shape[0] if made and made.shape else None))
@@ -191,8 +192,8 @@ class Evidence:
         except Exception:  # an object of the program that does not like to be looked at, or another source than was run
             return history
 
-    def _step_of(self, origin: Origin | None, under_way: int | None) -> int:
-        """The step of the origin; `under_way` is the number under which the latest operators were recorded as they ran.
+    def _step_of(self, origin: Origin | None, under_way: int, *, replayed: bool) -> int:
+        """The step of the origin; `under_way` is the number under which the latest operators were recorded.
 
         With several optimizers it was a guess, and now it is known whose step it is.
         """
@@ -204,9 +205,10 @@ class Evidence:
         # What the program writes into its weights after an update still belongs to that update's step.
         afterwards = event.region == "between" and origin.phase == "parameter" and not event.uninitialized
         # Weights that are lost when the gradients of a step are computed: what led to it was before that step.
-        lost = self.noticed.what == "parameter" and origin.step == under_way
+        lost = self.noticed.what == "parameter" and origin.step == under_way and not replayed
         by_hand = event.region == "update" and (origin.phase in ("parameter", "optimizer") or lost)
-        if origin.step == under_way and not (afterwards or by_hand) and self.gate.optimizers > 1:
+        known = not replayed or not self.is_updated
+        if known and origin.step == under_way and not (afterwards or by_hand) and self.gate.optimizers > 1:
             return self.step
         return max(origin.step - (afterwards or by_hand), 0)
 
@@ -339,12 +341,20 @@ class Evidence:
         return Batch(None, size, rows, unit=unit_of(self.data, size or 0)) if few else None
 
     def _in_dataset(self, batch: Batch) -> Batch:
-        """The batch with the dataset indices of its bad samples, if torch put it together."""
+        """The batch with the dataset indices of its bad samples; a child may fetch samples again for that."""
         latest = self.handouts.blamed
         iterator = self.handouts.fetched_by(latest) if latest is not None else None
         if latest is None or iterator is None or not batch.bad_samples or len(self.handouts.of_this_step()) > 1:
             return batch  # with several loaders, these rows may be those of another one
-        return Maker.of(iterator).located(batch, latest.indices)
+        maker = Maker.of(iterator)
+        told = maker.located(batch, latest.indices)
+        if told is not batch or batch.size is None or not isolation.is_child():
+            return told
+        try:
+            found = maker.in_dataset(batch.bad_samples, Cut(latest.batch, batch.size), latest.indices)
+        except CutError:
+            return batch
+        return maker.with_elements(replace(batch, dataset_indices=found)) if found else batch
 
 
 def is_from_elsewhere(origin: Origin, tracer: Tracer) -> bool:

@@ -21,7 +21,7 @@ from firstnan.engine.launched import LaunchedProcesses
 from firstnan.engine.ranks import HeldRank, Ranks
 from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
-from firstnan.engine.workers import WorkerReports
+from firstnan.engine.workers import WorkerReports, announce
 from firstnan.observe.runner import (
     Program,
     before_leaving,
@@ -602,6 +602,7 @@ class Investigation:
         from firstnan.engine.step_trial import StepTrials
 
         if self.workers.is_elsewhere:
+            announce(report)
             if self._tries:
                 try_fixes_in_worker(report, session, self.workers.add)
             return
@@ -612,7 +613,7 @@ class Investigation:
             self.ranks.termination.obey(goes_on=session.is_detected)
             return
         spread = are_gathered(list(session.gate.steps.done))
-        here = session.failure is not None and (session.has_gathered or not spread)
+        here = session.failure is not None and (session.weights.are_here or not spread)
         at_step = StepTrials(session, session.failure) if here and session.failure is not None else None
         skipped = session.values.first_skipped if session.values is not None and not self.ranks.are_many else None
         if skipped is not None:

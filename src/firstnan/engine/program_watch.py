@@ -33,6 +33,7 @@ from firstnan.engine.sampling import StepSamples
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
 from firstnan.engine.turn import Turn, turns_around, turns_in_traceback
+from firstnan.engine.workers import announce
 from firstnan.gate.gate import Gate, Trip
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, resolve
@@ -224,6 +225,7 @@ def watch_worker(ownership: Ownership, save: Callable[[Report], None], *, tries:
     """Watches a process that the program has spawned, to its end; `tries`: fixes are tried there."""
 
     def explained(report: Report, session: Session) -> None:
+        announce(report)
         if tries:
             try_fixes_in_worker(report, session, save)
 
@@ -556,7 +558,7 @@ class ProgramValues:
         known = session.known(trip)
         session.keep_state(known, trip)
         if session.live.on:
-            session.blame_part(noticed)
+            session.backwards.blame_first_bad(noticed)
             self._concluded(noticed, tensors, events)
         else:
             answer = session.asked(StepFailure(trip, (noticed.what, 0), known, turns)) if turns else None

@@ -39,6 +39,7 @@ _ENOUGH = 3
 _LEFT_UNTRIED = 2
 _QUICKLY = 30.0
 """Where a trial from the start may take no longer than this, it has the last word on a change that did not help."""
+NO_START = "there is no program to run from its start"
 RUN_AGAIN = "the program was run again"
 """The start of `Report.replay` if a second run has confirmed the failure."""
 _HELPED = "an earlier fix already helps"
@@ -147,9 +148,13 @@ class Trials:
             return _SKIPPED
         if last.proven and (keeps_numbers(last, report) or sum(one.proven for one in done) >= _ENOUGH):
             return _HELPED
-        if time.monotonic() + self._longest > self.until:
-            return f"the time limit of {self.limits.all:.0f} s was reached"
+        if late := self._reason_of_time():
+            return late
         return f"only {MOST} fixes are tried" if sum(1 for one in done if one.diff) >= MOST else ""
+
+    def _reason_of_time(self) -> str:
+        late = time.monotonic() + self._longest > self.until
+        return f"the time limit of {self.limits.all:.0f} s was reached" if late else ""
 
     def _try(self, remedy: Remedy, report: Report) -> Remedy:
         try:
@@ -178,7 +183,8 @@ class Trials:
         if self._first_batch is not None and (self._from_start or self.limits.one > _QUICKLY):
             return self._tried_with_batch_first(remedy, report, contents)
         if self._from_start:
-            return replace(remedy, note=self._from_start)
+            why = self._at_step.why_not if self._at_step is not None and self._from_start == NO_START else ""
+            return replace(remedy, note=self._reason_of_time() or why or self._from_start)
         return self._tried_from_start(remedy, report, contents)
 
     def _tried_with_batch_first(self, remedy: Remedy, report: Report, contents: dict[str, bytes]) -> Remedy:

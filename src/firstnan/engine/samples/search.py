@@ -189,6 +189,8 @@ class SampleSearch:
 PROBES = 4
 """After two bad samples, as many of the others are tried alone."""
 
+MOST_TOGETHER = 4
+"""The most samples that are looked for where none fails alone."""
 MOST = 64
 """The most replays, however many bad samples there are."""
 
@@ -206,6 +208,7 @@ WITHOUT_THESE = "the step is finite without these samples; which of them are res
 AMONG_MANY = "the step is finite with a large part of the batch replaced; which samples are responsible is unknown"
 ONLY_WITH_OTHERS = "the step is finite without these samples, but they fail only together with others of the batch"
 NOT_ALONE = "no single sample is responsible: no part of the batch fails alone"
+SEVERAL = "no single sample is responsible: samples of this batch fail only in combination"
 ALL_TRIED = "no single sample is responsible: all {} samples that were tried alone fail"
 REPLACEMENTS = "no single sample is responsible: it depends on what the samples of this batch are replaced with"
 ENDED = "the search for bad samples ended early: "
@@ -348,8 +351,10 @@ def _halves(ask: _Counted, stand_in: int) -> Search:
     found: list[int] = []
     while True:
         one = yield from _one(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)
+        if one is None and not found:
+            return (yield from _together(ask, sorted(ask.everyone - {stand_in}), stand_in))
         if one is None:
-            return SearchResult(tuple(found) or None, note=NOT_ALONE if not found else ONLY_WITH_OTHERS)
+            return SearchResult(tuple(found), note=ONLY_WITH_OTHERS)
         found = sorted([*found, one])
         ask.known = tuple(found)
         if (yield from ask.finite(found, stand_in)):
@@ -370,6 +375,31 @@ def _halves(ask: _Counted, stand_in: int) -> Search:
             None, note=f"no single sample is responsible: {len(found)} of {len(ask.everyone)} samples fail alone"
         )
     return SearchResult(tuple(found), confirmed=True)
+
+
+def _together(ask: _Counted, rest: list[int], stand_in: int) -> Search:
+    """A few samples that fail only in combination, such as two that are equal.
+
+    Each is the last one of the shortest beginning of the others that fails together with those found so far."""
+    if not (yield from ask.fails_alone(rest, stand_in)):
+        return SearchResult(None, note=NOT_ALONE)
+    found: list[int] = []
+    while rest and len(found) < MOST_TOGETHER:
+        fewest, most = 1, len(rest)
+        while fewest < most:
+            middle = (fewest + most) // 2
+            if (yield from ask.fails_alone([*found, *rest[:middle]], stand_in)):
+                most = middle
+            else:
+                fewest = middle + 1
+        found, rest = [*found, rest[most - 1]], rest[: most - 1]
+        if (yield from ask.fails_alone(found, stand_in)):
+            # Where they are replaced by others, one of those may be equal to a sample that is left.
+            for others in (OTHERS, SHIFTED) if stand_in == OTHERS else (stand_in,):
+                if (yield from ask.finite(found, others)):
+                    return SearchResult(tuple(sorted(found)), confirmed=True, note=TOGETHER)
+            break
+    return SearchResult(None, note=SEVERAL)
 
 
 def _all_fail(ask: _Counted, rest: list[int], stand_in: int) -> Generator[Replaced, bool, bool]:
