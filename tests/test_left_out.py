@@ -167,3 +167,11 @@ def test_gradients_that_are_left_out_until_the_first_update_are_no_failure(first
     )
     result = run(firstnan, tmp_path, "if not torch.isfinite(norm): continue", program)
     assert (result.code, (result.report or {})["verdict"]) == (0, "clean")
+
+
+def test_a_metric_of_a_loss_that_was_trained_with_is_no_failure(firstnan: Zygote, tmp_path: Path) -> None:
+    """Infinite in the last step, and printed after the loop."""
+    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[:] = data + 1.0")
+    program = program.replace("log = open", "metrics = []\n    log = open") + "    print(metrics[-1].item())\n"
+    result = run(firstnan, tmp_path, "metrics.append(torch.exp(loss + 1e3))", program)
+    assert (result.code, (result.report or {})["verdict"]) == (0, "clean")

@@ -235,6 +235,32 @@ def test_a_step_without_a_loader_is_no_data_preparation(firstnan: Zygote, tmp_pa
     assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "bad_init")
 
 
+def test_gaps_in_a_table_far_from_0_are_filled_with_medians(firstnan: Zygote, tmp_path: Path) -> None:
+    rows = [",".join(f"{20 + (7 * i + 3 * k) % 11}" for k in range(3)) for i in range(40)]
+    rows[21] = "24,,26"
+    (tmp_path / "rooms.csv").write_text("\n".join(rows))
+    program = """
+        import numpy as np
+        import torch
+
+        table = np.genfromtxt("rooms.csv", delimiter=",")
+        table = (table - np.nanmean(table, 0)) / np.nanstd(table, 0)
+        net = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for batch in torch.utils.data.DataLoader(torch.tensor(table, dtype=torch.float32), batch_size=4):
+            loss = (net(batch[:, :2]) - batch[:, 2:]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(program))
+    result = firstnan(["run", "--verify", "3", "train.py"], cwd=tmp_path)
+    assert (result.cause, result.origin["line"]) == ("nan_input", 5)
+    best = result.found["remedies"][0]
+    assert "+table = np.where(np.isnan(table), np.nanmedian(table, axis=0), table)" in best["diff"]
+    assert best["failing_step_finite"]
+
+
 def test_weights_without_a_model_have_the_names_of_their_variables(firstnan: Zygote, tmp_path: Path) -> None:
     program = """
         import torch

@@ -45,7 +45,7 @@ from firstnan.records.words import kind, place
 from firstnan.repair.verdict import Reach, TrialOutcome
 from firstnan.report import nonfinite_error
 from firstnan.tensors.finite import has_nan, is_finite, stat, tensors_in
-from firstnan.tensors.models import TrainingObjects, parameters_of
+from firstnan.tensors.models import TrainingObjects, is_after_backward, parameters_of
 from firstnan.tensors.program_state import BadSince
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ class ProgramValues:
             if not seen and tensor.dtype is torch.bool:  # as of `isnan(output).any()`, in a layer
                 seen = [t for t in held if t.requires_grad and has_nan(t)]
         tracer = self._session.microscope.tracer
-        bad = [t for t in seen if t.requires_grad and not is_finite(t)]
+        bad = [t for t in seen if t.requires_grad and not is_finite(t) and not is_after_backward(t)]
         for t in bad:
             site = place(resolve((frame.f_code, frame.f_lasti)))
             if len(self._reads) < _MOST_READS and t.numel() == 1:

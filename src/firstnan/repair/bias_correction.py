@@ -18,24 +18,27 @@ def count_from_one(context: FailureContext) -> Iterator[Remedy]:
     if location is None or location.expr.op not in ("div", "addcdiv", "reciprocal"):
         return
     source = location.source
-    counts = [count for n in ast.walk(source.statement(location.node)) for count in _counts_below(source, n)]
-    for count in counts[:1]:
-        moved = _moved_increment(source, count)
+    counts = [found for n in ast.walk(source.statement(location.node)) for found in _counts_below(source, n)]
+    for average, count in counts[:1]:
+        code, late = source.code(count), _late_update(source, average)
+        moved = _moved_before(source, count, late)
         if moved is not None:
-            code = source.code(count)
-            yield context.remedy(f"Count `{code}` before the bias correction", _WHY, *moved)
+            first = f"Update `{source.code(average)}` and count" if late else "Count"
+            yield context.remedy(f"{first} `{code}` before the bias correction", _WHY, *moved)
             return
+        if late is not None:
+            return  # the average is still 0 there, whatever the count is
         edits = [replace_node(source, other, f"{source.code(other)} + 1") for other in _same_counts(source, count)]
         yield context.remedy(f"Use `{source.code(count)} + 1` in the bias correction", _WHY, *edits)
 
 
-def _counts_below(source: SourceFile, node: ast.AST) -> Iterator[ast.expr]:
-    """The exponent in a denominator of the form `1 - beta ** count`."""
+def _counts_below(source: SourceFile, node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The numerator of a fraction, and the exponent in its denominator, of the form `1 - beta ** count`."""
     expr = source.expr(node)
     if expr.op == "div" and len(expr.args) > 1:
         found = _count(source, source.value(expr.args[1]))
         if found is not None:
-            yield found
+            yield source.value(expr.args[0]), found
 
 
 def _count(source: SourceFile, node: ast.expr) -> ast.expr | None:
@@ -53,8 +56,32 @@ def _same_counts(source: SourceFile, count: ast.expr) -> list[ast.expr]:
     return [c for c in found if ast.dump(c) == ast.dump(count)]
 
 
-def _moved_increment(source: SourceFile, count: ast.expr) -> list[Edit] | None:
-    """`count += 1`, which follows the bias correction, before the first statement that reads the count."""
+def _late_update(source: SourceFile, average: ast.expr) -> ast.Assign | None:
+    """The statement that updates the average only after it was corrected, and could do so before."""
+    here, text = source.statement(average), ast.unparse(average)
+    written = [n for n in source.within(average) if isinstance(n, ast.stmt) and _writes(n, text)]
+    if len(written) != 1 or not isinstance(late := written[0], ast.Assign) or late.lineno <= here.lineno:
+        return None
+    around = source.parent(here)
+    between = [
+        n
+        for n in (ast.walk(around) if around is not None else ())
+        if here.lineno <= n.__dict__.get("lineno", 0) < late.lineno
+    ]
+    stored = {ast.unparse(n) for n in between if isinstance(getattr(n, "ctx", None), ast.Store)}
+    read = {ast.unparse(n) for n in ast.walk(late.value) if isinstance(getattr(n, "ctx", None), ast.Load)}
+    return late if source.parent(late) is around and stored.isdisjoint(read) else None
+
+
+def _writes(statement: ast.stmt, text: str) -> bool:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return ast.unparse(statement.value).startswith(f"{text}.")  # `average.mul_(beta)`
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return any(target is not None and ast.unparse(target) == text for target in targets)
+
+
+def _moved_before(source: SourceFile, count: ast.expr, late: ast.Assign | None) -> list[Edit] | None:
+    """`count += 1`, which follows the bias correction, and what is `late`, before the first statement that reads it."""
     here = source.statement(count)
     for node in source.within(count):
         if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add) or literal_value(node.value) != 1:
@@ -67,8 +94,11 @@ def _moved_increment(source: SourceFile, count: ast.expr) -> list[Edit] | None:
             continue
         first = next((s for s in block if _reads(s, count)), None)
         deleted = delete_statement(source, node)
-        if first is not None and deleted is not None and first.lineno <= here.lineno:
-            return [insert_before(source, first, source.code(node)), deleted]
+        removed = [deleted, *([delete_statement(source, late)] if late is not None else [])]
+        if first is not None and first.lineno <= here.lineno:
+            lines = [source.code(node), *([source.code(late)] if late is not None else [])]
+            edits = [edit for edit in removed if edit is not None]
+            return [insert_before(source, first, *lines), *edits] if len(edits) == len(removed) else None
     return None
 
 

@@ -103,9 +103,27 @@ def _filled_at_origin(context: FailureContext) -> Iterator[Remedy]:
         fill = _nan_to_num("torch", source, value, "v")
         text = f"{{k: {fill} for k, v in {source.code(value)}.items()}}"
         yield context.remedy(title, FILLED, replace_node(source, value, text), kind="data")
+    yield from _filled_by_column(context, source, value, stat)
     for library in _libraries(source, value, guess=stat is None or stat.shape != ()):
         text = _nan_to_num(library, source, value, source.code(value))
         yield context.remedy(title, FILLED, replace_node(source, value, text), kind="data")
+
+
+def _filled_by_column(
+    context: FailureContext, source: SourceFile, value: ast.expr, stat: TensorStat | None
+) -> Iterator[Remedy]:
+    """The median of the column, in an array of numbers among which a 0 would be far from all others."""
+    statement = source.statement(value)
+    targets = statement.targets if isinstance(statement, ast.Assign) and statement.value is value else []
+    if stat is None or len(stat.shape) != 2 or not stat.nan or stat.inf or source.expr(value).library != "numpy":
+        return
+    if stat.min is None or stat.max is None or stat.min <= 0 <= stat.max or len(targets) != 1:
+        return
+    if isinstance(target := targets[0], ast.Name):
+        numpy, name = source.spell("numpy", value), target.id
+        line = f"{name} = {numpy}.where({numpy}.isnan({name}), {numpy}.nanmedian({name}, axis=0), {name})"
+        edit = insert_after(source, statement, line)
+        yield context.remedy("Fill in the missing values where they are read", MEDIAN, edit, kind="data")
 
 
 def _filled_number(context: FailureContext, source: SourceFile, value: ast.expr) -> Iterator[Remedy]:

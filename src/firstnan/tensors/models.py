@@ -241,6 +241,24 @@ def leaves_below(roots: list[Tensor]) -> Iterator[Tensor]:
         stack += [n for n, _ in node.next_functions]
 
 
+_NEAREST = 16
+"""Operators next to a value that are asked whether backward has passed them; the loss is among those of a metric."""
+
+
+def is_after_backward(tensor: Tensor) -> bool:
+    """Whether it was computed from a loss whose backward is over: that has freed what the loss had saved."""
+    nodes: list[Any] = [tensor.grad_fn] if tensor.grad_fn is not None else []
+    for node in nodes:  # it grows
+        try:
+            for name in dir(node):
+                if name.startswith("_saved_"):
+                    getattr(node, name)
+        except RuntimeError:
+            return True
+        nodes += [n for n, _ in node.next_functions if n is not None] if len(nodes) < _NEAREST else []
+    return False
+
+
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer that makes the updates, inside what accelerate, Lightning or Fabric put around it."""
     fields = getattr(optimizer, "__dict__", {})
