@@ -338,6 +338,24 @@ def test_tensors_in(value: Any, places: list[str]) -> None:
     assert [place for place, _ in tensors_in(value, "b")] == places
 
 
+@pytest.mark.parametrize("count", [1023, 1024, 1025, 2048, 3000])
+def test_tensors_in_long_containers(count: int) -> None:
+    """One that begins with tensors is read to its end; others (a history, a vocabulary) are left."""
+    assert [t for _, t in tensors_in([ONE] * count)] == [ONE] * count
+    places = [place for place, _ in tensors_in(dict.fromkeys(range(count), ONE), "b")]
+    assert places == [f"b[{i}]" for i in range(count)]
+    read: list[int] = []
+
+    class Row(UserDict[str, int]):
+        def items(self) -> Any:
+            read.append(1)
+            return super().items()
+
+    rows = [Row() for _ in range(count)]
+    assert list(tensors_in(rows)) == list(tensors_in(dict(enumerate(rows)))) == []
+    assert len(read) == 2 * min(count, 1024)
+
+
 def test_tensors_in_a_packed_sequence() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     assert "b.data" in [place for place, _ in tensors_in(packed, "b")]

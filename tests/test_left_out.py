@@ -104,3 +104,66 @@ def test_a_program_that_has_left_out_some_updates_may_fail_later(firstnan: Zygot
     program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[[5, 13, 21]] = data[29:] = -1.0")
     result = run(firstnan, tmp_path, "if not torch.isfinite(norm) and x.max() > 0: continue", program)
     assert (result.code, result.found["step"], result.found["batch"]["index"]) == (3, 4, 8)
+
+
+GIVES_UP = """
+    import sys
+
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    data = torch.rand(12, 4, 4) + 0.1
+    data[5] = -1.0
+    data[{bad}] = 0.0
+    bad = 0
+    for x in data:
+        loss = (net(torch.log(x)) - 1).square().mean()
+        if not torch.isfinite(loss):
+            bad += 1
+            {test}
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    sys.exit(1)  # not good enough
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(1)", "raise RuntimeError('too many')"])
+def test_a_program_that_gives_up_after_some_bad_losses_has_failed_at_the_first(
+    firstnan: Zygote, tmp_path: Path, end: str
+) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(GIVES_UP).format(bad="[7, 8]", test=f"if bad > 2: {end}"))
+    result = firstnan(["run", "--verify", "5", "train.py"], cwd=tmp_path)
+    assert (result.code, result.found["step"], result.found["cause"]["slug"]) == (3, 5, "log_of_negative")
+    assert any("the first in step 5, and gave up in step 6" in note for note in result.found["notes"])
+    assert result.found["remedies"][0]["failing_step_finite"]
+
+
+def test_a_program_that_ends_after_its_loop_has_not_given_up(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(GIVES_UP).format(bad="[7, 8]", test="pass"))
+    result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
+    assert (result.code, (result.report or {})["verdict"]) == (1, "clean")
+
+
+def test_a_program_that_leaves_out_every_update_fails(firstnan: Zygote, tmp_path: Path) -> None:
+    """Its loss is finite, its gradients never are, and it ends as if all were well."""
+    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[::4] = 0.0")
+    program = program.replace(
+        "(net(torch.log(x)) - 1).square().mean()", "(net.weight * x).square().sum(1).sqrt().mean()"
+    )
+    result = run(firstnan, tmp_path, "if not torch.isfinite(norm): continue", program)
+    assert (result.code, result.origin["op"], result.found["step"]) == (3, "sqrt", 0)
+    assert result.found["batch"]["bad_samples"] == [0]
+
+
+def test_gradients_that_are_left_out_until_the_first_update_are_no_failure(firstnan: Zygote, tmp_path: Path) -> None:
+    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[:28:4] = 0.0")
+    program = program.replace(
+        "(net(torch.log(x)) - 1).square().mean()", "(net.weight * x).square().sum(1).sqrt().mean()"
+    )
+    result = run(firstnan, tmp_path, "if not torch.isfinite(norm): continue", program)
+    assert (result.code, (result.report or {})["verdict"]) == (0, "clean")

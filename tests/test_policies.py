@@ -553,7 +553,7 @@ def test_fixes_of_a_step_that_cannot_be_run_again(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(NonFiniteError) as caught, detector:
         drive(run, detector, with_bad_target(batches(6), 2, value=0.0), "batches")
     notes = {remedy.note for remedy in caught.value.report.remedies if remedy.diff}
-    assert notes == {"the loop could not be run again from the failing step"}
+    assert notes == {"the failing step could not be run again for a trial"}
 
 
 # Gradient scalers.

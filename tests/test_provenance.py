@@ -235,6 +235,32 @@ def test_a_step_without_a_loader_is_no_data_preparation(firstnan: Zygote, tmp_pa
     assert (result.origin["phase"], result.origin["line"], result.cause) == ("forward", 5, "bad_init")
 
 
+def test_weights_without_a_model_have_the_names_of_their_variables(firstnan: Zygote, tmp_path: Path) -> None:
+    program = """
+        import torch
+
+        torch.manual_seed(0)
+        first = (torch.randn(8, 16) * 0.1).requires_grad_()
+        again = (torch.randn(16, 16) * 30.0).requires_grad_()
+        last = torch.zeros(16, requires_grad=True)
+        optimizer = torch.optim.SGD([first, again, last], lr=1e-3)
+        for _ in range(5):
+            h = torch.randn(4, 8) @ first
+            for _ in range(40):
+                h = h @ again
+            loss = (h @ last).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(program))
+    result = firstnan(["run", "--verify", "3", "train.py"], cwd=tmp_path)
+    assert result.cause == "bad_init"
+    assert "The parameter again holds magnitudes up to " in result.found["cause"]["why"]
+    best = result.found["remedies"][0]
+    assert (best["title"], best["failing_step_finite"]) == ("Use smaller initial weights", True)
+
+
 def test_initial_weights_that_another_file_writes(firstnan: Zygote, tmp_path: Path) -> None:
     """The first update is finite, and the step after it overflows; the initialiser is in a file without a step."""
     files = {

@@ -26,6 +26,7 @@ from firstnan.diagnose.rules import received
 from firstnan.engine import ranks as module
 from firstnan.engine.children import _bad_elements
 from firstnan.engine.ranks import Ranks, World
+from firstnan.engine.workers import WorkerReports
 from firstnan.gate.by_hand import HandWritten
 from firstnan.gate.gate import Trip
 from firstnan.observe import collectives
@@ -749,6 +750,66 @@ def test_ranks_that_the_program_starts_itself(firstnan: Zygote, tmp_path: Path) 
     assert result.report["batch"]["dataset_indices"] == [81]
 
 
+SPAWNED = """
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def train(rank, store):
+    dist.init_process_group("gloo", store, rank=rank, world_size=2)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for step in range(3):
+        x = torch.full((8, 4), -1.0 if rank == 1 and step == 1 else 1.0)
+        optimizer.zero_grad()
+        (net(x) + torch.log(x)).square().mean().backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+
+if __name__ == "__main__":
+    mp.spawn(train, ("STORE",), nprocs=2)
+"""
+
+
+FETCHED = """
+    import numpy
+
+    class Scaled(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+        def __getitem__(self, i):
+            x = numpy.full(6, 0.5, "float32") if i == 21 else numpy.random.default_rng(i).random(6, "float32")
+            x = (x - x.min()) / (x.max() - x.min())  # scaled
+            return x + numpy.float32(0.1)
+    loader = DataLoader(Scaled(), 8, sampler=DistributedSampler(range(64), shuffle=False), num_workers=1)
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for x in loader:
+        optimizer.zero_grad()
+        loss_of(model(x), x).backward()
+        optimizer.step()
+"""
+
+
+def test_a_fix_of_the_data_is_tried_with_the_batch_fetched_again(job: Job) -> None:
+    assert [code for code, _ in job(FETCHED)] == [3, 3]
+    found = job.answer()
+    assert (found["rank"], found["origin"]["line"], found["step"]) == (1, job.line("scaled"), 1)
+    assert found["batch"]["dataset_indices"] == [21]
+    fix = found["remedies"][0]
+    assert (fix["failing_step_finite"], fix["steps_finite_after"]) == (True, 2), fix
+
+
+def test_ranks_that_are_spawned(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNED.replace("STORE", (tmp_path / "store").as_uri()))
+    result = firstnan(["run", "--verify", "0", "train.py"], cwd=tmp_path)
+    assert result.code == 3
+    assert result.report is not None
+    assert (result.report["rank"], result.report["world_size"], result.report["step"]) == (1, 2, 1)
+    assert [one["what"] for one in result.report["ranks"]] == ["received", "created"]
+    early = "firstnan: in a process that the program has started: NaN created in forward, step 1"
+    assert result.stderr.count(early) == 1
+
+
 @pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_sleeps_says_what_it_has_found(tmp_path: Path) -> None:
     with _torchrun(tmp_path, HANGS, "sleep", "1", "ddp") as launcher:
@@ -942,6 +1003,16 @@ def test_the_earliest_step_is_first_and_what_was_created_comes_before_what_was_r
     assert ranks_line(found[40].ranks, 100).endswith("36 more ranks are not listed")
     reports[60] = finding(60, 100, 6)
     assert [rank for rank, one in enumerate(exchanged(reports, dist.HashStore())) if one is not None] == [60]
+
+
+def test_ranks_that_were_spawned_have_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = WorkerReports()
+    for rank, created in ((0, False), (2, True)):
+        monkeypatch.setattr(os, "getpid", lambda rank=rank: rank)
+        reports.add(replace(finding(rank, 3, 7, created=created), world_size=3))
+    found = reports.first()
+    assert found is not None
+    assert (found.rank, [one.what for one in found.ranks]) == (2, ["received", "unknown", "created"])
 
 
 @pytest.mark.usefixtures("hurried")

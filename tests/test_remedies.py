@@ -652,3 +652,18 @@ def test_the_sums_of_a_function_in_float32(tmp_path: Path) -> None:
         "inter = (p * p).float().sum()",
         "union = p.float().sum() + torch.ones_like(p).float().sum()",
     ]
+
+
+def test_a_call_that_writes_to_its_argument_gets_no_copy_of_it(tmp_path: Path) -> None:
+    source = """
+    w = torch.full((4,), 300.0, requires_grad=True)
+    # step
+    flat = (w * 2).half()
+    flat.mul_(torch.full_like(flat, 300.0))
+    loss = flat.float().sum()
+    loss.backward()
+    """
+    _, _, remedies = proposed(textwrap.dedent(source), tmp_path, "low_precision_overflow")
+    assert remedies[0].title == "Keep `flat` in float32"
+    assert changed_lines(remedies[0].diff) == "-flat = (w * 2).half()\n+flat = (w * 2).float()\n"
+    assert not [r.title for r in remedies if "flat.float().mul_" in r.diff or "clamp" in r.diff]

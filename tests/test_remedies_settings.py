@@ -138,7 +138,7 @@ def test_numbers_are_written_as_people_do() -> None:
 # --- a run that diverges, in many spellings ---------------------------------------------------------------------
 
 
-def diverged(text: str, folder: Path, **settings: float) -> tuple[Remedy, ...]:
+def diverged(text: str, folder: Path, first_step: int = 0, **settings: float) -> tuple[Remedy, ...]:
     """The remedies of a program whose loss grew until a square overflowed; its places are found in the text."""
     file = folder / "train.py"
     file.write_text(text)
@@ -162,6 +162,7 @@ def diverged(text: str, folder: Path, **settings: float) -> tuple[Remedy, ...]:
         made_at=site(made),
         stepped_at=site(step),
         backward_at=site("loss.backward()"),
+        first_step=first_step,
     )
     event = OpEvent(0, "pow", "aten.pow", "forward", 9, outputs=(wrote,), born=4)
     cause = Cause("divergence_lr", "", "")
@@ -192,6 +193,15 @@ def test_rates_come_before_clipping(tmp_path: Path) -> None:
     rates = [was + f"+opt = torch.optim.SGD(net.parameters(), lr={r})\n" for r in ("0.05", "0.005", "5e-4")]
     clip = "+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n"
     assert changes(found) == [*rates, clip]
+
+
+def test_a_rate_that_other_runs_of_the_program_may_have_too(tmp_path: Path) -> None:
+    text = "import torch\ndef train(rate):\n    opt = torch.optim.SGD(net.parameters(), lr=rate)" + LOOP.replace(
+        "\n", "\n    "
+    )
+    alone, later = (diverged(text, tmp_path, first_step=n, lr=0.5)[0] for n in (0, 40))
+    assert (alone.diff, "another optimizer before" in alone.why) == (later.diff, False)
+    assert "lower only the rate of this run" in later.why
 
 
 def test_a_rate_that_nobody_wrote_is_added(tmp_path: Path) -> None:
@@ -339,6 +349,29 @@ for step in range(9):
     assert changed_lines(remedies[0].diff) == (
         "-    return base * np.power(1 - t / total, 0.9)\n+    return base * np.power(max(1 - t / total, 0.0), 0.9)\n"
     )
+
+
+def test_a_rate_that_each_branch_computes(tmp_path: Path) -> None:
+    """A schedule of its own has several modes, and another method sets the rate."""
+    file, call = tmp_path / "train.py", "torch.optim.SGD(weights, lr=0.1)"
+    file.write_text(f"""
+import numpy as np
+import torch
+opt = {call}
+class Schedule:
+    def __call__(self, opt, t):
+        if self.mode == "cos":
+            lr = self.lr * (1 + np.cos(t / 7))
+        elif self.mode == "poly":
+            lr = self.lr * np.power(1 - t / 7, 0.9)
+        self._adjust(opt, lr)
+    def _adjust(self, opt, lr):
+        opt.param_groups[0]["lr"] = lr
+""")
+    made = Site(str(file), 4, 6, 4, 6 + len(call), code=call)
+    origin = Origin("optimizer", "add", "aten.add", site=made, step=8)
+    remedies = propose(origin, Trace(), History((), "SGD", made_at=made), [Cause("nan_lr", "", "")])
+    assert changed_lines(remedies[0].diff).endswith("+            lr = self.lr * np.power(max(1 - t / 7, 0.0), 0.9)\n")
 
 
 @pytest.mark.parametrize(("below", "guarded"), [("/ TOTAL", "/ max(TOTAL, 1)"), ("/ r.max()", "/ max(r.max(), 1e-8)"),

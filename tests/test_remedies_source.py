@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from firstnan.records import Edit, Site
+from firstnan.repair.data import _libraries
 from firstnan.repair.patch import edited, render
 from firstnan.repair.source import (
     SourceFile,
@@ -253,3 +254,11 @@ def test_positions_count_the_lines_of_python(end: str) -> None:
 def test_what_a_dot_may_follow(code: str, wanted: str) -> None:
     source = SourceFile("/x.py", f"y = {code}\n")
     assert parenthesized(source, node_of(source, code)) == wanted
+
+
+@pytest.mark.parametrize("value", ['float("inf")', "-float(cell)", "1e400", "float(torch.tensor(x))"])
+def test_a_number_is_not_given_to_torch(value: str) -> None:
+    source = SourceFile("train.py", f"import torch\nx[0] = {value}\nx[0] = torch.log(y)\n")
+    number, tensor = (n.value for n in source.tree.body if isinstance(n, ast.Assign))
+    assert _libraries(source, number, guess=True) == []
+    assert _libraries(source, tensor, guess=True) == ["torch"]

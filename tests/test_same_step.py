@@ -272,6 +272,54 @@ def test_a_step_that_ends_in_an_exception_while_the_next_batch_is_there(
     assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
 
 
+AHEAD_BY_HAND = """
+    def moved(batch):
+        return {{"x": batch[0].to("cpu"), "y": batch[1].to("cpu")}}
+
+    def epoch(loader):
+        turns = iter(loader)
+        batch = moved(next(turns))
+        while batch is not None:
+            following = next(turns, None)
+            if following is not None:
+                following = moved(following)
+            lengths = (net.weight * batch["x"]).square().sum(1){root}
+            loss = (lengths * batch["y"] / batch["x"].sum(1).clamp_min({low})).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            batch = following
+
+    def swapped(loader):
+        turns = iter(loader)
+        following = next(turns)
+        while following is not None:
+            batch, following = following, next(turns, None)
+            lengths = (net.weight * batch[0]).square().sum(1){root}
+            loss = (lengths * batch[1] / batch[0].sum(1).clamp_min({low})).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    data = torch.rand(64, 4)
+    data[29] = 0
+    {loop}(DataLoader(TensorDataset(data, torch.arange(64.0)), batch_size=6))
+"""
+
+
+@pytest.mark.parametrize("loop", ["epoch", "swapped"])
+@pytest.mark.parametrize(("root", "low", "cause"), [("", "0", "zero_over_zero"), (".sqrt()", "1", "sqrt_grad_at_zero")])
+def test_the_loop_has_its_next_batch_in_a_variable(
+    firstnan: Zygote, tmp_path: Path, loop: str, root: str, low: str, cause: str
+) -> None:
+    """The loss is bad, or a gradient; the batch of the step is the one that these are computed from."""
+    text = AHEAD_BY_HAND.format(loop=loop, root=root, low=low)
+    result = run(firstnan, tmp_path, text, "--verify", "0")
+    batch = result.found["batch"]
+    assert (result.code, result.cause) == (3, cause)
+    assert (result.found["step"], batch["index"], batch["bad_samples"], batch["dataset_indices"]) == (4, 4, [5], [29])
+
+
 OWN_CHECK = """
     data = torch.rand(64, 4)
     data[19] = 0

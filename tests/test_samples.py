@@ -23,6 +23,7 @@ from firstnan.engine.samples.search import (
     MOST,
     NO_SINGLE,
     ONLY_WITH_OTHERS,
+    SEVERAL,
     TOGETHER,
     WHOEVER,
     Replaced,
@@ -88,6 +89,13 @@ def test_several_bad_samples(bad: tuple[int, ...]) -> None:
         assert answer.replays <= MOST
 
 
+@pytest.mark.parametrize(("size", "bad"), [(32, range(12, 22)), (64, range(40, 52)), (32, range(1, 31, 3))])
+def test_many_bad_samples_are_found_within_the_bound(size: int, bad: range) -> None:
+    answer = found(size, holding(*bad))
+    assert answer.bad == tuple(bad)
+    assert answer.confirmed
+
+
 def test_an_innocent_suspect_is_let_go() -> None:
     assert found(16, holding(5), [5, 6, 9]).bad == (5,)
 
@@ -97,9 +105,20 @@ def test_samples_that_fail_only_together() -> None:
     assert answer.bad == (3, 12)
     assert answer.confirmed
     assert answer.note == TOGETHER
-    blind = found(16, lambda batch: 3 in batch and 12 in batch)
-    assert blind.bad is None
-    assert not blind.confirmed
+
+
+@pytest.mark.parametrize("bad", [(3, 12), (1, 2), (14, 15), (2, 7, 9), (1, 4, 8, 13)])
+@pytest.mark.parametrize("equal", [False, True])
+def test_samples_that_fail_only_together_are_found(bad: tuple[int, ...], equal: bool) -> None:
+    """Where a batch of copies fails too, samples of the batch before stand in."""
+    answer = found(16, lambda batch: set(bad) <= set(batch) or (equal and len(set(batch)) < 16), others=16 * equal)
+    assert (answer.bad, answer.confirmed, answer.note) == (bad, True, TOGETHER)
+    assert answer.replays <= 4 * most_for_one(16)
+
+
+def test_many_samples_that_fail_only_together() -> None:
+    answer = found(16, lambda batch: len(set(batch)) > 8)
+    assert (answer.bad, answer.confirmed, answer.note) == (None, False, SEVERAL)
 
 
 def test_whatever_stands_in_the_batch() -> None:

@@ -372,7 +372,7 @@ class Batches:
             return next(iterator)
 
         while True:
-            if not session.backward_called:  # otherwise it has used its loss
+            if not session.backwards.called:  # otherwise it has used its loss
                 session.hooks.guarded(session.batch_left, sys._getframe(1))
             try:
                 batch = session.next_batch(source, following)

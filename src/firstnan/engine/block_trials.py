@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from firstnan.engine import isolation, trials
 from firstnan.engine.ranks import world
@@ -17,8 +16,6 @@ from firstnan.records import Report
 from firstnan.records.words import headline
 from firstnan.report import Progress
 
-_ONLY_HERE = "the change is outside the code that the failing step runs"
-_NOT_AGAIN = "the loop could not be run again from the failing step"
 _REPORTED = "see the report of firstnan run"
 _BRIEFLY = trials.Limits(one=20.0, all=60.0)
 """Somebody waits for the error of a detector, perhaps to restart the training."""
@@ -76,21 +73,18 @@ def _try(report: Report, session: Session, save: Callable[[Report], None], limit
     if session.failure is None or not _can_try(report, session):
         return False
     at_step = StepTrials(session, session.failure)
-
-    def told(tried: Report) -> None:
-        notes = {_ONLY_HERE: _NOT_AGAIN} if at_step.is_lost else {}
-        save(tried.with_(remedies=tuple(replace(r, note=notes.get(r.note, r.note)) for r in tried.remedies)))
-
     attempts = trials.Trials(
         Start(),
         Program("", ()),
         trials.STEPS,
         limits or trials.Limits.after(0.0),
         at_step=at_step,
-        from_start=_ONLY_HERE,
+        from_start=trials.NO_START,
     )
+    if limits is not None:
+        at_step.until = attempts.until
     try:
-        tried = attempts.run(report, told)
+        tried = attempts.run(report, save)
     except KeyboardInterrupt:  # what was tried until now is saved
         return True
     return at_step.interrupted or trials.were_skipped(tried)

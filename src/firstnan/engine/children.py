@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import time
@@ -212,12 +213,14 @@ def heard(child: isolation.Fork, session: Session) -> Any:
     return last
 
 
-def messages(child: isolation.Fork, session: Session, patience: float = _PATIENCE) -> Iterator[Any]:
-    """What a child says until it ends; it is ended when nobody listens any more."""
+def messages(
+    child: isolation.Fork, session: Session, patience: float = _PATIENCE, until: float = math.inf
+) -> Iterator[Any]:
+    """What a child says until it ends, or until this time; it is ended when nobody listens any more."""
     steps = max(session.gate.steps.updates, 1)
     seconds = patience * max(1.0, 10 * (time.monotonic() - session.began) / steps)
     try:
-        for message in child.receive(seconds):
+        for message in child.receive(seconds, until):
             if message is not None:
                 yield message
     finally:
@@ -292,7 +295,7 @@ def restore_state(session: Session, failure: StepFailure, turn: Turn) -> None:
 
 def whole_step(session: Session, turn: Turn) -> Turn | None:
     """The turn with those before it that belong to the same step, if gradients are accumulated over several."""
-    count = session.backwards_since_update
+    count = session.backwards.since_update
     if session.handouts.latest is not None or not 1 < count <= _MOST_IN_STEP:
         return None
     return turn.with_step(count)
@@ -341,7 +344,7 @@ class TurnReplay:
         self._closes = False
         """Whether an update computes its loss through a closure, so it cannot be left out."""
         self.whole = not start and not turn.is_function
-        self._is_step = bool(turn.of_step) or session.backwards_since_update <= 1
+        self._is_step = bool(turn.of_step) or session.backwards.since_update <= 1
         """Whether the step has no backward call in turns before this one."""
         self._random, self.with_state, self.made = random or not start, state, made
         self._bad: list[tuple[tuple[int, ...], int]] = []
@@ -352,7 +355,7 @@ class TurnReplay:
         self._code: CodeType | None = None
         self._rehearsing = False
         self._batch = batch
-        self._batches = session.handouts.parts(session.backwards)
+        self._batches = session.backwards.batches()
         """The batches of the step, in their order, if that is known."""
         self.error: BaseException | None = None
         """What has ended a turn that is not traced."""
@@ -538,7 +541,7 @@ class TurnReplay:
             self._turn.restore_given(session.handouts.latest)
             self._turn.take_back_counts()
         session.replay_begins()
-        session.forget_backwards()
+        session.backwards.forget()
         if session.gate.scales:
             restart_scalers()
         session.gate.reads.forget()
@@ -632,7 +635,7 @@ class TurnReplay:
         self._failed = True
         if not self._traced:
             raise SystemExit
-        self._session.blame_part(trip.noticed)
+        self._session.backwards.blame_first_bad(trip.noticed)
         how = HOW if not self._turn.is_function else _CALLED.format(name=self._turn.code.co_name)
         self._settling = True
         report = self._session.microscope.conclude(trip.noticed, trip.tensors, events, how)

@@ -355,7 +355,9 @@ class Handouts:
             source.pending_indices.append(indices)
             return
         fetched = [one for _, one, _ in self.unclaimed]
-        found = 0 if fetched[0] is batch else _used_of(fetched, [batch])  # mostly nothing is done to it
+        found = (
+            0 if fetched[0] is batch else min(_held_alone(fetched, [batch]), default=None)
+        )  # mostly nothing is done to it
         if found is None or any(fetches is not self.unclaimed[0][0] for fetches, _, _ in self.unclaimed):
             self.unclaimed.clear()  # another batch, or one that is made of several
             return
@@ -503,11 +505,12 @@ class Handouts:
 
     # After a trip.
 
-    def settle_on_used(self, used: Iterable[Any], updates: int) -> bool:
+    def settle_on_used(self, used: Iterable[Any], updates: int, needed: Callable[[], Iterable[Any]] = tuple) -> bool:
         """The step reads these values: if they are an earlier batch than the latest, that is the step's batch.
 
         Some loaders fetch a batch ahead, to know which is the last one, and some loops all batches of a step. False if
-        none is seen in use. It is the step after so many updates.
+        none is seen in use. It is the step after so many updates. `needed`: those values that the failing statement
+        depends on, for a loop that has its next batch in a variable too.
         """
         latest = self.latest
         if latest is None:
@@ -515,13 +518,16 @@ class Handouts:
         self._random_at_fetch = [h.random for h in self._fetched_in_step()]
         if self._at_end is not None and self._at_end[0] is latest:
             _, latest.random, latest.buffers = self._at_end
-        used, members = list(used), latest.batch if isinstance(latest.batch, list | tuple) else [latest.batch]
-        quick = {id(latest.batch), *(id(t) for t in members if isinstance(t, Tensor))}
-        if any(id(value) in quick for value in used):  # the usual case, and the rest takes longer than a step
+        used, known = list(used), self._newest_first(latest)
+        batches, held = [batch for batch, _, _ in known], {id(value) for value in used}
+        quick = [not held.isdisjoint(_quickly_known(batch)) for batch in batches]
+        if quick[0] and not any(quick[1:]):  # the usual case, and the rest takes longer than a step
             self._begin_at_part(latest)
             return True
-        known = self._newest_first(latest)
-        found = _used_of([batch for batch, _, _ in known], used)
+        several = _held_alone(batches, used)
+        if len(several) > 1 and len(alone := _held_alone(batches, list(needed()))) == 1:
+            several = alone
+        found = min(several, default=0 if quick[0] else None)
         if found:  # if None, it is not seen at all
             self.is_ahead = True
             latest.batch, latest.index, latest.indices = known[found]
@@ -598,7 +604,7 @@ class Handouts:
         others = [*step, self._before, source.carried if source is not None else None]
         found = {latest.index: _known(latest)}
         for one in others:
-            if one is not None:
+            if one is not None and one[1] < latest.index:  # otherwise of the loader before
                 found.setdefault(one[1], one)
         return sorted(found.values(), key=lambda one: -one[1])
 
@@ -725,8 +731,13 @@ def _known(handout: Handout) -> _Known:
     return handout.batch, handout.index, handout.indices
 
 
-def _used_of(batches: list[Any], used: list[Any]) -> int | None:
-    """Which of these batches the variables hold: the first one that a variable holds alone, if there is such a one."""
+def _quickly_known(batch: Any) -> set[int]:
+    members = batch if isinstance(batch, list | tuple) else [batch]
+    return {id(batch), *(id(t) for t in members if isinstance(t, Tensor))}
+
+
+def _held_alone(batches: list[Any], used: list[Any]) -> set[int]:
+    """Which of these batches the variables hold: those that a variable holds alone, if there are such."""
     members = [{id(t) for _, t in tensors_in(batch)} for batch in batches]
     held = [{id(t): t for _, t in tensors_in(value, depth=2)} for value in used]
     touched = [{i for i, own in enumerate(members) if not own.isdisjoint(read)} for read in held]
@@ -735,8 +746,7 @@ def _used_of(batches: list[Any], used: list[Any]) -> int | None:
         counts = [[_copied(batch, read) for batch in batches] for read in copies]
         most = max((max(one) for one in counts), default=0)  # many batches have the same labels, or a mask of ones
         touched = [{i for i, n in enumerate(one) if n == most > 0} for one in counts]
-    alone = [i for one in touched if len(one) == 1 for i in one]
-    return min(alone or [i for one in touched for i in one], default=None)
+    return {i for one in touched if len(one) == 1 for i in one} or {i for one in touched for i in one}
 
 
 def _copied(batch: Any, used: list[Tensor]) -> int:

@@ -21,7 +21,7 @@ from firstnan.engine.launched import LaunchedProcesses
 from firstnan.engine.ranks import HeldRank, Ranks
 from firstnan.engine.second_run import Instructions, SecondRun, Start
 from firstnan.engine.step_log import StepLog
-from firstnan.engine.workers import WorkerReports
+from firstnan.engine.workers import WorkerReports, announce
 from firstnan.observe.runner import (
     Program,
     before_leaving,
@@ -66,6 +66,11 @@ _ENDED = "the launcher has ended the job"
 _GONE_ON = "this rank had gone on with its step when the others failed"
 _INPUT_IS_READ = "the program has read its standard input, which cannot be read again"
 _UNFINISHED = "the second run did not finish"
+_FIRST_SKIPPED = (
+    "running the program again to see the first loss that it skipped, in step {} (its output is hidden; Ctrl-C skips "
+    "this)"
+)
+_GAVE_UP = "the program skipped several non-finite losses, the first in step {}, and gave up in step {}"
 _BATCH_FIRST = (
     "starting the program again with the failing batch first, to see where the bad value was created (its output is "
     "hidden; Ctrl-C skips this)"
@@ -137,6 +142,8 @@ class Investigation:
         self._answer: Report | None = None
         """The answer of the first of several ranks, if that is another one."""
         self.logs = options.logs if self.order is None else None
+        self._skips = False
+        """Whether the program skips bad losses, and the first of them is reported."""
         self._live = LiveStatus() if options.live and self.order is None else None
         self._unwritten: set[Path] = set()
         """Files of the report that could not be written."""
@@ -309,7 +316,13 @@ class Investigation:
         if order is not None and order.what == "trial":
             step, reach = order.step or 0, Reach(**(order.reach or {"last": 0}))
             trial = program_watch.watch_trial(
-                ownership, self._tell, step=step, reach=reach, made=order.made, first_batch=order.first_batch
+                ownership,
+                self._tell,
+                step=step,
+                reach=reach,
+                made=order.made,
+                first_batch=order.first_batch,
+                reads_decide=order.reads_decide,
             )
             self.watch, self._trial = trial, trial.policy
         elif self.options.restart is not None:
@@ -323,6 +336,7 @@ class Investigation:
                 trace_from=0 if self.options.trace else order.updates if order else None,
                 tracing=self.options.trace or order is not None,
                 outputs_decide=order is not None and order.what == "output",
+                reads_decide=order is not None and order.reads_decide,
                 may_replay=self.options.replay == "auto",
                 wanted=self._wanted(),
                 again=order is not None,
@@ -484,6 +498,33 @@ class Investigation:
             replay=f"{trials.RUN_AGAIN}, with the failing batch first",
         )
 
+    def _with_first_skipped(self, last: Report, step: int) -> Report | None:
+        """The report of the first bad loss that the program has skipped, from a second run that ends there."""
+        if self.options.replay == "never" or self.options.trace or self.seconds > trials.PATIENCE:
+            return None
+        try:
+            with own_handlers_interrupt():
+                second = self.start.run_again(
+                    self.options.program,
+                    step=step,
+                    what="step",
+                    seconds=trials.Limits.after(self._own_seconds).one,
+                    updates=self._updates_before(step),
+                    reads_decide=True,
+                    isolated=self.options.isolation,
+                    started=lambda: say(_FIRST_SKIPPED.format(step)),
+                ).report
+        except (KeyboardInterrupt, IsolationError):
+            return None
+        if second is None or second.origin is None or second.step != step:
+            return None
+        return replace(
+            second,
+            reproduced="deterministic",
+            replay=f"{trials.RUN_AGAIN}, traced in the failing step",
+            events=last.events,
+        )
+
     def _not_repeated(self, first: Report, run: SecondRun | None) -> Report:
         """The report of the first run, and what can be said of a second one without that failure."""
         if run is None or (run.report is None and run.in_time):
@@ -561,6 +602,7 @@ class Investigation:
         from firstnan.engine.step_trial import StepTrials
 
         if self.workers.is_elsewhere:
+            announce(report)
             if self._tries:
                 try_fixes_in_worker(report, session, self.workers.add)
             return
@@ -571,8 +613,14 @@ class Investigation:
             self.ranks.termination.obey(goes_on=session.is_detected)
             return
         spread = are_gathered(list(session.gate.steps.done))
-        here = session.failure is not None and (session.has_gathered or not spread)
+        here = session.failure is not None and (session.weights.are_here or not spread)
         at_step = StepTrials(session, session.failure) if here and session.failure is not None else None
+        skipped = session.values.first_skipped if session.values is not None and not self.ranks.are_many else None
+        if skipped is not None:
+            found, last = self._with_first_skipped(report, skipped), report.step
+            if found is not None:
+                report, at_step, self._skips = found, None, True
+            report = replace(report, notes=(*report.notes, _GAVE_UP.format(skipped, last)))
         self._try_remedies(self.report if self.ranks.are_many else report, at_step, _SPREAD if spread else "")
         saved = self.options.json or self.options.output
         if self.ranks.are_many:  # the launcher may end this process as soon as another one ends
@@ -684,6 +732,7 @@ class Investigation:
             at_step=at_step,
             from_start=from_start,
             first_batch=self._first_batch,
+            reads_decide=self._skips,
         )
         try:
             with self.ranks.termination.interrupts(), own_handlers_interrupt():

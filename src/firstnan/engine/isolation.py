@@ -11,6 +11,7 @@ import _thread
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import pickle
 import random
@@ -460,15 +461,18 @@ class Fork:
         self.stuck = False
         """Whether it took too long, or waited for something that never came."""
 
-    def receive(self, seconds: float) -> Iterator[Any]:
-        """What the child sends, until it ends; each message gives it the whole time again."""
+    def receive(self, seconds: float, until: float = math.inf) -> Iterator[Any]:
+        """What the child sends, until it ends; each message gives it the whole time again, but not beyond `until`."""
         left, busy, used = TimeLeft(self._process, seconds), time.monotonic(), -1.0
         while True:
             while len(self._data) >= 8 and len(self._data) >= 8 + (size := int.from_bytes(self._data[:8], "big")):
                 message, self._data = pickle.loads(self._data[8 : 8 + size]), self._data[8 + size :]
                 yield message
-            ready, _, _ = select.select([self._number], [], [], 0.5)
+            ready, _, _ = select.select([self._number], [], [], min(0.5, max(until - time.monotonic(), 0.0)))
             now = time.monotonic()
+            if now >= until:
+                self.stuck = True
+                return
             if ready:
                 more = os.read(self._number, 1 << 20)
                 if not more:

@@ -74,7 +74,7 @@ class KeptTurns:
 
     def ways(self, session: Session, failure: StepFailure) -> Iterator[KeptReplay]:
         """Replays of these turns, from earlier and later statements; none if one of the turns is not known."""
-        count = session.backwards_since_update
+        count = session.backwards.since_update
         if not 1 < count == len(self._turns) or any(
             tensor_versions(k.names) != k.versions for t in self._turns for k in t
         ):

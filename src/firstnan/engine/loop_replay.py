@@ -159,7 +159,7 @@ class LoopReplay:
         session.gate.reads.forget()
         self._microscope.drop_gradients()
         session.enter(phase)
-        session.forget_backwards()
+        session.backwards.forget()
         self._finite = False
         self._hide()
         session.policy.working(session)
@@ -250,7 +250,7 @@ class LoopReplay:
             self._compared(trip)
         else:
             same = session.repeats.draws()
-            session.blame_part(trip.noticed)
+            session.backwards.blame_first_bad(trip.noticed)
             report = self._microscope.conclude(trip.noticed, trip.tensors, [], HOW) or self.failure.report
             if not same:
                 self._settle(report.with_other_numbers(), trip.before_update)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -20,12 +21,25 @@ from firstnan.observe.sites import Ownership, Spot
 from firstnan.records import History, Noticed, Report
 from firstnan.tensors.finite import tensors_in
 from firstnan.tensors.models import Models, parameters_of, state_tensors
+from firstnan.tensors.state import local_variables
 from firstnan.tracing.other_threads import OtherThreads
 from firstnan.tracing.tracer import Tracer
 
 _NOTHING = contextlib.nullcontext()
 _MOST_SECONDS = 10.0
 """How long lines are watched, which takes ten times as long as running them."""
+
+
+def _variables_with(tensors: list[Tensor], owns: Callable[[CodeType], bool]) -> dict[int, str]:
+    """The names of the program's variables that hold these tensors, in the running functions, by the tensor's id."""
+    wanted, found = {id(t) for t in tensors}, dict[int, str]()
+    frame = sys._getframe(1) if wanted else None
+    while frame is not None and wanted - found.keys():
+        for name, value in local_variables(frame).items() if owns(frame.f_code) else ():
+            if id(value) in wanted:
+                found.setdefault(id(value), name)
+        frame = frame.f_back
+    return found
 
 
 class Microscope:
@@ -94,9 +108,10 @@ class Microscope:
         for p, name in self.models.parameters.values():
             self.tracer.give_role(p, "parameter", name)
         loose = [p for o in list(self.gate.steps.done) for p in parameters_of(o)] + self.gate.leaves
+        loose = [p for p in loose if id(p) not in self.models.parameters]  # tensors that belong to no module
+        names = _variables_with(loose, self.ownership.owns)
         for p in loose:
-            if id(p) not in self.models.parameters:  # a tensor that belongs to no module
-                self.tracer.give_role(p, "parameter", "")
+            self.tracer.give_role(p, "parameter", names.get(id(p), ""))
         for b, name in self.models.buffers.values():
             self.tracer.give_role(b, "buffer", name)
         if self.find_models is not Models:  # a step may use models that are not watched, such as a reference model

@@ -29,7 +29,7 @@ _MOST = 4
 def ways(session: Session, failure: StepFailure) -> Iterator[PartsReplay]:
     """The turns and calls with which the batches of the step can be told apart; none if it had only one."""
     latest = session.handouts.latest
-    if latest is None or len(session.handouts.parts(session.backwards)) < 2:
+    if latest is None or len(session.backwards.batches()) < 2:
         return
     inside = [call for call in failure.calls if holds_batch(call, latest)]
     for turn in islice((*inside, *failure.turns), _MOST):
@@ -44,8 +44,8 @@ class PartsReplay(TurnReplay):
     ) -> None:
         """`batch`: the batch that is to blame with some samples replaced; only this one is used then."""
         super().__init__(session, failure, turn, start=start, traced=batch is None, batch=batch)
-        self._backwards_of_step = session.backwards
-        self._parts = session.handouts.parts(session.backwards)
+        self._backwards_of_step = session.backwards.count
+        self._parts = session.backwards.batches()
         self._number = self._made = 0
         self._given: Any = None
         """What the turn gets as its batch."""

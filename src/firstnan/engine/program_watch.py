@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from firstnan.engine.sampling import StepSamples
 from firstnan.engine.session import Session
 from firstnan.engine.trial_policy import Trial
 from firstnan.engine.turn import Turn, turns_around, turns_in_traceback
+from firstnan.engine.workers import announce
 from firstnan.gate.gate import Gate, Trip
 from firstnan.observe.runner import when_imported
 from firstnan.observe.sites import Ownership, resolve
@@ -77,13 +79,14 @@ class ProgramWatch(Generic[P]):
         samples: StepSamples | None = None,
         first_batch: FirstBatch | None = None,
         on_step: Callable[[Session], None] | None = None,
+        reads_decide: bool = False,
     ) -> None:
         self.policy, handouts = policy, Handouts()
         self.bad_since: BadSince | None = None
         self.capsules: CapsuleWriter | None = None
         if wanted is not None:
             self.capsules = CapsuleWriter(wanted, gate, handouts, lambda: _training_objects(gate))
-        self.values, recovery = ProgramValues(ownership, outputs_decide=outputs_decide, tell=tell), Recovery()
+        self.values, recovery = ProgramValues(ownership, outputs_decide, reads_decide, tell), Recovery()
         self.session = Session(
             policy,
             ownership=ownership,
@@ -126,6 +129,7 @@ def watch(
     tracing: bool,
     trace_from: int | None,
     outputs_decide: bool,
+    reads_decide: bool = False,
     may_replay: bool,
     wanted: Wanted | None,
     again: bool = False,
@@ -158,6 +162,7 @@ def watch(
         trace_from=trace_from,
         may_replay=may_replay,
         outputs_decide=outputs_decide,
+        reads_decide=reads_decide,
         wanted=wanted,
         replicas=replicas,
         tell=tell,
@@ -220,6 +225,7 @@ def watch_worker(ownership: Ownership, save: Callable[[Report], None], *, tries:
     """Watches a process that the program has spawned, to its end; `tries`: fixes are tried there."""
 
     def explained(report: Report, session: Session) -> None:
+        announce(report)
         if tries:
             try_fixes_in_worker(report, session, save)
 
@@ -234,11 +240,12 @@ def watch_trial(
     reach: Reach,
     made: tuple[str, int, int] | None,
     first_batch: tuple[Sequence[int], int] | None = None,
+    reads_decide: bool = False,
 ) -> ProgramWatch[Trial]:
     """Watches a changed program: every parameter after every update, as far as `reach` says."""
     gate = Gate(thorough=True)
     trial = Trial(gate, ownership, step=step, reach=reach, tell=tell, made=made)
-    found = ProgramWatch(trial, ownership, gate, first_batch=_first_batch(first_batch))
+    found = ProgramWatch(trial, ownership, gate, first_batch=_first_batch(first_batch), reads_decide=reads_decide)
     found.policy.watch(found.session)
     found.session.begin()
     return found
@@ -277,18 +284,21 @@ class ProgramValues:
     def __init__(
         self,
         ownership: Ownership,
-        *,
-        outputs_decide: bool = False,
-        tell: Callable[[NaNEvent], None] = lambda event: None,
+        outputs_decide: bool,
+        reads_decide: bool,
+        tell: Callable[[NaNEvent], None],
     ) -> None:
+        """`reads_decide`: a bad loss that the program reads is a failure, whatever the program does about it."""
         self.bad_output: Noticed | None = None
         """A non-finite output of an outermost module, before the program trained."""
-        self._ownership, self._outputs_decide = ownership, outputs_decide
+        self._ownership, self._outputs_decide, self._reads_decide = ownership, outputs_decide, reads_decide
         self._suspect: tuple[Noticed, int | None, Sequence[Turn]] | None = None
         """The last bad value that the program read: if it stops now, that is the reason."""
         self._read_in: FrameType | None = None
         """The function that has read it."""
         self._handles_nan_itself = False
+        self._gave_up = False
+        """Whether the program handles such values, but has ended with an error in the loop that read the last one."""
         self._reads: list[tuple[weakref.ref[Tensor], int, str, CodeType]] = []
         """The bad losses read since the last backward: each with its step, its place, and the function there."""
         self._skipped: dict[int, str] = {}
@@ -365,11 +375,12 @@ class ProgramValues:
             site = place(resolve((frame.f_code, frame.f_lasti)))
             if len(self._reads) < _MOST_READS and t.numel() == 1:
                 self._reads.append((weakref.ref(t), self._session.gate.steps.current, site, frame.f_code))
-            if self._handles_nan_itself:
-                break
             turns = () if tracer else turns_around(frame, self._ownership.owns)
             self._suspect = (Noticed("value"), tracer.last_bad(t) if tracer else None, turns)
             self._read_in = frame
+        if self._reads_decide and any(t.numel() == 1 for t in bad):
+            self._stopped_by_read()
+            end_program()
         return bad
 
     def module_returned(self, module: Any, output: Any) -> None:
@@ -396,7 +407,8 @@ class ProgramValues:
         session = self._session
         if isinstance(error, Stop | KeyboardInterrupt) or session.phase is SETTLED:
             return
-        if self._suspect is not None:
+        self._gave_up = self._handles_nan_itself and self._has_given_up(error)
+        if self._stops_for_read:
             session.settle_on_batch_of(error)
             return
         if session.left_by(error):  # An error in a replay is not reported: the output stays hidden to the end.
@@ -412,9 +424,28 @@ class ProgramValues:
             events = session.microscope.raised(error)
             self._stopped_by(Noticed("exception", type(error).__name__), bad, events, turns)
 
+    @property
+    def _stops_for_read(self) -> bool:
+        """Whether the last bad value that the program read is why it stops."""
+        return self._suspect is not None and (self._gave_up or not self._handles_nan_itself)
+
+    @property
+    def first_skipped(self) -> int | None:
+        """The step of the first of several bad losses that a program has skipped before it gave up."""
+        steps = [*self._skipped, *(step for _, step, _, _ in self._reads)]
+        return min(steps) if self._gave_up and len(steps) > 1 else None
+
+    def _has_given_up(self, error: BaseException) -> bool:
+        """Whether the program ends with an error in a loop that has read a bad value, and not trained since."""
+        if self._suspect is None or (isinstance(error, SystemExit) and error.code in (0, None)):
+            return False
+        at = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
+        loops = [(turn.code, turn.lines) for turn in self._suspect[2] if not turn.is_function]
+        return any(code is one and line in lines for code, line in at for one, lines in loops)
+
     def group_left(self) -> None:
         """The program leaves its process group after it has read a bad value: later no rank could replay the step."""
-        if self._suspect is not None and self._session.phase is WATCHING:
+        if self._stops_for_read and self._session.phase is WATCHING:
             self._stopped_by_read()
             self._explain_left()
 
@@ -424,7 +455,7 @@ class ProgramValues:
         It has if the function that read a bad loss was left, and the new optimizer has other parameters.
         """
         session, caller = self._session, cast("FrameType | None", frame)
-        if self._suspect is None or session.phase is not WATCHING or session.live.on:
+        if not self._stops_for_read or session.phase is not WATCHING or session.live.on:
             return
         while caller is not None:
             if caller is self._read_in:
@@ -459,7 +490,7 @@ class ProgramValues:
             with contextlib.suppress(SystemExit):
                 session.trip_at_end(trip)
         if session.phase is WATCHING:
-            if self._suspect is not None:
+            if self._stops_for_read:
                 self._stopped_by_read()
             elif not session.gate.trained and self._output_event is not None:
                 self._concluded(Noticed("output"), [], [self._output_event])
@@ -527,7 +558,7 @@ class ProgramValues:
         known = session.known(trip)
         session.keep_state(known, trip)
         if session.live.on:
-            session.blame_part(noticed)
+            session.backwards.blame_first_bad(noticed)
             self._concluded(noticed, tensors, events)
         else:
             answer = session.asked(StepFailure(trip, (noticed.what, 0), known, turns)) if turns else None

@@ -226,13 +226,7 @@ class Ranks:
             return None
         with contextlib.suppress(Exception):
             self._listed = tuple(RankFinding(**one) for one in json.loads(self._store.get(_LIST)))
-        size = self._world.size if self._world.size <= _MOST_LISTED else 0
-        others = (RankFinding(rank, "unknown") for rank in range(size) if rank != self.rank)
-        ranks = self._listed or tuple(sorted((_finding(self.rank, report), *others), key=lambda one: one.rank))
-        if len(ranks) == self._world.size and all(one.what == "received" for one in ranks):
-            named = self.rank if _is_own(report) else None
-            report = replace(report, cause=on_no_rank(self._world.size, named), reproduced="transient")
-        return replace(report, ranks=ranks)
+        return _with_all(report, self._listed, self._world.size)
 
     def _first_of_all(self, report: Report, by_all: bool) -> int:
         self._say(report)
@@ -320,6 +314,27 @@ def _order(report: Report) -> tuple[int, int, int]:
     received = report.cause is not None and report.cause.slug == RECEIVED
     kind = (3 if received else 1) + (not _is_own(report)) if received or report.origin is None else 0
     return (report.step if report.step is not None else sys.maxsize, kind, report.rank)
+
+
+def answer_of(reports: Iterable[Report]) -> Report:
+    """The answer of ranks that could not talk to each other: the first failure of all, with what each has found."""
+    by_rank: dict[int, Report] = {}
+    for report in reports:
+        by_rank.setdefault(report.rank, report)
+    first = min(by_rank.values(), key=_order)
+    return _with_all(first, tuple(_finding(rank, by_rank[rank]) for rank in sorted(by_rank)), first.world_size)
+
+
+def _with_all(report: Report, known: tuple[RankFinding, ...], size: int) -> Report:
+    """The report with what every rank has found; of ranks that are not `known`, only if they are few."""
+    known = known or (_finding(report.rank, report),)
+    heard = {one.rank for one in known}
+    others = (RankFinding(rank, "unknown") for rank in range(size if size <= _MOST_LISTED else 0) if rank not in heard)
+    ranks = tuple(sorted((*known, *others), key=lambda one: one.rank))
+    if len(ranks) == size and all(one.what == "received" for one in ranks):
+        named = report.rank if _is_own(report) else None
+        report = replace(report, cause=on_no_rank(size, named), reproduced="transient")
+    return replace(report, ranks=ranks)
 
 
 def _is_own(report: Report) -> bool:

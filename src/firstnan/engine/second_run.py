@@ -53,6 +53,8 @@ class Instructions:
     """Between which two updates the lines of the program are watched; until its first step if that is not known."""
     made: tuple[str, int, int] | None = None
     """File, line and column where the optimizer whose steps are counted is created."""
+    reads_decide: bool = False
+    """Whether the first bad loss that the program reads is the failure, even if it would skip it and go on."""
     capsule: tuple[str, int] | None = None
     """The folder for a capsule, and its maximum size."""
     result: int = -1
@@ -182,6 +184,7 @@ class Start:
         lines: tuple[int, int] | None = None,
         capsule: tuple[str, int] | None = None,
         first_batch: tuple[list[int], int] | None = None,
+        reads_decide: bool = False,
         isolated: bool = True,
         started: Callable[[], None] = lambda: None,
     ) -> SecondRun:
@@ -190,7 +193,8 @@ class Start:
         `started` is called once it runs, and not where the system does not allow it.
         """
         order = self._order(step, what)
-        order = replace(order, capsule=capsule, updates=updates, lines=lines, first_batch=first_batch)
+        order = replace(order, capsule=capsule, updates=updates, lines=lines)
+        order = replace(order, first_batch=first_batch, reads_decide=reads_decide)
         return SecondRun.of(*self._run(program, order, seconds, isolated, started))
 
     def try_out(
@@ -203,14 +207,14 @@ class Start:
         seconds: float,
         made: tuple[str, int, int] | None = None,
         first_batch: tuple[list[int], int] | None = None,
+        reads_decide: bool = False,
         isolated: bool = True,
     ) -> tuple[Any, bool]:
         """The child's result for the program with changed files, and whether it finished in time."""
         # Every byte is a Latin-1 character, so any file fits into JSON.
         texts = {path: content.decode("latin-1") for path, content in contents.items()}
-        order = replace(
-            self._order(step, "trial"), contents=texts, reach=asdict(reach), made=made, first_batch=first_batch
-        )
+        order = replace(self._order(step, "trial"), contents=texts, reach=asdict(reach), made=made)
+        order = replace(order, first_batch=first_batch, reads_decide=reads_decide)
         return self._run(program, order, seconds, isolated)
 
     def _order(self, step: int | None, what: str) -> Instructions:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from firstnan.diagnose.unusual_data import with_doubt
 from firstnan.engine import children, isolation, parts_replay, turn_search
+from firstnan.engine.backward_calls import BackwardCalls
 from firstnan.engine.bad_losses import UnusedLosses, hidden_by
 from firstnan.engine.children import Answer, Answering, TurnReplay
 from firstnan.engine.compiled import with_compiler
@@ -46,7 +46,7 @@ from firstnan.engine.policies import (
 from firstnan.engine.ranks import keep_store, world
 from firstnan.engine.rates import with_rate_sites
 from firstnan.engine.recovery import StepSettings
-from firstnan.engine.sharded import any_rank_says, are_gathered, are_sharded, gathered, unreduced
+from firstnan.engine.sharded import SpreadWeights, any_rank_says, are_gathered
 from firstnan.engine.turn import (
     Turn,
     calls_around,
@@ -55,6 +55,7 @@ from firstnan.engine.turn import (
     turns_in_traceback,
     values_around,
     values_in_traceback,
+    values_needed,
 )
 from firstnan.gate.gate import Gate, Trip
 from firstnan.gate.gradient_checks import LATE
@@ -174,13 +175,10 @@ class Session(Observer):
         """Whether the failure at hand is investigated."""
         self._is_computed = False
         """Whether the next step's loss was already computed with the current weights when the last one ended."""
-        self._unused_losses, self.backward_called = UnusedLosses(ownership.owns), False
-        """Looks for bad losses that the loop skips; and whether backward was called since the last batch."""
-        self.backwards = self._batches_at_backward = self._backwards_at_update = 0
+        self._unused_losses = UnusedLosses(ownership.owns)
+        """Looks for bad losses that the loop skips."""
+        self.backwards = BackwardCalls(self.gate, self.handouts)
         self._kept_turns = KeptTurns()
-        """How many backward calls the current step has made."""
-        self._bad_after: int | None = None
-        """The backward call of a traced step after which the gradients were non-finite for the first time."""
         self._updated = False
         """Whether the update of a dropped step has come."""
         self._dropped: dict[int, int] = {}
@@ -195,14 +193,9 @@ class Session(Observer):
         """Whether the policy has to wait for other ranks, and what it will decide on."""
         self.reaches_others = True
         """Whether other ranks may have got something non-finite from this one."""
-        self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._meetings: Counter[int | None] = Counter()
-        self._gathered: Any = None
-        """The model whose weights are all on this rank, for a replay."""
-        self._weights = contextlib.ExitStack()
-        """Gives them back to their ranks."""
+        self.weights = SpreadWeights()
         self._deferred: StepFailure | None = None
-        """How often the ranks have met in each step, and the failure to investigate when all of them have come."""
+        """The failure to investigate when all ranks have come."""
         self._explosions: dict[Alarm, History] = {}
         """For each explosion of the loss, what was known when it was noticed."""
         self.is_detected = False
@@ -414,7 +407,7 @@ class Session(Observer):
             self._compiled = [o for o in self._compiled if o is not optimizer]
         if not self.gate.call_sites.knows_step_of(optimizer):
             self.gate.call_sites.stepped(optimizer, frame)
-        shared = self._journal is not None and self._shares_weights(optimizer)
+        shared = self._journal is not None and self.weights.are_spread(optimizer)
         if shared and self.phase is SETTLED:
             any_rank_says(True, optimizer)
             shared = False
@@ -422,8 +415,8 @@ class Session(Observer):
         if not usual and self._drops(optimizer):
             return Decision.DROP
         trips = self.gate.check_update(optimizer, closure)
-        if self._gathered is not None:
-            trips = [*trips, *self._unreduced(self._gathered)]
+        if self.weights.are_here:
+            trips = [*trips, *self.weights.unreduced()]
         if shared and any_rank_says(bool(trips), optimizer) and not trips:
             trips = [Trip(Noticed("gradient", "on another rank"), [], before_update=True)]
         for trip in trips:
@@ -442,18 +435,6 @@ class Session(Observer):
         if alarm is not None:
             self._alarmed(alarm, optimizer)
         return Decision.RUN
-
-    def _unreduced(self, model: Any) -> list[Trip]:
-        """What is bad in the gradients of weights that are spread over ranks, in a child."""
-        bad = [(name, gradient) for name, gradient in unreduced(model) if not is_finite(gradient)]
-        return [Trip(Noticed("gradient", bad[0][0]), [t for _, t in bad], before_update=True)] if bad else []
-
-    def _shares_weights(self, optimizer: Any) -> bool:
-        """Whether ranks have to decide on this update together: each sees only a part of its gradients."""
-        known = self._shared.get(optimizer)
-        if known is None:
-            known = self._shared[optimizer] = are_sharded([optimizer])
-        return known
 
     def _drops(self, optimizer: Any) -> bool:
         """Whether to drop an update: between a trip and its replay, repeated by a replay, or part of a bad step."""
@@ -574,9 +555,9 @@ class Session(Observer):
             return
         if self._kept_turns.is_on:
             self._kept_turns.end()
-        elif self._kept_turns.is_on is None and self.handouts.latest is None and self.backwards_since_update > 1:
+        elif self._kept_turns.is_on is None and self.handouts.latest is None and self.backwards.since_update > 1:
             self._kept_turns.is_on = not world().is_alone
-        self._backwards_at_update = self.backwards
+        self.backwards.at_update = self.backwards.count
         if self.gate.news:
             self._tell_forecasts()
         self._told, told = False, self._told
@@ -671,20 +652,14 @@ class Session(Observer):
             self._restart.backward_begins()
         if self.live.on:
             self.live.backward_begins()
-        self.backward_called = True
         if self._kept_turns.is_on and self._replay is None:
             self._kept_turns.backward_begins(frame)
-        self.backwards += 1
-        if self._bad_after is not None and not self.bad_gradients():
-            self._bad_after = None  # The program has cleared them: what is bad at the end comes from a later batch.
+        self.backwards.begin()
         for trip in gate.backward_begins(roots):
             self._trip(trip, None)
         if self.layers is not None:
             self.layers.drop_notes()
-        handouts = self.handouts
-        if handouts.in_parts or self._batches_at_backward == handouts.number > 0:
-            handouts.part_ended()
-        self._batches_at_backward = handouts.number
+        self.backwards.batch_is_used()
 
     def _is_discarded(self) -> bool:
         """Whether the program has cleared the gradients of a bad step itself: no update with them is left to drop."""
@@ -708,19 +683,14 @@ class Session(Observer):
         has_parts = self.microscope.running and self.handouts.replays
         return has_parts or isinstance(self._replay, PartsReplay)
 
-    def bad_gradients(self) -> list[Tensor]:
-        parameters = [p for optimizer in list(self.gate.steps.done) for p in parameters_of(optimizer)]
-        return [p.grad for p in parameters if p.grad is not None and not is_finite(p.grad)]
-
     def bad_values_of(self, error: BaseException) -> list[Tensor]:
         """The bad values in the frames of an exception, or the gradients if it may tell of them."""
         told = not self.gate.scales and tells_of_numbers(error)  # a scaler's overflows are no reason to stop
-        return bad_values(error) or (self.bad_gradients() if told else [])
+        return bad_values(error) or (self.backwards.bad_gradients() if told else [])
 
     def after_backward(self, roots: list[Tensor]) -> None:
-        if self._judges_backward() and self._bad_after is None:
-            bad = self.bad_gradients()
-            self._bad_after = self.backwards if bad else None
+        if self._judges_backward() and self.backwards.bad_after is None:
+            bad = self.backwards.judge()
             if isinstance(self._replay, PartsReplay):
                 self._replay.backward_ended(bad)
         if not self.gate.uses_gradients_at_once and not self._compiled:
@@ -740,7 +710,7 @@ class Session(Observer):
     ) -> None:
         if self._was_stopped():
             return
-        self.backward_called = True
+        self.backwards.called = True
         if not self.gate.is_step(place_of(frame), losses, targets):
             self.policy.before_backward(self, losses)
             self.gate.differentiated(losses, targets)
@@ -833,26 +803,18 @@ class Session(Observer):
         return batch
 
     def _remember(self, iterator: Any, batch: Any) -> None:
-        if not self.gate.steps.total and not self.backwards:
+        if not self.gate.steps.total and not self.backwards.count:
             if self.models is None and self.handouts.latest is None and self.handouts.replays:
                 self.handouts.watch_buffers(self.scope.models().slots)
             self.handouts.drop_buffers()  # a program may compute buffers from its data before it trains
         before = self.handouts.latest.updates if self.handouts.latest is not None else None
         if self.handouts.fetched(iterator, batch, self.gate.steps.total).updates != before:
-            self.forget_backwards()
-        self.backward_called = False
-        if not self.backwards and self.scope.optimizers:  # before the first one of a step, or none is for training
+            self.backwards.forget()
+        self.backwards.called = False
+        if (
+            not self.backwards.count and self.scope.optimizers
+        ):  # before the first one of a step, or none is for training
             self._settings.batch_taken()
-
-    def forget_backwards(self) -> None:
-        """A step begins."""
-        self.backwards, self._bad_after = 0, None
-
-    def blame_part(self, noticed: Noticed) -> None:
-        """Of several batches of the step, blames the one after whose backward call the gradients were bad first."""
-        parts = len(self.handouts.parts(self.backwards))
-        if noticed.what in ("gradient", "exception") and self._bad_after is not None and parts > 1:
-            self.handouts.blame((self._bad_after - 1) * parts // self.backwards, self.backwards)
 
     def next_batch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         """The next batch of a loader; during a replay, the batches of the failing step again."""
@@ -912,7 +874,7 @@ class Session(Observer):
             self._tell_unused_loss(frame)
 
     def _tell_unused_loss(self, frame: FrameType | None, *, only_losses: bool = False) -> None:
-        if self.phase is not WATCHING or self._journal is None or self.backward_called or self._replay is not None:
+        if self.phase is not WATCHING or self._journal is None or self.backwards.called or self._replay is not None:
             return
         caller = self.calls.caller if self.calls is not None else None
         found = self._unused_losses.find(caller, frame, only_losses=only_losses)
@@ -982,7 +944,7 @@ class Session(Observer):
     # Trips.
 
     def _trip(self, trip: Trip, optimizer: Any) -> None:
-        place = ("update", id(optimizer)) if optimizer is not None else ("backward", self.backwards)
+        place = ("update", id(optimizer)) if optimizer is not None else ("backward", self.backwards.count)
         place = (f"{trip.noticed.what} {place[0]}", place[1])
         if trip.noticed.what == "loss" and not self.scope.is_trained_by(trip.tensors, self.models):
             return
@@ -992,7 +954,7 @@ class Session(Observer):
             self._replay.tripped(trip, place)
         elif self.phase is WATCHING and self.policy.tripped(self, trip) and not self._told and not self._is_held():
             if self.values is not None and self._is_left_out(trip):
-                self.forget_backwards()  # The program clears these gradients: no later batch adds to them.
+                self.backwards.forget()  # The program clears these gradients: no later batch adds to them.
                 return
             others = [other for other in list(_active) if other is not self and other._detects(trip, optimizer)]
             self.is_detected = bool(others)
@@ -1041,7 +1003,8 @@ class Session(Observer):
         # Other ranks wait in the backward call for this one, and get the same gradients from it.
         self._holds = trip.noticed.what == "loss" and not world().is_alone
         try:
-            is_used = self.handouts.settle_on_used(values_around(sys._getframe()), self.gate.steps.total)
+            here, steps = sys._getframe(), self.gate.steps.total
+            is_used = self.handouts.settle_on_used(values_around(here), steps, lambda: values_needed(here))
             if not is_used and self.values is None and not self.through_loop:
                 self.handouts.forget()  # it may be another model's
         except Exception as error:  # a variable of the program that does not like to be looked at
@@ -1058,7 +1021,7 @@ class Session(Observer):
         self._tripped_in = report.step
         self._hidden_by = hidden_by(sys._getframe())
         if self.live.on:
-            self.blame_part(trip.noticed)
+            self.backwards.blame_first_bad(trip.noticed)
             self._traced_as_it_ran(StepFailure(trip, place, report))
             return
         self._told = True
@@ -1105,9 +1068,9 @@ class Session(Observer):
             return
         if self.calls.first is None:
             self._settings.model_called()
-        elif not self.backward_called:  # maybe in the turn before
+        elif not self.backwards.called:  # maybe in the turn before
             self._tell_unused_loss(sys._getframe(1), only_losses=True)
-        self.backward_called = False
+        self.backwards.called = False
 
     def asked(self, failure: StepFailure) -> Answer | None:
         """What children find out about a failure; None if there can be none, or in a child."""
@@ -1131,33 +1094,26 @@ class Session(Observer):
             self.failure = None
             return answer
         answer = None
-        self._meetings[failure.report.step] += 1
-        where = f"step {failure.report.step}/{self._meetings[failure.report.step]}"
-        self._gathered = model = self._weights.enter_context(gathered(where, list(self.gate.steps.done)))
-        if model is not None:
+        if self.weights.gather(failure.report.step, list(self.gate.steps.done)):
             answer = self._asked(failure)
         if self.in_child:
             return None
+        had_all = self.weights.are_here
         if not self._ends_program():  # otherwise a fix is tried with these weights
             self.scatter_weights()
         if answer is not None:
             return answer
-        notes = () if model is not None else (_SHARDED,)
+        notes = () if had_all else (_SHARDED,)
         return Answer(replace(failure.report, notes=(*failure.report.notes, *notes)), failure.trip.before_update)
 
     def _ends_program(self) -> bool:
         return isinstance(self.policy, EndProgram) and not self.in_worker and not self.is_detected
 
-    @property
-    def has_gathered(self) -> bool:
-        """Whether all of the weights are here, which are usually spread over ranks: for one step, not for an update."""
-        return self._gathered is not None
-
     def scatter_weights(self) -> None:
         """Each rank holds its own part again."""
-        if self._gathered is not None:
-            self._gathered = self.failure = None
-        self._weights.close()
+        if self.weights.are_here:
+            self.failure = None
+        self.weights.scatter()
 
     def _asked(self, failure: StepFailure) -> Answer | None:
         self.failure = failure
@@ -1181,13 +1137,13 @@ class Session(Observer):
         answer = children.ask(self, failure)
         if answer is not None and not answer.report.loops and answer.report.step == failure.report.step:
             # The innermost loop is at the last batch of the step, which may not be the bad one.
-            earlier = answer.part is not None and answer.part + 1 < len(self.handouts.parts(self.backwards))
+            earlier = answer.part is not None and answer.part + 1 < len(self.backwards.batches())
             self._loops = self._loops_at(failure.trip, failure.turns[earlier:])
             answer = replace(answer, report=replace(answer.report, loops=self._loops))
         if answer is None or self.in_child:
             return answer
         if answer.part is not None:
-            self.handouts.blame(answer.part, self.backwards)
+            self.backwards.blame(answer.part)
         answer = with_compiler(self, failure, answer)
         return children.with_drawn(self, failure, turn_search.with_samples(self, failure, answer))
 
@@ -1251,14 +1207,9 @@ class Session(Observer):
     def turn_replayed_by(self, replay: TurnReplay) -> None:
         self._replay = replay
 
-    @property
-    def backwards_since_update(self) -> int:
-        """How often backward was called since the last update; only for a loop without a loader."""
-        return self.backwards - self._backwards_at_update
-
     def begin_turn(self) -> None:
         """A turn of the loop is about to run again."""
-        self.forget_backwards()
+        self.backwards.forget()
         if self._schedules is not None:
             self._schedules.restore()
 
@@ -1328,7 +1279,7 @@ class Session(Observer):
 
     def _settle_held(self, optimizer: Any) -> None:
         """The backward call that other ranks have waited for is over: the policy decides what was put off."""
-        if self._held is not None and not self._shares_weights(optimizer):  # otherwise this is only a part of them
+        if self._held is not None and not self.weights.are_spread(optimizer):  # otherwise this is only a part of them
             gradients = (p.grad for p in parameters_of(optimizer))
             self.reaches_others = any(g is not None and not is_finite(g) for g in gradients)
         self._holds, held, self._held = False, self._held, None
@@ -1365,7 +1316,7 @@ class Session(Observer):
         """The report of a bad gradient that several batches have added to: if nothing tells which, none is named."""
         # Where the program updates by hand, gradients are checked after each batch.
         known = self.handouts.part is not None or self.gate.is_by_hand
-        parts = self.handouts.parts(self.backwards) if not known else []
+        parts = self.backwards.batches() if not known else []
         gradient = report.noticed is not None and report.noticed.what == "gradient" and report.step == self._tripped_in
         if len(parts) < 2 or not gradient or report.batch is None or report.batch.confirmed:
             return report

@@ -6,13 +6,17 @@ import contextlib
 import datetime
 import os
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from firstnan.engine.ranks import meet, world
+from firstnan.gate.gate import Trip
+from firstnan.records import Noticed
+from firstnan.tensors.finite import is_finite
 from firstnan.tensors.models import outermost_modules, parameters_of, readable_path
 
 
@@ -32,11 +36,6 @@ def are_gathered(optimizers: Iterable[Any]) -> bool:
     )
 
 
-def unreduced(model: Any) -> list[tuple[str, Tensor]]:
-    """In a child, the gradients that this rank has computed for all of the weights, which nobody reduces there."""
-    return [(readable_path(name), p.grad) for name, p in model.named_parameters() if p.grad is not None]
-
-
 def any_rank_says(bad: bool, optimizer: Any) -> bool:
     """Whether any of the ranks that share these weights has found something: each sees only its own part.
 
@@ -50,8 +49,51 @@ def any_rank_says(bad: bool, optimizer: Any) -> bool:
     return bool(flag.item())
 
 
+class SpreadWeights:
+    """Weights that are spread over ranks: all of them are on this rank for a replay, never for an update."""
+
+    def __init__(self) -> None:
+        self._spread: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._meetings: Counter[int | None] = Counter()
+        """How often the ranks have met in each step."""
+        self._model: Any = None
+        """The model whose weights are all here."""
+        self._returned = contextlib.ExitStack()
+        """Gives them back to their ranks."""
+
+    def are_spread(self, optimizer: Any) -> bool:
+        """Whether ranks have to decide on this update together: each sees only a part of its gradients."""
+        known = self._spread.get(optimizer)
+        if known is None:
+            known = self._spread[optimizer] = are_sharded([optimizer])
+        return known
+
+    @property
+    def are_here(self) -> bool:
+        """Whether all of the weights are here."""
+        return self._model is not None
+
+    def gather(self, step: int | None, optimizers: Iterable[Any]) -> bool:
+        """Waits for the other ranks; whether all of the weights are here now."""
+        self._meetings[step] += 1
+        self._model = self._returned.enter_context(_gathered(f"step {step}/{self._meetings[step]}", optimizers))
+        return self.are_here
+
+    def scatter(self) -> None:
+        """Each rank holds its own part again."""
+        self._model = None
+        self._returned.close()
+
+    def unreduced(self) -> list[Trip]:
+        """What is bad, in a child, in this rank's gradients of all of the weights: nobody reduces them there."""
+        found = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
+        bad = [(name, gradient) for name, gradient in found if not is_finite(gradient)]
+        tensors = [gradient for _, gradient in bad]
+        return [Trip(Noticed("gradient", readable_path(bad[0][0])), tensors, before_update=True)] if bad else []
+
+
 @contextlib.contextmanager
-def gathered(where: str, optimizers: Iterable[Any]) -> Iterator[Any]:
+def _gathered(where: str, optimizers: Iterable[Any]) -> Iterator[Any]:
     """All of the weights on every rank, if all ranks have come to the same place: the model, or None.
 
     Every rank that fails in this step has to come here.

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import gc
 import linecache
+import math
 import os
 import sys
 import time
@@ -28,7 +29,9 @@ from firstnan.engine import isolation
 from firstnan.engine.children import Answering, TurnReplay, begun_in_step, messages, restore_state, whole_step
 from firstnan.engine.loop_replay import StepFailure
 from firstnan.engine.policies import Policy
-from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked
+from firstnan.engine.ranks import world
+from firstnan.engine.samples.cut import Collated, Maker
+from firstnan.engine.turn import LeftLoop, Turn, is_suspended, names_in, parsed, same_values, unpacked, with_batch
 from firstnan.gate.gate import Trip
 from firstnan.observe.forked import NotContinued, when_called
 from firstnan.observe.loop_iterator import running_iterator
@@ -53,6 +56,10 @@ _KEPT = 1000
 _NEWS = 1.0
 """Seconds after which a trial says how far it is."""
 _SPREAD = "each rank holds a part of the weights, so the update needs all ranks"
+_NOT_AGAIN = "the failing step could not be run again for a trial"
+_AMID_UPDATE = "the optimizer was in the middle of its update, and that cannot begin again"
+_OUTSIDE = "the change is outside the code that the failing step runs"
+_NO_ANSWER = "its trial did not show whether the step is finite with it"
 _NOT_REPEATED = ("__init__", "__new__", "__init_subclass__", "__post_init__", "setUp", "setup")
 
 
@@ -68,29 +75,36 @@ class StepTrials:
     """Whether it does so only with the objects of the program as they were at the end of the step before."""
     interrupted: bool = False
     """Whether Ctrl-C has ended a trial; what was seen until then counts."""
+    until: float = math.inf
+    """When the last trial has to end; what was seen until then counts."""
+    why_not: str = ""
+    """Why the last change could not be tried here."""
     _looked: bool = False
-    _healthy: HealthyTurns = field(default_factory=lambda: HealthyTurns())
+    _healthy: HealthyTurns | None = None
 
     def outcome(self, contents: dict[str, bytes], remedy: Remedy, *, step: int, reach: Reach) -> TrialOutcome | None:
         """The outcome of the changed program, which fails in `step`; None if it has to be run from its start."""
         if not self._looked:
             self._looked = True
             self._turn = self._failing_turn()
-            if self._turn is not None:
-                self._healthy = self._ask(_Compared(self.session, *self._turn, None, self._outer())) or self._healthy
-        if self._turn is None or _is_amid_update(self.session.gate.in_step):
-            return None
-        change = _Change.of(contents, remedy, *self._turn)
-        if change is None:
+        change, self.why_not = None, self._reason_against()
+        if self._turn is not None and not self.why_not:
+            change, self.why_not = _Change.of(contents, remedy, *self._turn), _OUTSIDE
+        if self._turn is None or change is None:
             return None
         steps = _Steps(self.session, self.failure, step, reach)
         trial = _Tried(self.session, *self._turn, change, steps, self._outer())
         trial.restored = self.failure if self._state else None
         seen: Any = self._ask(trial)
+        if world().size > 1 and seen is not None and seen.noticed and not seen.called and change.functions:
+            trial.fetches = True
+            seen = self._ask(trial)
         if seen is None or (seen.noticed and not seen.called and change.functions):
+            self.why_not = _NO_ANSWER
             return None
         passed, noticed = step + (seen.steps or seen.turns), seen.noticed
-        compared = None if self.interrupted else self._ask(_Compared(self.session, *self._turn, change, self._outer()))
+        # Where healthy batches were fetched before the change, they say nothing about it.
+        healthy, compared = (HealthyTurns(), None) if trial.fetches else self._compared(change)
         after = list(seen.losses) if seen.one_loss_each() else []
         return TrialOutcome(
             passed=passed,
@@ -102,23 +116,24 @@ class StepTrials:
             ended=seen.ended,
             exploded=seen.exploded,
             frozen=seen.frozen(),
-            change=self._healthy.change_in(compared) if compared is not None and not noticed else None,
+            change=healthy.change_in(compared) if compared is not None and not noticed else None,
             at_step=True,
-            same_before=bool(self._healthy.losses) and compared == self._healthy and not _changes_updates(remedy),
+            same_before=bool(healthy.losses) and compared == healthy and not _changes_updates(remedy),
             losses=tuple((step, loss) for loss in after[:1]),
             latest=tuple((step + 1 + i, loss) for i, loss in enumerate(after[1:])),
         )
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the failing step was run again in vain: it did not fail then, or did not get that far."""
-        return self._looked and self._turn is None
 
     def is_possible(self) -> bool:
         """Whether the failing step may begin again: not if its update has changed weights."""
         trip = self.failure.trip
         is_updated = not trip.before_update and trip.noticed.what in ("parameter", "state")
         return not is_updated and not _is_amid_update(self.session.gate.in_step)
+
+    def _reason_against(self) -> str:
+        """Why no change can be tried here; empty if it can."""
+        if self._turn is None:
+            return _NOT_AGAIN
+        return _AMID_UPDATE if _is_amid_update(self.session.gate.in_step) else ""
 
     def _outer(self) -> Sequence[Turn]:
         """The loops around the turn's."""
@@ -144,8 +159,21 @@ class StepTrials:
         self._state = bool(self._ask(_FailsAgain(self.session, self.failure, turn, 0, state=True)))
         return self._state
 
+    def _compared(self, change: _Change) -> tuple[HealthyTurns, HealthyTurns | None]:
+        """What healthy turns compute without the change and with it, as far as there is time."""
+        if self._turn is None or self.interrupted:
+            return HealthyTurns(), None
+        try:
+            if self._healthy is None:
+                unchanged = self._ask(_Compared(self.session, *self._turn, None, self._outer()))
+                self._healthy = unchanged or HealthyTurns()
+            return self._healthy, self._ask(_Compared(self.session, *self._turn, change, self._outer()))
+        except KeyboardInterrupt:  # what the trial has shown counts
+            self.interrupted = True
+            return HealthyTurns(), None
+
     def _ask(self, work: _Work) -> Any:
-        child = isolation.fork()
+        child = isolation.fork() if time.monotonic() < self.until else None
         if child is None:
             return None
         if isinstance(child, isolation.Channel):
@@ -153,7 +181,7 @@ class StepTrials:
             work.run(child)
         last: Any = None
         try:
-            for message in messages(child, self.session):
+            for message in messages(child, self.session, until=self.until):
                 last = message
         except KeyboardInterrupt:
             if last is None:
@@ -311,7 +339,7 @@ class _Watching(Policy):
             self.learns = self.learns or any(bool(g.any()) for g in gradients)
             if not self._updates:
                 self.norms.append(session.gate.norm)
-            if session.has_gathered:
+            if session.weights.are_here:
                 raise NotContinued(_SPREAD)
         return Decision.RUN if self._updates or closure else Decision.DROP
 
@@ -423,6 +451,9 @@ class TurnOutcome:
 class _Tried(_Work):
     """The changed turn, and those after it."""
 
+    fetches = False
+    """Whether the failing batch is fetched again by the changed program: one of several ranks has no other trial."""
+
     def __init__(
         self, session: Session, turn: Turn, start: int, change: _Change, steps: _Steps, outer: Sequence[Turn]
     ) -> None:
@@ -436,17 +467,18 @@ class _Tried(_Work):
     def answer(self, channel: isolation.Channel) -> TurnOutcome:
         self._channel = channel
         self.session.try_with(self._watching)
+        batch = self._elements() if self.fetches else None
         self._change.make()
         seen, watching = self._seen, self._watching
         try:
-            self._run()
+            self._run(batch)
         except TurnFailed:
             seen.noticed = watching.noticed
         except FarEnough:
             pass
         except NotContinued as reason:
             seen.not_continued = str(reason)
-            seen.turns = seen.turns or int(self.session.has_gathered)  # finite up to its update
+            seen.turns = seen.turns or int(self.session.weights.are_here)  # finite up to its update
         trip = self.session.gate.remaining_nonfinite()
         if trip is not None and not seen.noticed:
             seen.noticed = described(trip.noticed)
@@ -476,11 +508,29 @@ class _Tried(_Work):
         first, *others = map(abs, losses)
         return bool(far_below(first, others))
 
-    def _run(self) -> None:
-        """The failing turn, the rest of its loop, and the rest of the loops around it."""
+    def _elements(self) -> Collated:
+        """The failing batch as elements of its dataset, which are the same each time that they are fetched."""
+        handouts = self.session.handouts
+        latest = handouts.latest
+        found = Maker.of(handouts.fetched_by(latest)).collated(latest.batch, latest.indices) if latest else None
+        if found is None or handouts.batches_of_step > 1:
+            raise ValueError("the batch cannot be fetched again")
+        return found
+
+    def _run(self, batch: Collated | None) -> None:
+        """The failing turn, the rest of its loop, and the rest of the loops around it.
+
+        `batch`: the failing one, if it is to be fetched again.
+        """
         first, code = self.code_of(self.turn, self.start), self.code_of(self.turn)
         if first is None or code is None:
             raise ValueError("the loop is not in the changed file")
+        latest = self.session.handouts.latest
+        if batch is not None and latest is not None:
+            with when_called(self._change.replaced, self._seen.changed_is_called):
+                new = Maker.of(self.session.handouts.fetched_by(latest)).fetched(latest.indices)
+            self.turn.names.update(with_batch(self.turn, latest.batch, new))
+            latest.batch = new
         self.begin()
         seen, left = self._seen, False
         try:

@@ -39,6 +39,7 @@ _ENOUGH = 3
 _LEFT_UNTRIED = 2
 _QUICKLY = 30.0
 """Where a trial from the start may take no longer than this, it has the last word on a change that did not help."""
+NO_START = "there is no program to run from its start"
 RUN_AGAIN = "the program was run again"
 """The start of `Report.replay` if a second run has confirmed the failure."""
 _HELPED = "an earlier fix already helps"
@@ -94,13 +95,15 @@ class Trials:
         at_step: StepTrials | None = None,
         from_start: str = "",
         first_batch: tuple[list[int], int] | None = None,
+        reads_decide: bool = False,
     ) -> None:
         """`at_step` tries at the failing step; the program is run from its start where that is not possible.
 
         `from_start` is a reason not to do that. `first_batch` shows the failure in the first step of the program, so
-        that it need not be run as far as it came.
+        that it need not be run as far as it came. `reads_decide`: a bad loss that is read counts, even if the program
+        skips it.
         """
-        self._first_batch = first_batch
+        self._first_batch, self._reads_decide = first_batch, reads_decide
         self.start, self.program, self.steps, self.limits, self._isolated = start, program, steps, limits, isolated
         self._at_step, self._from_start = at_step, from_start
         self.until = time.monotonic() + limits.all
@@ -145,9 +148,13 @@ class Trials:
             return _SKIPPED
         if last.proven and (keeps_numbers(last, report) or sum(one.proven for one in done) >= _ENOUGH):
             return _HELPED
-        if time.monotonic() + self._longest > self.until:
-            return f"the time limit of {self.limits.all:.0f} s was reached"
+        if late := self._reason_of_time():
+            return late
         return f"only {MOST} fixes are tried" if sum(1 for one in done if one.diff) >= MOST else ""
+
+    def _reason_of_time(self) -> str:
+        late = time.monotonic() + self._longest > self.until
+        return f"the time limit of {self.limits.all:.0f} s was reached" if late else ""
 
     def _try(self, remedy: Remedy, report: Report) -> Remedy:
         try:
@@ -176,7 +183,8 @@ class Trials:
         if self._first_batch is not None and (self._from_start or self.limits.one > _QUICKLY):
             return self._tried_with_batch_first(remedy, report, contents)
         if self._from_start:
-            return replace(remedy, note=self._from_start)
+            why = self._at_step.why_not if self._at_step is not None and self._from_start == NO_START else ""
+            return replace(remedy, note=self._reason_of_time() or why or self._from_start)
         return self._tried_from_start(remedy, report, contents)
 
     def _tried_with_batch_first(self, remedy: Remedy, report: Report, contents: dict[str, bytes]) -> Remedy:
@@ -235,7 +243,14 @@ class Trials:
         reach = self._reach(report, steps)
         seconds = min(self.limits.one + reach.further, max(self.until - began, 1.0))
         data, in_time = self.start.try_out(
-            self.program, contents, step=bad, reach=reach, seconds=seconds, made=made, isolated=self._isolated
+            self.program,
+            contents,
+            step=bad,
+            reach=reach,
+            seconds=seconds,
+            made=made,
+            reads_decide=self._reads_decide,
+            isolated=self._isolated,
         )
         self._longest = max(self._longest, time.monotonic() - began)
         return TrialOutcome.of(data) if data is not None else None, "" if in_time else f"stopped after {seconds:.0f} s"

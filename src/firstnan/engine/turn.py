@@ -44,6 +44,7 @@ _AWAITED = 5.0
 """Seconds after which a body that awaits something is given up: the other tasks are not in the child."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Loop = ast.For | ast.While | ast.AsyncFor
+_Binding = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.AsyncFor
 _Block = ast.With | ast.AsyncWith | ast.Try | ast.If
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -78,6 +79,11 @@ class Turn:
     def line(self) -> int:
         """The line of the loop itself."""
         return self.loop.lineno
+
+    @property
+    def lines(self) -> range:
+        """The lines of the loop."""
+        return range(self.line, (self.loop.end_lineno or self.line) + 1)
 
     @property
     def starts(self) -> list[int]:
@@ -761,6 +767,58 @@ def values_around(frame: FrameType | None) -> Iterator[Any]:
         frame = frame.f_back
 
 
+def values_needed(frame: FrameType | None) -> Iterator[Any]:
+    """Those of these variables that the running statements depend on, as the source shows."""
+    while frame is not None:
+        code = frame.f_code
+        if not is_left_out(code) and (body := _body_of(code, frame.f_globals)) is not None:
+            wanted = _needed(body, frame.f_lineno)
+            yield from (value for name, value in _data_of(frame) if name in wanted)
+        frame = frame.f_back
+
+
+def _body_of(code: CodeType, names: dict[str, Any]) -> ast.AST | None:
+    tree = parsed("".join(linecache.getlines(code.co_filename, names)))
+    return tree if tree is None or code.co_name == "<module>" else _function(tree, code)
+
+
+def _needed(body: ast.AST, line: int) -> set[str]:
+    """The names whose present values the statement on a line, or a backward call before it, has been computed from.
+
+    The source is followed backward: `batch, ahead = ahead, next(it)` reads an `ahead` that is gone."""
+    parts = [n for n in _own_nodes(body) if isinstance(n, _Binding | ast.Expr | ast.Return)]
+    before = sorted((n for n in parts if _line_of(n) <= line), key=_line_of, reverse=True)
+    read, needed, written = set[str](), set[str](), set[str]()
+    for node in before:
+        stored, loaded = _names(node, ast.Store), _names(node, ast.Load)
+        if isinstance(node, ast.AugAssign):
+            loaded |= stored
+        ends = getattr(node, "end_lineno", None) or _line_of(node)
+        if ends >= line or not read.isdisjoint(stored) or _calls_backward(node):
+            written |= stored
+            read |= loaded
+            needed |= loaded - written
+        written |= stored
+    return needed
+
+
+def _line_of(node: ast.AST) -> int:
+    return int(getattr(node, "lineno", 0))
+
+
+def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    """The names that a statement stores or loads; of a loop, those of its first line."""
+    parts = [node.target, node.iter] if isinstance(node, ast.For | ast.AsyncFor) else [node]
+    inside = (n for part in parts for n in ast.walk(part) if isinstance(n, ast.Name))
+    return {n.id for n in inside if isinstance(n.ctx, context)}
+
+
+def _calls_backward(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and any(
+        isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(node)
+    )
+
+
 def values_in_traceback(error: BaseException) -> Iterator[Any]:
     """The same of the functions that an exception has left, innermost first."""
     frames, at = list[FrameType](), error.__traceback__
@@ -773,9 +831,13 @@ def values_in_traceback(error: BaseException) -> Iterator[Any]:
 
 def _values_of(frame: FrameType) -> Iterator[Any]:
     if not frame.f_code.co_filename.startswith(_OURS):
-        for value in list(frame.f_locals.values()):
-            if isinstance(value, torch.Tensor | list | tuple | dict | UserDict):
-                yield value
+        yield from (value for _, value in _data_of(frame))
+
+
+def _data_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    for name, value in list(frame.f_locals.items()):
+        if isinstance(value, torch.Tensor | list | tuple | dict | UserDict):
+            yield name, value
 
 
 def _turns_in(frames: list[tuple[FrameType, int]], owns: Callable[[CodeType], bool]) -> list[Turn]:

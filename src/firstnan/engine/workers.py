@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from typing import Any
 
+from firstnan.engine.ranks import RECEIVED, Ranks, answer_of
 from firstnan.observe.runner import tell_spawned, when_imported
 from firstnan.observe.sites import Ownership
 from firstnan.records import Report
 from firstnan.records.codec import ReportError
+from firstnan.records.words import headline
 
 
 class WorkerReports:
@@ -33,7 +36,7 @@ class WorkerReports:
         tell_spawned(_Watched(self._process, self._file.fileno(), directories, tries))
 
     def first(self) -> Report | None:
-        """The last report of the worker that was the first to send one."""
+        """The last report of the worker that was the first to send one; of ranks, the answer of all."""
         self._file.seek(0)
         found: dict[int, Report] = {}
         for line in self._file:
@@ -42,11 +45,22 @@ class WorkerReports:
                 found[process] = Report.from_dict(data)
             except (ValueError, ReportError):
                 continue
-        return next(iter(found.values()), None)
+        first = next(iter(found.values()), None)
+        if first is None or first.world_size == 1:
+            return first
+        return answer_of(report for report in found.values() if report.world_size == first.world_size)
 
 
 def append(number: int, report: Report) -> None:
     os.write(number, json.dumps([os.getpid(), report.to_dict()]).encode() + b"\n")
+
+
+def announce(report: Report) -> None:
+    """Says at once that this process has found something, which may be hours before its program ends."""
+    received = report.cause is not None and report.cause.slug == RECEIVED
+    if not received and Ranks().says_first("failure"):
+        later = "the process goes on, and the report is printed when the program ends"
+        print(f"firstnan: in a process that the program has started: {headline(report)}; {later}", file=sys.stderr)
 
 
 class _Watched:

@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from firstnan.tensors.finite import is_finite
 from firstnan.tensors.models import graph_leaves, leaves_below
 
 _SAMPLE = 1024
@@ -33,6 +34,8 @@ _NEAREST = 8
 """Trained tensors among which one is chosen while it is undecided who makes the updates."""
 _MOST_WAITED = 32
 """Backward calls before the first step of an optimizer after which nothing is expected any more."""
+_MOST_BAD = 8
+"""Bad gradients in a row, each cleared without an update, after which a program is failing that never made any."""
 
 
 class HandWritten:
@@ -46,7 +49,8 @@ class HandWritten:
         self._leaves: list[weakref.ref[Tensor]] = []
         self._sample: _Sample | None = None
         self._rules = UpdateRules()
-        self._changes = self._backwards = 0
+        self._changes = self._backwards = self._cleared = 0
+        self._nearest: list[weakref.ref[Tensor]] = []
         self._covers: dict[object, bool] = {}
         """By the place of a `torch.autograd.grad`: whether it is with respect to all that its result depends on."""
 
@@ -78,14 +82,23 @@ class HandWritten:
     def backward_without_step(self) -> int | None:
         """Another backward begins, and no optimizer has made a step so far; returns the number of updates by hand."""
         self._backwards += 1
+        if self._cleared and any(_is_bad(leaf.grad) for ref in self._nearest if (leaf := ref()) is not None):
+            self._cleared = 0  # the next gradients are added to them
         self._changes += self._has_changed()
         self.certain = self._changes >= _CERTAIN
         return self._changes if self.certain else None
 
-    def note_a_few(self, roots: list[Tensor]) -> None:
-        """Keeps a part of one of the tensors that backward wrote gradients to, of those nearest to the loss."""
+    def note_a_few(self, roots: list[Tensor]) -> list[Tensor]:
+        """Keeps a part of one of the tensors that backward wrote gradients to, of those nearest to the loss.
+
+        Returns the bad gradients of a program that has cleared many such in a row, and made no update.
+        """
         nearest = list(islice(leaves_below(roots), _NEAREST))
-        self.note(nearest, [leaf.grad for leaf in nearest])
+        gradients = [leaf.grad for leaf in nearest]
+        self.note(nearest, gradients)
+        bad = [gradient for gradient in gradients if gradient is not None and _is_bad(gradient)]
+        self._cleared, self._nearest = self._cleared + 1 if bad else 0, [weakref.ref(leaf) for leaf in nearest]
+        return bad if self._cleared >= _MOST_BAD else []
 
     def _has_changed(self) -> bool:
         part = self._part()
@@ -271,6 +284,10 @@ def _with_momentum(moved: Tensor, before: Tensor, gradient: Tensor, rounding: fl
     size = float(moved.norm())
     fits = left <= _FITS * size + rounding and rate * float(gradient.norm()) >= _LEAST_PART * size
     return float(rate) if fits and share > 0 else None
+
+
+def _is_bad(gradient: Tensor | None) -> bool:
+    return gradient is not None and not is_finite(gradient)
 
 
 @dataclass

@@ -207,8 +207,8 @@ class Gate:
             leaves = self._by_hand.gradients_written(roots)
             self._by_hand.note(leaves, [leaf.grad for leaf in leaves])
             return self._check_gradients(None, leaves, before_update=False)
-        if self.awaits_first_update:
-            self._by_hand.note_a_few(roots)
+        if self.awaits_first_update and (bad := self._by_hand.note_a_few(roots)):
+            return [Trip(_GRADIENT, bad, before_update=True)]
         return _NONE
 
     def is_step(self, place: object, outputs: list[Tensor], targets: list[Tensor]) -> bool:

@@ -144,12 +144,15 @@ def _value(node: ast.AST, label: str) -> ast.expr | None:
 
 def _libraries(source: SourceFile, value: ast.expr, guess: bool) -> list[str]:
     """The libraries that the array may belong to, the likelier first; without a guess none for a plain number."""
+    numpy = ["numpy"] if source.reach("numpy", value) else []
+    number = value.operand if isinstance(value, ast.UnaryOp) else value
+    if isinstance(number, ast.Constant) or (isinstance(number, ast.Call) and source.called(number) in ("float", "int")):
+        return numpy  # torch takes tensors alone
     used = [source.expr(n).library for n in ast.walk(value) if isinstance(n, ast.Call)]
     outer = source.expr(value).library
     if outer in ("torch", "numpy"):
         return [outer]
     known = [lib for lib in dict.fromkeys(used) if lib in ("numpy", "torch")]
-    numpy = ["numpy"] if source.reach("numpy", value) else []
     return known or [*numpy, *(["torch"] if guess else [])]
 
 

@@ -186,7 +186,7 @@ def _names(context: FailureContext) -> list[str]:
 def _written_weight(source: SourceFile, node: ast.AST) -> ast.expr | None:
     """The weight that a node writes: `self.w` in `self.w = Parameter(...)`, in `init.normal_(self.w)`..."""
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and len(node.targets) == 1:
-        made = source.called_name(node.value) == "Parameter"
+        made = source.called_name(node.value) in ("Parameter", "requires_grad_")
         return node.targets[0] if made else None
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
         return _without_data(node.target)
@@ -253,6 +253,8 @@ def _smaller_scale(context: FailureContext, source: SourceFile, call: ast.Call, 
 def _smaller_factor(context: FailureContext, source: SourceFile, made: ast.Call) -> Iterator[Edit]:
     """A small factor in `Parameter(100 * torch.randn(...))`, added if there is none."""
     given = made.args[0] if made.args else None
+    if source.called_name(made) == "requires_grad_" and isinstance(made.func, ast.Attribute):
+        given = made.func.value
     if given is None:
         return
     for node in ast.walk(given):

@@ -102,6 +102,9 @@ def in_float32(context: FailureContext) -> Iterator[Remedy]:
     source = location.source
     why = f"float32 holds numbers up to 3e38, {context.dtype} only up to {context.failure.limit:g}."
     device = _autocast_device(context)
+    if source.is_for_effect(location.node):  # a converted copy would be written to, and lost
+        yield from _made_in_float32(context, location, why)
+        return
     casts = [replace_node(source, o, f"{parenthesized(source, o)}.float()") for o in _operands(context, location)]
     if device is not None and not _is_pointwise(context, location):
         block = _outside_autocast(source, location, device)
@@ -116,6 +119,17 @@ def in_float32(context: FailureContext) -> Iterator[Remedy]:
     if device is None and 1 < len(summed) <= MOST_SUMS:  # what is computed from the sums is in float32 as well
         edits = [replace_node(source, node, f"{parenthesized(source, node)}.float()") for node in summed]
         yield context.remedy("Run the sums of this function in float32", why, *edits)
+
+
+def _made_in_float32(context: FailureContext, location: Location[ast.AST], why: str) -> Iterator[Remedy]:
+    """The tensor that a call such as `dist.all_reduce(x)` writes to, kept in float32 where it is assigned."""
+    source = location.source
+    for operand in _operands(context, location)[:1]:
+        value = source.value(operand)
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "half":
+            end = source.span(value.func)[1]
+            edit = source.edit(end - len("half"), end, "float")
+            yield context.remedy(f"Keep `{source.code(operand)}` in float32", why, edit)
 
 
 def _back(context: FailureContext, location: Location[ast.AST]) -> Edit | None:
@@ -323,9 +337,11 @@ def bounded(context: FailureContext) -> Iterator[Remedy]:
         if root:
             yield context.remedy("Bound the base of the power", why, _clamped(source, expr.args[0], root))
     # A bound of the loss would leave a whole batch without a gradient because of one bad sample.
-    if isinstance(location.node, ast.expr) and not extreme:
+    if isinstance(location.node, ast.expr) and not extreme and not source.is_for_effect(location.node):
         yield context.remedy("Bound the result", why, _clamped(source, location.node, limit))
     root = 10.0 ** math.floor(math.log10(limit) / 2)
+    if source.is_for_effect(location.node):  # it would write to a copy
+        return
     yield context.remedy("Bound the inputs", why, *(_clamped(source, o, root) for o in _operands(context, location)))
 
 

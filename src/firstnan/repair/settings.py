@@ -330,16 +330,27 @@ def _schedules_in(files: SourceFiles, source: SourceFile, sources: list[SourceFi
             yield Location(source, node.value)
             # `group["lr"] = schedule(step)`, or a name assigned before
             yield from computed_by(node.value)
-            for name in (n for n in ast.walk(node.value) if isinstance(n, ast.Name)):  # `float(lr)` as well
-                if (value := source.value(name)) is not name:
-                    yield Location(source, value)
-                    yield from computed_by(value)
+            for value in _assigned_values(source, node.value):
+                yield Location(source, value)
+                yield from computed_by(value)
     for setter in assigned_rates(files, [source.file], ""):  # `set_rate(opt, schedule(step))`
         if isinstance(setter.at.node, ast.Call):
-            yield Location(source, setter.value.node)
-            yield from computed_by(setter.value.node)
+            for value in (setter.value.node, *_assigned_values(source, setter.value.node)):
+                yield Location(source, value)
+                yield from computed_by(value)
     for own in (n for n in source.nodes if isinstance(n, ast.FunctionDef) and n.name == "get_lr"):
         yield from (Location(source, e) for e in _returned(own))
+
+
+def _assigned_values(source: SourceFile, node: ast.expr) -> Iterator[ast.expr]:
+    """What was assigned to the names in an expression, `float(lr)`; in branches, the values of all of them."""
+    for name in (n for n in ast.walk(node) if isinstance(n, ast.Name)):
+        value = source.value(name)
+        if value is not name:
+            yield value
+            continue
+        assigned = (a for a in source.within(name) if isinstance(a, ast.Assign))
+        yield from (a.value for a in assigned if any(ast.unparse(t) == name.id for t in a.targets))
 
 
 def _functions(
@@ -518,6 +529,10 @@ def _inverted_update(context: FailureContext, source: SourceFile, update: ast.Au
 
 
 FACTORS = (0.1, 0.01, 0.001)
+_BEFORE = (
+    " The program has trained with another optimizer before, which may have its rate from the same place: then lower"
+    " only the rate of this run."
+)
 EPS = {"float16": 1e-4, "bfloat16": 1e-6}
 USUAL_NORM = 1.0
 """The norm to clip to if the run suggests none; most published recipes use it."""
@@ -535,13 +550,11 @@ def smaller_rate(context: FailureContext) -> Iterator[Remedy]:
         title = f"Multiply the learning rate by {format_number(factor)}"
         if value is not None:
             title = f"Lower the learning rate from {format_number(value / factor)} to {format_number(value)}"
+        why = "Steps of this size overshoot, so the error grows from step to step; smaller steps do not."
+        if setup.history.first_step:  # a search for the best rate, folds, or stages
+            why += _BEFORE
         if edits:
-            yield context.remedy(
-                title,
-                "Steps of this size overshoot, so the error grows from step to step; smaller steps do not.",
-                *edits,
-                kind="setting",
-            )
+            yield context.remedy(title, why, *edits, kind="setting")
 
 
 def _slower(setup: OptimizerSetup, factor: float) -> tuple[list[Edit], float | None]:

@@ -240,11 +240,15 @@ class SourceFile:
         around = self.within(node) if self.function(node) is not None else self.nodes
         return sum(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in around)
 
+    def is_for_effect(self, node: ast.AST) -> bool:
+        """Whether nothing reads the result of a call: `dist.all_reduce(x)` and `x.exp_()` write into x."""
+        return isinstance(node, ast.Call) and isinstance(self.parent(node), ast.Expr)
+
     def is_written_by_call(self, use: ast.Name) -> bool:
         """Whether a call that is there for its effect writes into the value: `dist.all_reduce(n)`, `n.clamp_(1)`."""
         parent = self.parent(use)
         call = self.parent(parent) if isinstance(parent, ast.Attribute) else parent
-        if not isinstance(call, ast.Call) or not isinstance(self.parent(call), ast.Expr):
+        if not isinstance(call, ast.Call) or not self.is_for_effect(call):
             return False
         name = ast.unparse(call.func).rpartition(".")[2]
         return name.endswith("_") or (name in _WRITING and use in call.args)

@@ -7,8 +7,9 @@ import math
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ _NARROW = tuple(getattr(torch, n) for n in dir(torch) if n.startswith(("float8",
 
 _FLOAT32, _STRIDED = torch.float32, torch.strided
 _SHORT = 1 << 13
+_MOST_WITHOUT = 1024
+"""So many items of a container are looked at; if they hold no tensor (a history, a vocabulary), the rest holds none."""
 
 # Inside vmap and similar transforms a tensor has no values that could be read.
 _in_transform = torch._C._functorch.is_functorch_wrapped_tensor
@@ -384,15 +387,18 @@ def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str
     ):
         return
     elif isinstance(value, dict) or (hasattr(value, "items") and hasattr(value, "keys")):
-        for key, item in list(value.items()):
-            yield from tensors_in(item, f"{path}[{key!r}]", depth - 1)
+        entries = list(islice(value.items(), _MOST_WITHOUT))
+        if (yield from _tensors_among(((f"{path}[{key!r}]", v) for key, v in entries), depth)):
+            rest = list(value.items())[_MOST_WITHOUT:]
+            yield from _tensors_among(((f"{path}[{key!r}]", v) for key, v in rest), depth)
     elif is_step_call(value):
         for name, item in value[0].named(*value[1:], path):
             yield from tensors_in(item, name, depth - 1)
     elif isinstance(value, list | tuple | deque):
         names: Iterable[str] | None = getattr(value, "_fields", None)
-        for i, item in enumerate(value):
-            yield from tensors_in(item, f"{path}[{i}]" if names is None else f"{path}.{list(names)[i]}", depth - 1)
+        items = ((f"{path}[{i}]" if names is None else f"{path}.{list(names)[i]}", v) for i, v in enumerate(value))
+        if (yield from _tensors_among(islice(items, _MOST_WITHOUT), depth)):
+            yield from _tensors_among(items, depth)
     elif is_dataclass(value) and not isinstance(value, type):
         for f in fields(value):
             yield from tensors_in(getattr(value, f.name, None), f"{path}.{f.name}", depth - 1)
@@ -400,6 +406,16 @@ def tensors_in(value: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str
         # Graph batches such as PyG's Data keep their tensors as attributes.
         for key, item in list(vars(value).items()):
             yield from tensors_in(item, f"{path}.{key.lstrip('_')}", depth - 2)
+
+
+def _tensors_among(items: Iterable[tuple[str, Any]], depth: int) -> Generator[tuple[str, Tensor], None, bool]:
+    """The tensors in these items; returns whether there are any."""
+    found = False
+    for path, item in items:
+        for pair in tensors_in(item, path, depth - 1):
+            found = True
+            yield pair
+    return found
 
 
 def _package(value: Any) -> str:

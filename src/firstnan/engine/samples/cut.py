@@ -493,6 +493,10 @@ class Maker:
         finally:
             state.restore()
 
+    def fetched(self, chosen: Any) -> Any:
+        """A batch of these elements, as the dataset and the collate function make it now."""
+        return self.collate([self.dataset[i] for i in _numbered(chosen) or ()])
+
     def _keeps_order(self, size: int, chosen: list[int]) -> bool:
         """Whether torch has put the batch together, so that its rows are the chosen elements."""
         return len(chosen) == size and (self.collate is default_collate or self.collate is default_convert)

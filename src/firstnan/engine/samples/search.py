@@ -189,6 +189,8 @@ class SampleSearch:
 PROBES = 4
 """After two bad samples, as many of the others are tried alone."""
 
+MOST_TOGETHER = 4
+"""The most samples that are looked for where none fails alone."""
 MOST = 64
 """The most replays, however many bad samples there are."""
 
@@ -206,6 +208,7 @@ WITHOUT_THESE = "the step is finite without these samples; which of them are res
 AMONG_MANY = "the step is finite with a large part of the batch replaced; which samples are responsible is unknown"
 ONLY_WITH_OTHERS = "the step is finite without these samples, but they fail only together with others of the batch"
 NOT_ALONE = "no single sample is responsible: no part of the batch fails alone"
+SEVERAL = "no single sample is responsible: samples of this batch fail only in combination"
 ALL_TRIED = "no single sample is responsible: all {} samples that were tried alone fail"
 REPLACEMENTS = "no single sample is responsible: it depends on what the samples of this batch are replaced with"
 ENDED = "the search for bad samples ended early: "
@@ -344,24 +347,59 @@ def _alone(ask: _Counted, samples: Iterable[int], stand_in: int) -> Generator[Re
 
 
 def _halves(ask: _Counted, stand_in: int) -> Search:
-    """Finds one bad sample after another by bisection, until the step is finite without them."""
+    """Finds bad samples one by one, by bisection, until the step is finite without them; after two all of the rest."""
     found: list[int] = []
     while True:
         one = yield from _one(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)
+        if one is None and not found:
+            return (yield from _together(ask, sorted(ask.everyone - {stand_in}), stand_in))
         if one is None:
-            return SearchResult(tuple(found) or None, note=NOT_ALONE if not found else ONLY_WITH_OTHERS)
+            return SearchResult(tuple(found), note=ONLY_WITH_OTHERS)
         found = sorted([*found, one])
         ask.known = tuple(found)
         if (yield from ask.finite(found, stand_in)):
             break
-        if len(found) == 2 and (yield from _all_fail(ask, sorted(ask.everyone - {stand_in, *found}), stand_in)):
+        if len(found) < 2:
+            continue
+        rest = sorted(ask.everyone - {stand_in, *found})
+        if (yield from _all_fail(ask, rest, stand_in)):
             return SearchResult(None, note=ALL_TRIED.format(len(found) + PROBES))
+        yield from _all_alone(ask, rest, stand_in, found, known=True)
+        found.sort()
+        if not (yield from ask.finite(found, stand_in)):
+            return SearchResult(tuple(found), note=ONLY_WITH_OTHERS)
+        break
     # If most of them are bad, what they have in common is to blame.
     if len(found) > max(1, len(ask.everyone) // 2):
         return SearchResult(
             None, note=f"no single sample is responsible: {len(found)} of {len(ask.everyone)} samples fail alone"
         )
     return SearchResult(tuple(found), confirmed=True)
+
+
+def _together(ask: _Counted, rest: list[int], stand_in: int) -> Search:
+    """A few samples that fail only in combination, such as two that are equal.
+
+    Each is the last one of the shortest beginning of the others that fails together with those found so far."""
+    if not (yield from ask.fails_alone(rest, stand_in)):
+        return SearchResult(None, note=NOT_ALONE)
+    found: list[int] = []
+    while rest and len(found) < MOST_TOGETHER:
+        fewest, most = 1, len(rest)
+        while fewest < most:
+            middle = (fewest + most) // 2
+            if (yield from ask.fails_alone([*found, *rest[:middle]], stand_in)):
+                most = middle
+            else:
+                fewest = middle + 1
+        found, rest = [*found, rest[most - 1]], rest[: most - 1]
+        if (yield from ask.fails_alone(found, stand_in)):
+            # Where they are replaced by others, one of those may be equal to a sample that is left.
+            for others in (OTHERS, SHIFTED) if stand_in == OTHERS else (stand_in,):
+                if (yield from ask.finite(found, others)):
+                    return SearchResult(tuple(sorted(found)), confirmed=True, note=TOGETHER)
+            break
+    return SearchResult(None, note=SEVERAL)
 
 
 def _all_fail(ask: _Counted, rest: list[int], stand_in: int) -> Generator[Replaced, bool, bool]:
@@ -372,6 +410,26 @@ def _all_fail(ask: _Counted, rest: list[int], stand_in: int) -> Generator[Replac
         if not (yield from ask.fails_alone([rest[len(rest) * i // PROBES]], stand_in)):
             return False
     return True
+
+
+def _all_alone(
+    ask: _Counted, candidates: list[int], stand_in: int, found: list[int], known: bool = False
+) -> Generator[Replaced, bool, bool]:
+    """Adds to `found` each candidate that fails alone; whether there is one. Bad samples are often neighbours.
+
+    `known`: they fail together, since they are a part of such a group and the other part does not fail.
+    """
+    surely = known and len(candidates) > 1
+    if not candidates or not (surely or (yield from ask.fails_alone(candidates, stand_in))):
+        return False
+    if len(candidates) == 1:
+        found += candidates
+        ask.known = tuple(sorted(found))
+        return True
+    half = len(candidates) // 2
+    first = yield from _all_alone(ask, candidates[:half], stand_in, found)
+    second = yield from _all_alone(ask, candidates[half:], stand_in, found, known=not first)
+    return first or second
 
 
 def _one(ask: _Counted, candidates: list[int], stand_in: int) -> Generator[Replaced, bool, int | None]:
