@@ -506,3 +506,30 @@ def test_a_list_that_a_function_of_the_program_collates(firstnan: Zygote, tmp_pa
     assert "called again" in found["replay"]
     assert (found["batch"]["index"], found["batch"]["bad_samples"]) == (3, [7])
     assert found["batch"]["dataset_indices"] == [37]
+
+
+LEFT = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+
+    def train(rows):
+        for x, time in DataLoader(rows, 8, shuffle=True):
+            share = x / (x + time)
+            loss = (net(x) * torch.bernoulli(share)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    train([(torch.full((1,), float(i != 37)), torch.full((1,), float(i != 37))) for i in range(40)])
+"""
+
+
+def test_a_list_whose_loop_was_left_by_an_exception(firstnan: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(LEFT))
+    found = firstnan(["run", "train.py"], cwd=tmp_path).found
+    assert found["noticed"]["what"] == "exception"
+    assert found["batch"]["dataset_indices"] == [37]

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,16 +97,19 @@ class FirstBatch:
 class _Left:
     """What an iterator's batches were made of: an exception that leaves the loop ends the iterator."""
 
-    dataset: weakref.ref[Any]
+    dataset: Callable[[], Any]
     collate: Any
     workers: int
 
     @classmethod
     def of(cls, iterator: Any) -> _Left | None:
+        found = getattr(iterator, "_dataset", None)
         try:
-            dataset = weakref.ref(iterator._dataset)
-        except (AttributeError, TypeError):  # not torch's, or a dataset that cannot be referred to, such as a list
-            return None
+            dataset: Callable[[], Any] = weakref.ref(found)
+        except TypeError:
+            if not isinstance(found, list | tuple):  # these two have no weak references
+                return None
+            dataset = partial(_itself, found)
         return cls(dataset, getattr(iterator, "_collate_fn", None), getattr(iterator, "_num_workers", 0))
 
     def iterator(self) -> Any:
@@ -495,7 +499,7 @@ class Handouts:
         """Drops every batch."""
         self.sources.clear()
         self._generators, self.state = [], ProgramState()
-        self._before = self._earlier = self._part = None
+        self._before = self._earlier = self._part = self._left = None
         self.unclaimed.clear()
         self.latest = self.latest_iterator = self._latest_source = None
 
@@ -733,6 +737,10 @@ class Handouts:
 
     def again(self, iterator: Any) -> Handout:
         return self.sources[iterator].again.pop(0)
+
+
+def _itself(dataset: Any) -> Any:
+    return dataset
 
 
 def _known(handout: Handout) -> _Known:
