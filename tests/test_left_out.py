@@ -151,7 +151,7 @@ def test_a_program_that_ends_after_its_loop_has_not_given_up(firstnan: Zygote, t
 
 def test_a_program_that_leaves_out_every_update_fails(firstnan: Zygote, tmp_path: Path) -> None:
     """Its loss is finite, its gradients never are, and it ends as if all were well."""
-    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[::4] = 0.0")
+    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[::4] = 0.0").replace("range(2)", "range(3)")
     program = program.replace(
         "(net(torch.log(x)) - 1).square().mean()", "(net.weight * x).square().sum(1).sqrt().mean()"
     )
@@ -161,7 +161,7 @@ def test_a_program_that_leaves_out_every_update_fails(firstnan: Zygote, tmp_path
 
 
 def test_gradients_that_are_left_out_until_the_first_update_are_no_failure(firstnan: Zygote, tmp_path: Path) -> None:
-    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[:28:4] = 0.0")
+    program = PROGRAM.replace("data[21] = data[33] = -1.0", "data[:100:4] = 0.0").replace("(48, 4)", "(160, 4)")
     program = program.replace(
         "(net(torch.log(x)) - 1).square().mean()", "(net.weight * x).square().sum(1).sqrt().mean()"
     )

@@ -34,8 +34,10 @@ _NEAREST = 8
 """Trained tensors among which one is chosen while it is undecided who makes the updates."""
 _MOST_WAITED = 32
 """Backward calls before the first step of an optimizer after which nothing is expected any more."""
-_MOST_BAD = 8
-"""Bad gradients in a row, each cleared without an update, after which a program is failing that never made any."""
+_MOST_BAD = 30
+"""Bad gradients in a row, each cleared without an update, after which a program is failing that never made any.
+
+A loss scale that a program halves by itself, from 2**32 on, is found before."""
 
 
 class HandWritten:
