@@ -70,6 +70,13 @@ def _compiles_anew() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _tries_fixes_if_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detector that raises tries fixes, which takes seconds: in this process only where a test is marked for it."""
+    if "tries_fixes" not in request.keywords:
+        monkeypatch.setattr("firstnan.api.detector._with_fixes_tried", lambda report, session: report)
+
+
+@pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fails a test that leaves a mode, a hook or a patched function behind."""
     before = torch_state()

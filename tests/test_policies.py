@@ -511,6 +511,7 @@ def test_entered_again_a_detector_continues_steps_epochs_and_reports() -> None:
     assert (detector.summary()["steps"], detector.summary()["skipped"]) == (4, 2)
 
 
+@pytest.mark.tries_fixes
 @pytest.mark.parametrize("through", ["batches", "step", "neither"])
 def test_raise_has_tried_its_fixes(through: str, caplog: pytest.LogCaptureFixture) -> None:
     run, expected = Run(), undisturbed(Run, batches(6)[:2])
@@ -526,6 +527,7 @@ def test_raise_has_tried_its_fixes(through: str, caplog: pytest.LogCaptureFixtur
     assert not differences(expected, run.state())
 
 
+@pytest.mark.tries_fixes
 def test_fixes_are_tried_in_as_much_time_as_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_trials, "_BRIEFLY", Limits(one=20.0, all=4.0))
     run, began = Run(), list[float]()
@@ -551,6 +553,7 @@ def test_fixes_are_tried_in_as_much_time_as_there_is(monkeypatch: pytest.MonkeyP
     assert not any(remedy.tried for remedy in others)
 
 
+@pytest.mark.tries_fixes
 def test_a_fix_is_tried_where_the_loop_starts_threads() -> None:
     run = Run()
 
@@ -571,6 +574,7 @@ def test_a_fix_is_tried_where_the_loop_starts_threads() -> None:
     assert caught.value.report.remedies[0].proven
 
 
+@pytest.mark.tries_fixes
 def test_a_fix_that_cannot_be_tried_says_why() -> None:
     run = Run()
     detector = NaNDetector(run.model, run.optimizer)
@@ -580,6 +584,7 @@ def test_a_fix_that_cannot_be_tried_says_why() -> None:
     assert notes == {"the failing step could not be run again for a trial"}
 
 
+@pytest.mark.tries_fixes
 def test_fixes_are_tried_for_the_first_failure_only() -> None:
     run = Run()
     given = with_bad_target(batches(6), 2, 4, value=0.0)
@@ -593,6 +598,7 @@ def test_fixes_are_tried_for_the_first_failure_only() -> None:
     assert [any(one) for one in tried] == [True, False]
 
 
+@pytest.mark.tries_fixes
 def test_ctrl_c_skips_the_trials_of_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(self: StepTrials, *args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
