@@ -19,7 +19,7 @@ _NEWS = 0.5
 """Seconds after which a trial that has gone far says again how far it is."""
 
 _LAST_LOSSES = 5
-_LEAST_UPDATES = 5
+_LAST_RATES = 5
 
 
 class Trial(EndProgram):
@@ -88,7 +88,7 @@ class Trial(EndProgram):
             bad_step=report.step if report is not None and found else None,
             trained=self._gate.trained,
             exploded=alarm.text if alarm is not None else "",
-            frozen=_frozen(self._gate, self._counted.optimizers, self._step),
+            frozen=_without_rate(self._gate, self._counted.optimizers),
             losses=self._losses if self._losses is not None else self._losses_now(),
             latest=self._latest,
         )
@@ -97,14 +97,10 @@ class Trial(EndProgram):
         return tuple((r.step, r.loss) for r in self._gate.steps_of(self._counted.optimizers) if r.loss is not None)
 
 
-def _frozen(gate: Gate, optimizers: list[Any], since: int) -> str:
-    """Why training learns nothing: the last updates had a learning rate of 0, or gradients of 0, from a step on."""
-    records = [r for r in gate.steps_of(optimizers) if r.step >= since]
-    rates = [r.lr for r in records if r.lr is not None][-_LEAST_UPDATES:]
-    if len(rates) == _LEAST_UPDATES and not any(rates):
-        return "the learning rate is 0 with it"
-    norms = [r.grad_norm for r in records if r.grad_norm is not None]
-    return "all gradients are 0 with it" if len(norms) >= _LEAST_UPDATES and not any(norms) else ""
+def _without_rate(gate: Gate, optimizers: list[Any]) -> str:
+    """Why training learns nothing: the last updates had a learning rate of 0."""
+    rates = [r.lr for r in gate.steps_of(optimizers) if r.lr is not None][-_LAST_RATES:]
+    return "the learning rate is 0 with it" if len(rates) == _LAST_RATES and not any(rates) else ""
 
 
 class _CountedSteps:
