@@ -49,6 +49,9 @@ def test_attention_whose_sums_were_rounded_says_nothing_about_float64() -> None:
     def act() -> None:
         torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
+    act()
+    if q.grad is not None and q.grad.isfinite().all():
+        pytest.skip("the attention of this processor does not overflow")
     assert born(act).in_float64 is None
 
 

@@ -75,7 +75,7 @@ def wrong_points(truth: dict[str, Any], result: Result, folder: Path) -> dict[st
         "cause": (slug, [truth["cause"], *truth.get("alt_causes", [])]),
     }
     if truth["batch"] is not None:
-        wanted["batch"] = batch.get("index"), [truth["batch"]]
+        wanted["batch"] = batch.get("index"), [truth["batch"], *truth.get("alt_batches", [])]
     if truth.get("bad_samples"):
         wanted["samples"] = batch.get("bad_samples"), [truth["bad_samples"]]
     if truth.get("dataset_indices"):

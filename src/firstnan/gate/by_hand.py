@@ -98,7 +98,8 @@ class HandWritten:
         nearest = list(islice(leaves_below(roots), _NEAREST))
         gradients = [leaf.grad for leaf in nearest]
         self.note(nearest, gradients)
-        bad = [gradient for gradient in gradients if gradient is not None and _is_bad(gradient)]
+        # Not at the first call: a healthy program's update follows, and a device would be waited for.
+        bad = [g for g in gradients if g is not None and _is_bad(g)] if self._backwards > 1 else []
         self._cleared, self._nearest = self._cleared + 1 if bad else 0, [weakref.ref(leaf) for leaf in nearest]
         return bad if self._cleared >= _MOST_BAD else []
 

@@ -149,7 +149,7 @@ def _loading(context: FailureContext) -> list[tuple[SourceFile, ast.Call]]:
 @remedies_for("bad_init", "exploding_gradient", "overflow")
 def smaller_weights(context: FailureContext) -> Iterator[Remedy]:
     """Initial values of an ordinary size for the weights that reach the operator."""
-    if context.cause.slug == "overflow" and context.failure.origin.step > 1:
+    if context.cause.slug != "bad_init" and context.failure.origin.step > 1:
         return  # the weights have been trained since
     for source, node in _initialisers(context):
         yield from _smaller(context, source, node)

@@ -340,9 +340,14 @@ def bounded(context: FailureContext) -> Iterator[Remedy]:
     if isinstance(location.node, ast.expr) and not extreme and not source.is_for_effect(location.node):
         yield context.remedy("Bound the result", why, _clamped(source, location.node, limit))
     root = 10.0 ** math.floor(math.log10(limit) / 2)
-    if source.is_for_effect(location.node):  # it would write to a copy
+    operands = _operands(context, location)
+    if source.is_for_effect(location.node):  # `x.copy_(y)` writes to x: a bound of that would be lost
+        if expr.called.startswith(".") and len(operands) > 1:
+            operands = operands[1:]
+        if expr.called.endswith("copy_") and len(operands) == 1:
+            yield context.remedy("Bound what is written", why, _clamped(source, operands[0], limit))
         return
-    yield context.remedy("Bound the inputs", why, *(_clamped(source, o, root) for o in _operands(context, location)))
+    yield context.remedy("Bound the inputs", why, *(_clamped(source, o, root) for o in operands))
 
 
 def _clamped(source: SourceFile, node: ast.expr, bound: float) -> Edit:
