@@ -611,6 +611,7 @@ def test_ctrl_c_skips_the_trials_of_fixes(monkeypatch: pytest.MonkeyPatch) -> No
     assert caught.value.report.remedies[0].note == "skipped by Ctrl-C"
 
 
+@pytest.mark.tries_fixes
 def test_fixes_of_a_step_that_cannot_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTrials, "_failing_turn", lambda trials: None)
     run = Run()
